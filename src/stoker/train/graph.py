@@ -10,7 +10,8 @@ A replay repeats the kernels and the host's numbers of the time of capture. So a
     its result differs       from an eager step with the same batch, weights and random draws. The state that both
                              start from includes torch's generators and the counter of the augmentation
     the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
-                             optimizer), draws random numbers on the host, or waits for the device
+                             optimizer), draws random numbers on the host that may decide something, or waits for
+                             the device
     a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
                              on the device) or of a module. A module's number is followed by a new capture
 
@@ -48,6 +49,7 @@ from stoker.train.frozen import (
     quiet_host_rng,
 )
 from stoker.train.generators import restore_rng
+from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
 from stoker.train.ranks import Ranks
 from stoker.train.replay_check import (
@@ -274,6 +276,7 @@ class GraphedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Any = None
         self._loss: Any = None
+        self._host_draws: HostDraws | None = None
         self._frozen: list[FrozenGroups] = []
         self._numbers = HostNumbers(())
         self._num_warm = self._num_checked = self._num_replays = 0
@@ -339,9 +342,15 @@ class GraphedStep:
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
             return self._replay_and_check(work)
-        assert self._graph is not None
-        self._graph.replay()
+        self._replay_graph()
         return self._copied_result()
+
+    def _replay_graph(self) -> None:
+        """Run the step; draw what it draws on the host, where that decides nothing."""
+        assert self._graph is not None
+        if self._host_draws is not None:
+            self._host_draws.repeat()
+        self._graph.replay()
 
     def _copied_result(self) -> Any:
         return map_tensors(torch.clone, self._loss)  # the next replay overwrites it
@@ -376,8 +385,36 @@ class GraphedStep:
         if on_host is not None:
             self.give_up(f"{on_host} keeps its counts on the host")
             return False
+        host_rng = quiet_host_rng(self._others_draw)
+        why = self._record()
+        if host_rng is not None and has_drawn(host_rng):
+            # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
+            restore_rng(host_rng)
+            why = why or self._record_drawing(host_rng)
+        if not state.ranks.all_of(not why):
+            self.give_up(why or "the step cannot be captured (on another rank)")
+            return False
+        self.active = True
+        return True
+
+    def _record_drawing(self, host_rng: dict[str, Any]) -> str:
+        """Capture a step that draws on the host once more, and see whether the draws matter; return why it cannot be.
+
+        Not with several ranks, which would have to capture equally often.
+        """
+        if self._state.ranks.joined:
+            return DRAWS_ON_HOST
+        draws = HostDraws()
+        why = self._record(draws)
+        is_explained = draws.explains(host_rng)
+        self._host_draws = draws
+        return why or ("" if is_explained else DRAWS_ON_HOST)
+
+    def _record(self, watch: HostDraws | None = None) -> str:
+        """Make a graph of the step, watched or not; return why that is impossible, or nothing."""
+        state = self._state
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        generator, host_rng = self._copy_generator(), quiet_host_rng(self._others_draw)
+        generator = self._copy_generator()
         for module in state.modules:
             compact_recurrent(module)
         self._frozen = [
@@ -387,17 +424,18 @@ class GraphedStep:
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
-        free, total = torch.cuda.mem_get_info(state.device)
-        if free < total / 2:
-            gc.collect()  # room for the graph's own memory; 0.2 s, as much as forty small steps
+        if _is_short_of_memory(state.device):
+            gc.collect()  # 0.2 s, as much as forty small steps
         # Not during the capture: to free another graph's memory there would end it.
         collects = gc.isenabled()
         gc.disable()
         try:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+            with captured, watch or contextlib.nullcontext():
                 self._loss = self._static_step()
+            self._graph = graph
         except Exception as error:
             self._heal(generator, pool)
             if is_oom(error):
@@ -410,15 +448,7 @@ class GraphedStep:
         self._numbers.put_back()
         for drawing, position in draws:
             drawing.load_state_dict(position)
-        if host_rng is not None and has_drawn(host_rng):
-            # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
-            restore_rng(host_rng)
-            why = why or DRAWS_ON_HOST
-        if not state.ranks.all_of(not why):
-            self.give_up(why or "the step cannot be captured (on another rank)")
-            return False
-        self._graph, self.active = graph, True
-        return True
+        return why
 
     def _copy_generator(self) -> Any:
         return torch.cuda.default_generators[self._state.device.index or 0].clone_state()
@@ -520,8 +550,7 @@ class GraphedStep:
 
     def _replay(self) -> list[torch.Tensor]:
         """Replay the graph; return its result and the state that it leaves, not copied."""
-        assert self._graph is not None
-        self._graph.replay()
+        self._replay_graph()
         return [*iterate_tensors(self._loss), *self._state.tensors()]
 
     def _agreed(self, away: float) -> float:
@@ -594,7 +623,7 @@ class GraphedStep:
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
-        self._graph = self._static = self._loss = None
+        self._graph = self._static = self._loss = self._host_draws = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
@@ -605,6 +634,14 @@ class GraphedStep:
 def has_graphs(device: torch.device) -> bool:
     """Whether steps on this device can be captured."""
     return device.type == "cuda"
+
+
+def _is_short_of_memory(device: torch.device) -> bool:
+    """Whether less than half of a GPU's memory is free."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free < total / 2
 
 
 @functools.cache
