@@ -80,7 +80,9 @@ def use_paper_graphs(monkeypatch) -> None:
 
     def warm_up(self, work):
         self._set_static(work)
-        return self._static_step()
+        result = self._graphed_part()
+        self._rest()
+        return result
 
     for module in (graph, capture, capture_function, trainer):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)

@@ -241,8 +241,12 @@ class Snapshot:
 class GraphedStep:
     """Runs a step as replays of a CUDA graph where it can, else eagerly; see the module's text.
 
-    A subclass says what the step is: `_given`, `_static_step` and `_run_eagerly`. One thread, one stream: the
+    A subclass says what the step is: `_given`, `_graphed_part` and `_run_eagerly`. One thread, one stream: the
     caller's. Other threads may copy while a graph is captured.
+
+    Where a graph of the whole step is impossible or wrong, and the subclass can run its update apart, the step is
+    captured once more without it. An update is a few launches, and the reason is often in it: a scheduler that moves
+    the momentum, an optimizer that counts on the host.
 
     Args:
         state: What the step changes.
@@ -254,9 +258,11 @@ class GraphedStep:
         active: Whether steps are replayed now.
         is_given_up: Whether they run eagerly for good.
         slowdown: Time of an eager step / time of a replay, as measured while they were compared; None before.
+        split_reason: Why the update is not in the graph; None while it is.
     """
 
     _others_draw = True
+    _can_split = False
 
     def __init__(
         self,
@@ -273,6 +279,7 @@ class GraphedStep:
         self.is_given_up = False
         self._num_short = 0
         self.slowdown: float | None = None
+        self.split_reason: str | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Any = None
         self._loss: Any = None
@@ -290,9 +297,19 @@ class GraphedStep:
         """Return what the graph reads of a batch: a nested value of tensors and constants."""
         raise NotImplementedError
 
-    def _static_step(self) -> Any:
-        """Run what is captured: from the static tensors to the new weights. Return its result."""
+    def _graphed_part(self) -> Any:
+        """Run what is captured, from the static tensors: to the new weights, or to the gradients where it is split.
+
+        Returns:
+            The result of the step.
+        """
         raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Run what is not in the graph, after it."""
+
+    def _keep_gradients(self) -> None:
+        """Remember where a graph without the update leaves its gradients."""
 
     def _run_eagerly(self, work: Any) -> Any:
         """Run the step without the graph."""
@@ -333,7 +350,10 @@ class GraphedStep:
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
         if change is not None:  # it often changes at every step: a new graph would not last
-            self.give_up(change)
+            self._split(change)
+            return self._run_eagerly(work)
+        if any(frozen.trains_others() for frozen in self._frozen):
+            self._renew("parameters were frozen or thawed")
             return self._run_eagerly(work)
         changed = self._numbers.find_change()
         if changed is not None:
@@ -351,6 +371,7 @@ class GraphedStep:
         if self._host_draws is not None:
             self._host_draws.repeat()
         self._graph.replay()
+        self._rest()
 
     def _copied_result(self) -> Any:
         return map_tensors(torch.clone, self._loss)  # the next replay overwrites it
@@ -374,16 +395,17 @@ class GraphedStep:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._set_static(work)
-            result = self._static_step()
+            result = self._graphed_part()
+            self._rest()
         current.wait_stream(stream)
         return result
 
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
         state = self._state
-        on_host = state.find_on_host()
+        on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
-            self.give_up(f"{on_host} keeps its counts on the host")
+            self._split(f"{on_host} keeps its counts on the host")
             return False
         host_rng = quiet_host_rng(self._others_draw)
         why = self._record()
@@ -392,7 +414,7 @@ class GraphedStep:
             restore_rng(host_rng)
             why = why or self._record_drawing(host_rng)
         if not state.ranks.all_of(not why):
-            self.give_up(why or "the step cannot be captured (on another rank)")
+            self._split(why or "the step cannot be captured (on another rank)")
             return False
         self.active = True
         return True
@@ -418,7 +440,12 @@ class GraphedStep:
         for module in state.modules:
             compact_recurrent(module)
         self._frozen = [
-            FrozenGroups(each, state.device, is_guarded(each) or is_capturable(each))
+            FrozenGroups(
+                each,
+                state.device,
+                is_guarded(each) or is_capturable(each),
+                has_update=self.split_reason is None,
+            )
             for each in state.optimizers
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
@@ -434,8 +461,9 @@ class GraphedStep:
             stream = _side_stream(state.device)
             captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
             with captured, watch or contextlib.nullcontext():
-                self._loss = self._static_step()
+                self._loss = self._graphed_part()
             self._graph = graph
+            self._keep_gradients()
         except Exception as error:
             self._heal(generator, pool)
             if is_oom(error):
@@ -507,12 +535,12 @@ class GraphedStep:
         if away > 1.0 and self._num_checked >= CHECKED_REPLAYS:
             self._renew("a later replay no longer agreed with the eager step")
         elif away > 1.0:
-            self.give_up(
+            self._split(
                 f"a replayed step differed from the eager one by {first:.3g} times the tolerance"
             )
         else:
             moved = left_behind or "a number"
-            self.give_up(f"the step changes {moved} on the host, which a graph cannot follow")
+            self._split(f"the step changes {moved} on the host, which a graph cannot follow")
         return self._run_eagerly(work)
 
     def _compare_again(self, work: Any, keep: Snapshot) -> float:
@@ -591,10 +619,13 @@ class GraphedStep:
             self._next_check = self._num_replays * _RECHECK_GROWTH
         if self._num_checked == CHECKED_REPLAYS:
             self._next_check = max(self._next_check, _FIRST_RECHECK)
+            what = "captured" if self.split_reason is None else "captured without its update"
             self.reason = (
-                f"captured after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
+                f"{what} after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
                 f"agreed with eager steps from the same state ({self._worst:.2g} of the tolerance)"
             )
+            if self.split_reason is not None:
+                self._say(step_note(f"{what}: {self.split_reason}", captured=True))
 
     # -- giving up ---------------------------------------------------------------------------
 
@@ -608,6 +639,15 @@ class GraphedStep:
             return
         self.forget()
         self._say(step_note(f"captured anew: {reason}", captured=True))
+
+    def _split(self, reason: str) -> None:
+        """Drop the graph, and capture the step without its update if that was not tried; else continue eagerly."""
+        if not self._can_split or self.split_reason is not None or self._state.ranks.joined:
+            self.give_up(reason)
+            return
+        self.forget()
+        self._before_giving_up()
+        self.split_reason = reason
 
     def give_up(self, reason: str) -> None:
         """Continue eagerly from here on; with capture="on" raise the reason as an error."""
