@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import forked_scripts
 import h5py
 import pytest
 import torch
@@ -33,6 +34,7 @@ def demo(tmp_path_factory):
         patch.setattr("stoker.demo.training._TRAINED_SAMPLES", 256)
         patch.setattr("stoker.demo.story._SECONDS_PER_TRY", 0.1)
         patch.setattr(examine, "__defaults__", (15,))  # steps of the two scripts under the doctor
+        patch.setattr("stoker.doctor.attach._start", forked_scripts.start)
         yield folder, run_demo(folder, weeks=4)
     torch.set_num_threads(before)
 
