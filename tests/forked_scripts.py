@@ -12,38 +12,24 @@ import gc
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
+from forked import Forked
 from stoker.doctor import attach
-
-
-class Forked(subprocess.Popen):
-    """`python script words` as a fork of this process, with what a `Popen` has."""
-
-    def __init__(self, command, variables, cwd):
-        assert command[0] == sys.executable, command
-        self.args, self.returncode = command, None
-        self.stdin = self.stdout = self.stderr = None
-        self._waitpid_lock, self._child_created = threading.Lock(), True
-        self._communication_started, self._input = False, None
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            _run(command[1:], variables, cwd or Path.cwd())
 
 
 def start(command, variables, cwd):
     """Stand in for `attach._start`."""
-    return Forked(command, variables, cwd)
+    assert command[0] == sys.executable, command
+    return Forked(command, lambda: _run(command[1:], variables, cwd or Path.cwd()))
 
 
-def _run(words, variables, cwd) -> None:
+def _run(words, variables, cwd) -> NoReturn:
     """Be the script; end the process."""
     code = 1
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-import forked_scripts
 import h5py
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import forked_scripts
 from stoker.cli.main import app
 from stoker.demo.reading import WINDOWS
 from stoker.demo.story import _free_folder, examine, run_demo
