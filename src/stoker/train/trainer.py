@@ -16,6 +16,7 @@ import copy
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -159,6 +160,15 @@ class Trainer(Configured, Resumable):
         self._shutdown = Shutdown(self.ranks)
         self._at = Place(has_batch_size=self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
+        # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
+        # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
+        told = weakref.WeakMethod(self.note)
+
+        def weak_note(note: Note) -> None:
+            if (tell := told()) is not None:
+                tell(note)
+
+        self._weak_note = weak_note
         for line in unread:
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
@@ -172,7 +182,7 @@ class Trainer(Configured, Resumable):
             self._precision,
             self.device,
             self.settings.survive_oom,
-            self.note,
+            self._weak_note,
             self._update.give_way,
             self.ranks,
         )
@@ -221,10 +231,10 @@ class Trainer(Configured, Resumable):
         """Make the step and the update around it, captured if it can be; with `tell` note that."""
         step, asked = Step(parts), self.settings.capture
         shrink = self._train.shrink if self._train.is_chunked else None
-        self._update = Update(step, self.settings.survive_oom, self.note, shrink)
+        self._update = Update(step, self.settings.survive_oom, self._weak_note, shrink)
         refusal = cannot_capture(asked, self._train, step)
         self._captured = (
-            CapturedStep(step, self._train, self._update, self.note, asked == "on")
+            CapturedStep(step, self._train, self._update, self._weak_note, asked == "on")
             if refusal is None
             else None
         )
@@ -528,7 +538,9 @@ class Trainer(Configured, Resumable):
         """Note, or raise, that updates were skipped although every loss was finite."""
         skipped = self._step.num_skipped
         new, self._at.num_skipped = skipped - self._at.num_skipped, skipped
-        told = sum(not math.isfinite(loss) for loss in self.history.losses[self._at.first_loss :])
+        told = sum(
+            not math.isfinite(loss) for loss in self.history.step_losses[self._at.first_loss :]
+        )
         if new <= told:
             return
         finding = NonFiniteError(
@@ -550,7 +562,9 @@ class Trainer(Configured, Resumable):
         left_out = self._at.left_out | {found.place}
         self._update.drop()
         self.load_state_dict(self._at.good)
-        del self.history.losses[self._at.first_loss :]  # the state is that of the epoch's beginning
+        del self.history.step_losses[
+            self._at.first_loss :
+        ]  # the state is that of the epoch's beginning
         self._at.left_out = left_out
         self._at.num_skipped = self._step.num_skipped  # the cause is known
         self.note(
@@ -654,7 +668,7 @@ class Trainer(Configured, Resumable):
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        at.first_loss = len(self.history.losses)
+        at.first_loss = len(self.history.step_losses)
         position = at.saved_at = at.num_done = self._train.position
         if not position:
             at.tally = EpochTally()
@@ -697,7 +711,7 @@ class Trainer(Configured, Resumable):
     def _collect(self, arrived: list[StepLoss]) -> None:
         """Record losses that have arrived; handle one that is not finite."""
         for seen in arrived:
-            self.history.losses.append(seen.loss)
+            self.history.step_losses.append(seen.loss)
             if not seen.is_finite:
                 self._not_finite(seen)
                 continue
