@@ -1,8 +1,11 @@
-"""Two causes at once: the second one is named, though the first hides it; and what a GPU's host waits for is divided."""
+"""Two causes at once: the second is named, though the first hides it; and waits of a GPU's host are divided."""
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +22,7 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     OperatorFacts,
 )
+from stoker.doctor.probe import clocks, loading, recorder, sampling
 from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.measure.readings import Spread
 
@@ -213,3 +217,45 @@ def test_a_tiny_batch_on_a_gpu_is_too_small():
     found = diagnose(measured)
     assert found[0].name == "batch-too-small"
     assert found[0].gain.likely == pytest.approx(27.4, rel=0.2), "as measured"
+
+
+# -- what the probe itself costs a fetch -----------------------------------------------------------
+
+
+def test_what_the_sampling_thread_takes_is_not_waiting_for_a_disk(monkeypatch):
+    """A fetch that stands still while the sampling thread is awake was queued behind it, not behind a disk."""
+    seen = SimpleNamespace(
+        role="main", num_fetches=0, num_watched_fetches=0, short_fetches=False, fetches=[], loader_id=0,
+        fetch_delay=0.0, held_delay=0.0,
+    )  # fmt: skip
+    monkeypatch.setattr(recorder, "get", lambda: seen)
+    monkeypatch.setattr(recorder, "watching", True)
+    monkeypatch.setattr(sampling, "begin", lambda: None)
+    monkeypatch.setattr(clocks, "run_delay", lambda: 0.0)
+    awake = iter([1.0, 1.004])
+    monkeypatch.setattr(sampling, "awake_seconds", lambda: next(awake))
+    fetch = loading._timed_fetch(lambda fetcher, indices: time.sleep(0.02))
+    fetch(SimpleNamespace(), [0])
+    (row,) = seen.fetches
+    assert row.delay == seen.held_delay == pytest.approx(0.004)
+    assert row.seconds - row.cpu - row.delay > 0.01, "the rest of the sleep is waiting"
+
+
+def test_seconds_awake_are_those_on_a_core_and_queued():
+    done, told = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while time.thread_time() < 0.02:
+            pass
+        told.set()
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    told.wait()
+    try:
+        assert clocks.awake_seconds(thread) > 0.01
+    finally:
+        clocks._schedstats.pop(thread.ident, None)
+        done.set()
+        thread.join()
