@@ -181,6 +181,20 @@ def test_fetches_behind_a_gpu_that_works_bring_its_time_at_most():
     assert found[0].gain.likely == pytest.approx(1 / 0.51, rel=0.1)
 
 
+def test_workers_make_no_step_shorter_than_its_kernels():
+    """The host loads while the GPU computes: what the host does in between is less than the GPU's time."""
+    slow = LoaderFacts(workers=0, batch_size=32, work=LoaderWork(other=0.014), alone_seconds=at(0.014))
+    kernels = KernelFacts(24.0, 333e-6, 0.5)
+    measured = replace(
+        on_h200(0.016, kernels), loader=slow, wait_seconds=at(0.014), compute_seconds=at(0.002),
+        machine=replace(H200, cores=16, physical_cores=16),
+    )  # fmt: skip
+    (found,) = diagnose(measured)
+    assert found.name == "no-workers"
+    assert found.gain.high <= 2.0 * 1.16, "half of the step is the GPU's"
+    assert found.gain.likely == pytest.approx(2.0, rel=0.01)
+
+
 def test_a_pageable_copy_is_not_taken_for_launches():
     """A copy of 33 MB from pageable memory beside short kernels, without a DataLoader."""
     measured = replace(
