@@ -22,6 +22,7 @@ from stoker.doctor.measurements import (
     Ablation,
     AllocatorFacts,
     BadValues,
+    DeviceCopy,
     Hdf5Facts,
     HostCall,
     KernelFacts,
@@ -31,7 +32,6 @@ from stoker.doctor.measurements import (
     Measurements,
     MemoryFacts,
     OperatorFacts,
-    DeviceCopy,
     RankFacts,
     TimelineSpan,
 )

@@ -1,8 +1,11 @@
-"""Two causes at once: the second one is named, though the first hides it; and what a GPU's host waits for is divided."""
+"""Two causes at once: the second is named, though the first hides it; and waits of a GPU's host are divided."""
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +22,7 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     OperatorFacts,
 )
+from stoker.doctor.probe import clocks, loading, recorder, sampling
 from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.measure.readings import Spread
 
@@ -177,6 +181,20 @@ def test_fetches_behind_a_gpu_that_works_bring_its_time_at_most():
     assert found[0].gain.likely == pytest.approx(1 / 0.51, rel=0.1)
 
 
+def test_workers_make_no_step_shorter_than_its_kernels():
+    """The host loads while the GPU computes: what the host does in between is less than the GPU's time."""
+    slow = LoaderFacts(workers=0, batch_size=32, work=LoaderWork(other=0.014), alone_seconds=at(0.014))
+    kernels = KernelFacts(24.0, 333e-6, 0.5)
+    measured = replace(
+        on_h200(0.016, kernels), loader=slow, wait_seconds=at(0.014), compute_seconds=at(0.002),
+        machine=replace(H200, cores=16, physical_cores=16),
+    )  # fmt: skip
+    (found,) = diagnose(measured)
+    assert found.name == "no-workers"
+    assert found.gain.high <= 2.0 * 1.16, "half of the step is the GPU's"
+    assert found.gain.likely == pytest.approx(2.0, rel=0.01)
+
+
 def test_a_pageable_copy_is_not_taken_for_launches():
     """A copy of 33 MB from pageable memory beside short kernels, without a DataLoader."""
     measured = replace(
@@ -213,3 +231,45 @@ def test_a_tiny_batch_on_a_gpu_is_too_small():
     found = diagnose(measured)
     assert found[0].name == "batch-too-small"
     assert found[0].gain.likely == pytest.approx(27.4, rel=0.2), "as measured"
+
+
+# -- what the probe itself costs a fetch -----------------------------------------------------------
+
+
+def test_what_the_sampling_thread_takes_is_not_waiting_for_a_disk(monkeypatch):
+    """A fetch that stands still while the sampling thread is awake was queued behind it, not behind a disk."""
+    seen = SimpleNamespace(
+        role="main", num_fetches=0, num_watched_fetches=0, short_fetches=False, fetches=[], loader_id=0,
+        fetch_delay=0.0, held_delay=0.0,
+    )  # fmt: skip
+    monkeypatch.setattr(recorder, "get", lambda: seen)
+    monkeypatch.setattr(recorder, "watching", True)
+    monkeypatch.setattr(sampling, "begin", lambda: None)
+    monkeypatch.setattr(clocks, "run_delay", lambda: 0.0)
+    awake = iter([1.0, 1.004])
+    monkeypatch.setattr(sampling, "awake_seconds", lambda: next(awake))
+    fetch = loading._timed_fetch(lambda fetcher, indices: time.sleep(0.02))
+    fetch(SimpleNamespace(), [0])
+    (row,) = seen.fetches
+    assert row.delay == seen.held_delay == pytest.approx(0.004)
+    assert row.seconds - row.cpu - row.delay > 0.01, "the rest of the sleep is waiting"
+
+
+def test_seconds_awake_are_those_on_a_core_and_queued():
+    done, told = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while time.thread_time() < 0.02:
+            pass
+        told.set()
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    told.wait()
+    try:
+        assert clocks.awake_seconds(thread) > 0.01
+    finally:
+        clocks._schedstats.pop(thread.ident, None)
+        done.set()
+        thread.join()

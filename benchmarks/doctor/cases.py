@@ -721,9 +721,13 @@ STYLES = {
             return output
 
 
-        for _ in range(3 if FIXED else 0):
-            update()
         if FIXED:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    update()
+            torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 update()

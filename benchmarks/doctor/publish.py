@@ -159,7 +159,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         (f"| predicted gain within ± 30 % of the measured one | 80 % | {percent(predictions['within_30_percent'])} "
         f"of {predictions['count']} |"),
         f"| median error of the prediction | | {percent(predictions['median_error'])} |",
-        f"| both of two causes named first, the second often as hidden behind the first | | {both['right']} of {both['of']} |",
+        f"| both of two causes named, the second as hidden behind the first | | {both['right']} of {both['of']} |",
         ("| step under the doctor against alone, p50 and p95 of the scripts | "
         f"| {percent(summary['overhead']['p50'])}, {percent(summary['overhead']['p95'])} |"),
         ("| the same script alone twice, p50 and p95: what the machine itself varies | "

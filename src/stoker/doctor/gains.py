@@ -52,8 +52,8 @@ class Pace:
     def step(self) -> float:
         """Seconds of one step."""
         if self.lanes <= 0:
-            return self.load + self.compute
-        return max(self.load / self.lanes, self.compute + self.hand_over)
+            return max(self.load + self.compute, self.device_busy)
+        return max(self.load / self.lanes, self.compute + self.hand_over, self.device_busy)
 
     def loading(self, seconds: float, lanes: float | None = None) -> Pace:
         """Return the pace if loading costs `seconds` per step, optionally with other lanes."""

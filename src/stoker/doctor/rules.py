@@ -89,7 +89,9 @@ def _without(measured: Measurements, finding: Finding) -> Measurements | None:
         rest = replace(measured, host_calls=others)
     elif name == "sync-every-step":
         spent = sum(one.seconds_per_step for one in measured.syncs)
-        if measured.kernels is not None:  # the host waited for work of the device as well, which remains
+        if (
+            measured.kernels is not None
+        ):  # the host waited for work of the device as well, which remains
             spent = min(spent, compute.median - measured.kernels.busy_share * step.median)
         rest = replace(measured, syncs=())
     elif name == "slow-between-steps":
