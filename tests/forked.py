@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -20,7 +21,10 @@ class Forked(subprocess.Popen):
         self._communication_started, self._input = False, None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            # Threads of torch's and of xdist's are here; the child uses none of them.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
         if not self.pid:
             try:
                 be()

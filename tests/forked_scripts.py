@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from forked import Forked
 from stoker.doctor import attach
 
@@ -42,6 +44,7 @@ def _run(words, variables, cwd) -> NoReturn:
         os.environ.clear()
         os.environ.update(variables)
         tempfile.tempdir = None
+        torch.set_num_threads(1)  # a pool of threads does not survive the fork
         _enter()
         sys.argv = [*map(str, words)]
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
