@@ -152,6 +152,19 @@ def test_speed_that_cannot_be_judged_is_told_beside_memory_that_grows():
     assert told.verdict.startswith("memory-creep")
 
 
+@pytest.mark.parametrize(
+    ("persistent", "gain"), [(True, 2.0 / 1.2), (False, (2.0 + 200 / 64) / 1.2)]
+)
+def test_workers_that_are_not_needed_are_not_restarted_either(persistent, gain):
+    quick = replace(
+        loader(8, 0.0004, LoaderWork(other=0.0004), main_cpu_share=0.5, worker_cpu_shares=(0.05,) * 8),
+        persistent_workers=persistent, epoch_starts=1, epoch_start_seconds=0.2, steps_per_epoch=64,
+    )  # fmt: skip
+    (found,) = diagnose(script(0.0020, 0.0012, quick))
+    assert found.title == "samples are cheaper to make than to get from workers"
+    assert found.gain.likely == pytest.approx(gain)
+
+
 # -- what the host waits for on a GPU --------------------------------------------------------------
 
 
@@ -183,7 +196,9 @@ def test_fetches_behind_a_gpu_that_works_bring_its_time_at_most():
 
 def test_workers_make_no_step_shorter_than_its_kernels():
     """The host loads while the GPU computes: what the host does in between is less than the GPU's time."""
-    slow = LoaderFacts(workers=0, batch_size=32, work=LoaderWork(other=0.014), alone_seconds=at(0.014))
+    slow = LoaderFacts(
+        workers=0, batch_size=32, work=LoaderWork(other=0.014), alone_seconds=at(0.014)
+    )
     kernels = KernelFacts(24.0, 333e-6, 0.5)
     measured = replace(
         on_h200(0.016, kernels), loader=slow, wait_seconds=at(0.014), compute_seconds=at(0.002),
