@@ -121,6 +121,22 @@ def test_the_second_cause_is_named_behind_the_first(measured, first, second):
     assert [*found, *later][1] == second
 
 
+def test_costs_that_hide_each_other_are_both_named():
+    """Loading beside a step that fetches takes as long as the step: neither remedy alone is worth a tenth."""
+    slow = loader(1, 0.029, LoaderWork(other=0.029), worker_cpu_shares=(0.95,), main_cpu_share=0.8)
+    fetches = HostCall("train.py:62", "float", 12800.0, 0.018)
+    measured = script(0.030, 0.0032, slow, syncs=(fetches,))
+    found, later = names(measured)
+    assert (found, later) == (["sync-every-step"], ["starved-by-loader"])
+    (first,) = diagnose(measured)
+    assert first.gain.low == 1.0
+    assert "may bring nothing" in first.evidence[-1]
+    assert why_unjudged(measured, [first]) == ""
+    assert names(replace(measured, syncs=())) == ([], []), (
+        "with one of them there is nothing to name"
+    )
+
+
 def test_workers_that_keep_up_with_the_shorter_step_too_are_no_second_cause():
     measured = one_worker_and_fetches()
     quick = loader(1, 0.004, LoaderWork(other=0.004), worker_cpu_shares=(0.1,), main_cpu_share=0.8)
