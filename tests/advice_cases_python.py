@@ -722,6 +722,7 @@ PYTHON: dict[str, list[Case]] = {
         "raise file_error(PermissionError(13, 'no', 'sub/table.csv'))",
         "raise unwritable('made/x', OSError(30, 'read-only'), 'the log')",
         "require_file('none/x.csv', 'the table')",
+        "require_file('/dev/null', 'the table')",
     )
     + [
         Case(
