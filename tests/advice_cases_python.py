@@ -523,6 +523,7 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case("Dense(values)", STORE + "values = np.ones(3, 'c8')", at="values"),
         Case("open_store('uneven.h5')", UNEVEN),
         Case("open_store('uneven.h5', rows=5)", UNEVEN),
         Case("open_store('uneven.h5', fields=['xx'])", UNEVEN),
@@ -556,10 +557,29 @@ PYTHON: dict[str, list[Case]] = {
     ),
     "sources": [
         Case("collect([{'a/b': 1}])", SAMPLES, at="{'a/b': 1}"),
-        Case("collect([{'x': 1}, {'x': 1.5}])", SAMPLES + "; x = 2", at="1.5"),
+        Case(
+            "assert collect([dict(x=(x)) for x in (1, 1.5)])['x'].values[1] == 1.5",
+            SAMPLES,
+            at="(x)",
+        ),
         *(
             Case("as_array(value, 'x')", SAMPLES + "; value = " + value)
-            for value in ("torch.zeros(2).bfloat16()", "torch.eye(3).to_sparse()", "[None]")
+            for value in (
+                "torch.zeros(2).bfloat16()",
+                "torch.eye(3).to_sparse()",
+                "[None]",
+                "np.ones(3, 'c8')",
+                "np.zeros(3, 'M8[s]')",
+            )
+        ),
+        *(
+            Case("collect([{'x': value}])", SAMPLES + "; value = " + value, at="{'x': value}")
+            for value in ("{'a': 1, 'b': 2}", "[np.zeros(3), np.zeros((4, 2))]")
+        ),
+        Case(
+            "Loader({'x': value}, 64)",
+            "import h5py; f = h5py.File('kept.h5', 'a'); f.require_dataset('train/x', (9,), 'i8'); value = f['train']",
+            at="Loader({'x': value}, 64)",
         ),
     ]
     + _refused(
