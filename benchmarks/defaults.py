@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from harness import RESULTS, machine_name, publish
+from harness import RESULTS, current_commit, machine_name, publish
 from stoker.config import parse_config, resolve
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.run import RecipeRun, open_run, run_recipe
@@ -241,6 +241,7 @@ def main() -> None:
                 found[name] = run_whole(name, store, Path(folder), given.device)
             else:
                 found[name] = run_part(name, store, Path(folder), given.device, given.samples)
+        found[name]["commit"] = current_commit()  # the file keeps results of earlier ones
         publish("defaults", found)
 
 

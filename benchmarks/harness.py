@@ -66,7 +66,7 @@ def machine_facts() -> dict[str, Any]:
         "host": machine_name(),
         "date": datetime.now(UTC).date().isoformat(),
         "probe": probe().to_json(),
-        "commit": _commit(),
+        "commit": current_commit(),
     }
 
 
@@ -89,7 +89,8 @@ def machine_name() -> str:
     return f"cpu-{len(os.sched_getaffinity(0))}-cores-{platform.machine()}"
 
 
-def _commit() -> str | None:
+def current_commit() -> str | None:
+    """Return the short name of the checkout's commit; None without git."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True

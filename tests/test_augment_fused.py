@@ -291,6 +291,39 @@ def test_programs_that_wait_for_each_other_fit_on_the_gpu_together(
         assert block % step == 0
 
 
+class FakeStream:
+    def __init__(self, number, waits):
+        self.cuda_stream, self.waits = number, waits
+
+    def wait_stream(self, other):
+        self.waits.append((self.cuda_stream, other.cuda_stream))
+
+
+def test_launches_that_wait_take_turns_where_many_streams_have_them(monkeypatch):
+    waits, current = [], []
+    streams = [FakeStream(number, waits) for number in range(fused.MOST_WAITING + 2)]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: current[-1] is streams[-1]
+    )
+    turns, device = fused.Turns(), torch.device("cuda", 0)
+
+    def launch(stream):
+        current.append(stream)
+        with turns.take(device):
+            pass
+
+    *few, another, capturing = streams
+    for stream in (*few, *few, capturing):
+        launch(stream)
+    assert waits == []
+    for stream in (another, another, few[0], another):
+        launch(stream)
+    first, last = few[0].cuda_stream, few[-1].cuda_stream
+    number = another.cuda_stream
+    assert waits == [(number, last), (first, number), (number, first)]
+
+
 def test_a_blur_is_not_held():
     blurred = make_program([ColorJitter(0.2, 0.2), GaussianBlur(3)], (64, 64), 3)
     assert fused.choose_held(blurred, 132) is None

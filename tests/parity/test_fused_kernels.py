@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -741,6 +742,39 @@ def test_a_captured_graph_draws_anew_and_reads_new_images():
         torch.testing.assert_close(table.cpu(), expected, rtol=1e-5, atol=1e-4)
         wanted, _ = run_reference(images, None, None, table, program)
         close_enough(result.cpu(), wanted.cpu())
+
+
+@needs_gpu
+@pytest.mark.timeout(60)
+def test_programs_that_wait_for_each_other_end_in_any_number_of_streams():
+    """The largest images that are held, from a thread for each of twelve streams, beside a replayed graph."""
+    size, batch = (512, 512), 16
+    program, table = drawn([RandomRotation(15), ColorJitter(0.3, 0.4)], size, 3, batch)
+    images = make_images((batch, 3, *size))
+    expected, _ = run_reference(images, None, None, table, program)
+    images, table = images.to(DEVICE), table.to(DEVICE)
+    captured, graph = table.clone(), torch.cuda.CUDAGraph()
+    fused.FusedBackend().apply(images, None, None, captured, program, None)
+    with torch.cuda.graph(graph):
+        replayed, _ = fused.FusedBackend().apply(images, None, None, captured, program, None)
+
+    def launch(stream: torch.cuda.Stream) -> torch.Tensor:
+        backend, mine = fused.FusedBackend(), table.clone()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                result, _ = backend.apply(images, None, None, mine, program, None)
+        stream.synchronize()
+        return result
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(12) as pool:
+        running = [pool.submit(launch, torch.cuda.Stream()) for _ in range(12)]
+        for _ in range(20):
+            graph.replay()
+        results = [each.result() for each in running]
+    torch.cuda.synchronize()
+    for result in (*results, replayed):
+        close_enough(result.cpu(), expected.cpu())
 
 
 @needs_gpu

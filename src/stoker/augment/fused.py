@@ -19,8 +19,10 @@ import functools
 import importlib.util
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -45,6 +47,7 @@ MAX_SAMPLES = 65535  # the grid's third axis
 ONE_PROGRAM = 1024  # samples whose parameters one program draws and counts; more take 25 µs and up
 AT_ONCE_TAPS = 5  # blurs up to here in one pass of at most 25 taps; larger ones in two
 HELD_PIXELS = 1024  # of one program that waits for its image's mean: eight a thread
+MOST_WAITING = 3  # streams with such launches at once; a replayed graph may be a fourth
 HELD_REGISTERS = 64  # so that every GPU has room for eight such programs on a multiprocessor
 _INT32 = 2**31
 _KEPT_PLANS = 64
@@ -117,7 +120,7 @@ def choose_held(program: Program, multiprocessors: int) -> Config | None:
     """Return the tiles for contrast in one pass, in which all programs of an image wait for each other; else None.
 
     They must be on the GPU together, which has room for eight on a multiprocessor. An image may take a quarter of that:
-    the unfinished images of four launches in as many streams still leave room for those that they wait for.
+    the unfinished images of `MOST_WAITING` streams and of a graph leave room for those that they wait for.
     """
     width = program.out_size[1]
     step_x = min(16, _power(width)) if program.geometry else min(128, _power(width))
@@ -183,6 +186,39 @@ def _held_kernel() -> Any:
 
 
 # -- launching -------------------------------------------------------------------------------------
+
+
+class Turns:
+    """Keeps launches whose programs wait for each other from filling a GPU: `MOST_WAITING` streams at once, no more.
+
+    A process with more streams, such as one with a thread for each of eight loaders, launches one after the other. A
+    captured launch takes no turn, since a capture may not wait for other streams; a graph is replayed in one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._streams: dict[int | None, set[int]] = {}
+        self._last: dict[int | None, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def take(self, device: torch.device) -> Iterator[None]:
+        """Launch within this: the current stream waits for the last launch where too many streams have launched."""
+        stream = torch.cuda.current_stream(device)
+        seen = self._streams.setdefault(device.index, set())
+        is_known = stream.cuda_stream in seen and len(seen) <= MOST_WAITING
+        if is_known or torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        with self._lock:  # until the launch is queued: the next one waits for it
+            seen.add(stream.cuda_stream)
+            last = self._last.get(device.index)
+            if len(seen) > MOST_WAITING and last is not None and last != stream:
+                stream.wait_stream(last)
+            self._last[device.index] = stream
+            yield
+
+
+_TURNS = Turns()
 
 
 class _Launch:
@@ -343,9 +379,14 @@ class FusedBackend:
         partials = table.new_empty(batch * plan.num_partials) if program.contrast else None
         if plan.held is not None:
             counters = table.view(torch.int32)
-            # The interpreter runs one program after the other: the second launch finds the sums of the first.
-            for _ in range(1 if table.is_cuda else 2):
-                plan.held(images, result, masks, moved, rows, table, counters, partials, faults)
+            launch = partial(plan.held, images, result, masks, moved, rows, table, counters)
+            if table.is_cuda:
+                with _TURNS.take(table.device):
+                    launch(partials, faults)
+            else:
+                # The interpreter runs one program after the other: the second launch finds the sums of the first.
+                for _ in range(2):
+                    launch(partials, faults)
             return
         if plan.sum_gray is not None:
             plan.sum_gray(images, rows, table, partials)

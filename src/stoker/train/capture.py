@@ -92,6 +92,8 @@ class CapturedStep(GraphedStep):
         demanded: Whether that is an error instead.
     """
 
+    _can_split = True
+
     def __init__(
         self,
         step: Step,
@@ -105,6 +107,7 @@ class CapturedStep(GraphedStep):
         self._update = update
         self._others_draw = not feed.is_stoker
         self._num_misfits = 0
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         others = drawing_objects(feed.given_unpack, step.parts.criterion)
 
         def draws() -> list[Any]:
@@ -158,14 +161,36 @@ class CapturedStep(GraphedStep):
     def _given(self, work: Work) -> Any:
         return work.index.indices if work.index is not None else (work.inputs, work.targets)
 
-    def _static_step(self) -> torch.Tensor:
+    def _graphed_part(self) -> torch.Tensor:
         if isinstance(self._static, torch.Tensor):
             inputs, targets = self.feed.unpack(self.feed.loader.assemble(self._static))
         else:
             inputs, targets = self._static
         loss = self.step.forward_backward(inputs, targets, 1.0)
-        self.step.update(pieces=True)
+        if self.split_reason is None:
+            self.step.update(pieces=True)
         return loss
+
+    def _rest(self) -> None:
+        if self.split_reason is None:
+            return
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self.step.update()
+
+    def _keep_gradients(self) -> None:
+        if self.split_reason is None:
+            return
+        parameters = [
+            p for group in self.step.parts.optimizer.param_groups for p in group["params"]
+        ]
+        self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        self.step.parts.optimizer.zero_grad(set_to_none=True)  # of a backward pass not computed
+
+    def forget(self) -> None:
+        """See `GraphedStep.forget`."""
+        super().forget()
+        self._gradients = []
 
     def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
         """Train on a batch without the graph; running out of memory lowers the level.

@@ -317,7 +317,7 @@ class _FunctionGraph(GraphedStep):
         else:
             super()._set_static(work)
 
-    def _static_step(self) -> Any:
+    def _graphed_part(self) -> Any:
         return self._owner.run_static(self._static)
 
     def _run_eagerly(self, work: Any) -> Any:

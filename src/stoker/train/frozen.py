@@ -58,20 +58,24 @@ class FrozenGroups:
         optimizer: About to be captured.
         device: Where the graph will read the learning rates.
         bring_rates: Whether to put them there. Optimizers that are not fused may not take a rate on the device.
+        has_update: Whether the update is captured; without it only the parameters that are trained must stay.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, device: torch.device, bring_rates: bool = True
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        bring_rates: bool = True,
+        has_update: bool = True,
     ) -> None:
-        self._optimizer = optimizer
-        self._groups = [
-            _freeze(optimizer, group, device, bring_rates) for group in optimizer.param_groups
-        ]
+        self._optimizer, self._has_update = optimizer, has_update
+        groups = optimizer.param_groups if has_update else ()
+        self._groups = [_freeze(optimizer, group, device, bring_rates) for group in groups]
         self._trained = self._list_trained()
 
     def find_change(self) -> str | None:
         """Return what a replay would not follow, in words, or None; new learning rates are copied to the graph's."""
-        groups = self._optimizer.param_groups
+        groups = self._optimizer.param_groups if self._has_update else ()
         if len(groups) != len(self._groups):
             return _OTHER_GROUPS
         for group, (recorded, rate, names, values) in zip(groups, self._groups, strict=True):
@@ -84,9 +88,11 @@ class FrozenGroups:
                 alike = map(is_equal, now, values)
                 changed = [name for name, same in zip(names, alike, strict=True) if not same]
                 return f"the scheduler changes {', '.join(changed)}, which a graph cannot follow{_advise(changed)}"
-        if self._list_trained() != self._trained:
-            return "parameters were frozen or thawed, which a graph cannot follow"
         return None
+
+    def trains_others(self) -> bool:
+        """Whether parameters were frozen or thawed since."""
+        return self._list_trained() != self._trained
 
     def _list_trained(self) -> list[bool]:
         groups = self._optimizer.param_groups

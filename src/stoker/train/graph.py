@@ -10,7 +10,8 @@ A replay repeats the kernels and the host's numbers of the time of capture. So a
     its result differs       from an eager step with the same batch, weights and random draws. The state that both
                              start from includes torch's generators and the counter of the augmentation
     the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
-                             optimizer), draws random numbers on the host, or waits for the device
+                             optimizer), draws random numbers on the host that may decide something, or waits for
+                             the device
     a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
                              on the device) or of a module. A module's number is followed by a new capture
 
@@ -48,6 +49,7 @@ from stoker.train.frozen import (
     quiet_host_rng,
 )
 from stoker.train.generators import restore_rng
+from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
 from stoker.train.ranks import Ranks
 from stoker.train.replay_check import (
@@ -239,8 +241,12 @@ class Snapshot:
 class GraphedStep:
     """Runs a step as replays of a CUDA graph where it can, else eagerly; see the module's text.
 
-    A subclass says what the step is: `_given`, `_static_step` and `_run_eagerly`. One thread, one stream: the
+    A subclass says what the step is: `_given`, `_graphed_part` and `_run_eagerly`. One thread, one stream: the
     caller's. Other threads may copy while a graph is captured.
+
+    Where a graph of the whole step is impossible or wrong, and the subclass can run its update apart, the step is
+    captured once more without it. An update is a few launches, and the reason is often in it: a scheduler that moves
+    the momentum, an optimizer that counts on the host.
 
     Args:
         state: What the step changes.
@@ -252,9 +258,11 @@ class GraphedStep:
         active: Whether steps are replayed now.
         is_given_up: Whether they run eagerly for good.
         slowdown: Time of an eager step / time of a replay, as measured while they were compared; None before.
+        split_reason: Why the update is not in the graph; None while it is.
     """
 
     _others_draw = True
+    _can_split = False
 
     def __init__(
         self,
@@ -271,9 +279,11 @@ class GraphedStep:
         self.is_given_up = False
         self._num_short = 0
         self.slowdown: float | None = None
+        self.split_reason: str | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._static: Any = None
         self._loss: Any = None
+        self._host_draws: HostDraws | None = None
         self._frozen: list[FrozenGroups] = []
         self._numbers = HostNumbers(())
         self._num_warm = self._num_checked = self._num_replays = 0
@@ -287,9 +297,19 @@ class GraphedStep:
         """Return what the graph reads of a batch: a nested value of tensors and constants."""
         raise NotImplementedError
 
-    def _static_step(self) -> Any:
-        """Run what is captured: from the static tensors to the new weights. Return its result."""
+    def _graphed_part(self) -> Any:
+        """Run what is captured, from the static tensors: to the new weights, or to the gradients where it is split.
+
+        Returns:
+            The result of the step.
+        """
         raise NotImplementedError
+
+    def _rest(self) -> None:
+        """Run what is not in the graph, after it."""
+
+    def _keep_gradients(self) -> None:
+        """Remember where a graph without the update leaves its gradients."""
 
     def _run_eagerly(self, work: Any) -> Any:
         """Run the step without the graph."""
@@ -330,7 +350,10 @@ class GraphedStep:
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
         if change is not None:  # it often changes at every step: a new graph would not last
-            self.give_up(change)
+            self._split(change)
+            return self._run_eagerly(work)
+        if any(frozen.trains_others() for frozen in self._frozen):
+            self._renew("parameters were frozen or thawed")
             return self._run_eagerly(work)
         changed = self._numbers.find_change()
         if changed is not None:
@@ -339,9 +362,16 @@ class GraphedStep:
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
             return self._replay_and_check(work)
-        assert self._graph is not None
-        self._graph.replay()
+        self._replay_graph()
         return self._copied_result()
+
+    def _replay_graph(self) -> None:
+        """Run the step; draw what it draws on the host, where that decides nothing."""
+        assert self._graph is not None
+        if self._host_draws is not None:
+            self._host_draws.repeat()
+        self._graph.replay()
+        self._rest()
 
     def _copied_result(self) -> Any:
         return map_tensors(torch.clone, self._loss)  # the next replay overwrites it
@@ -365,39 +395,75 @@ class GraphedStep:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._set_static(work)
-            result = self._static_step()
+            result = self._graphed_part()
+            self._rest()
         current.wait_stream(stream)
         return result
 
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
         state = self._state
-        on_host = state.find_on_host()
+        on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
-            self.give_up(f"{on_host} keeps its counts on the host")
+            self._split(f"{on_host} keeps its counts on the host")
             return False
+        host_rng = quiet_host_rng(self._others_draw)
+        why = self._record()
+        if host_rng is not None and has_drawn(host_rng):
+            # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
+            restore_rng(host_rng)
+            why = why or self._record_drawing(host_rng)
+        if not state.ranks.all_of(not why):
+            self._split(why or "the step cannot be captured (on another rank)")
+            return False
+        self.active = True
+        return True
+
+    def _record_drawing(self, host_rng: dict[str, Any]) -> str:
+        """Capture a step that draws on the host once more, and see whether the draws matter; return why it cannot be.
+
+        Not with several ranks, which would have to capture equally often.
+        """
+        if self._state.ranks.joined:
+            return DRAWS_ON_HOST
+        draws = HostDraws()
+        why = self._record(draws)
+        is_explained = draws.explains(host_rng)
+        self._host_draws = draws
+        return why or ("" if is_explained else DRAWS_ON_HOST)
+
+    def _record(self, watch: HostDraws | None = None) -> str:
+        """Make a graph of the step, watched or not; return why that is impossible, or nothing."""
+        state = self._state
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        generator, host_rng = self._copy_generator(), quiet_host_rng(self._others_draw)
+        generator = self._copy_generator()
         for module in state.modules:
             compact_recurrent(module)
         self._frozen = [
-            FrozenGroups(each, state.device, is_guarded(each) or is_capturable(each))
+            FrozenGroups(
+                each,
+                state.device,
+                is_guarded(each) or is_capturable(each),
+                has_update=self.split_reason is None,
+            )
             for each in state.optimizers
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
-        free, total = torch.cuda.mem_get_info(state.device)
-        if free < total / 2:
-            gc.collect()  # room for the graph's own memory; 0.2 s, as much as forty small steps
+        if _is_short_of_memory(state.device):
+            gc.collect()  # 0.2 s, as much as forty small steps
         # Not during the capture: to free another graph's memory there would end it.
         collects = gc.isenabled()
         gc.disable()
         try:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                self._loss = self._static_step()
+            captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+            with captured, watch or contextlib.nullcontext():
+                self._loss = self._graphed_part()
+            self._graph = graph
+            self._keep_gradients()
         except Exception as error:
             self._heal(generator, pool)
             if is_oom(error):
@@ -410,15 +476,7 @@ class GraphedStep:
         self._numbers.put_back()
         for drawing, position in draws:
             drawing.load_state_dict(position)
-        if host_rng is not None and has_drawn(host_rng):
-            # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
-            restore_rng(host_rng)
-            why = why or DRAWS_ON_HOST
-        if not state.ranks.all_of(not why):
-            self.give_up(why or "the step cannot be captured (on another rank)")
-            return False
-        self._graph, self.active = graph, True
-        return True
+        return why
 
     def _copy_generator(self) -> Any:
         return torch.cuda.default_generators[self._state.device.index or 0].clone_state()
@@ -477,12 +535,12 @@ class GraphedStep:
         if away > 1.0 and self._num_checked >= CHECKED_REPLAYS:
             self._renew("a later replay no longer agreed with the eager step")
         elif away > 1.0:
-            self.give_up(
+            self._split(
                 f"a replayed step differed from the eager one by {first:.3g} times the tolerance"
             )
         else:
             moved = left_behind or "a number"
-            self.give_up(f"the step changes {moved} on the host, which a graph cannot follow")
+            self._split(f"the step changes {moved} on the host, which a graph cannot follow")
         return self._run_eagerly(work)
 
     def _compare_again(self, work: Any, keep: Snapshot) -> float:
@@ -520,8 +578,7 @@ class GraphedStep:
 
     def _replay(self) -> list[torch.Tensor]:
         """Replay the graph; return its result and the state that it leaves, not copied."""
-        assert self._graph is not None
-        self._graph.replay()
+        self._replay_graph()
         return [*iterate_tensors(self._loss), *self._state.tensors()]
 
     def _agreed(self, away: float) -> float:
@@ -562,10 +619,13 @@ class GraphedStep:
             self._next_check = self._num_replays * _RECHECK_GROWTH
         if self._num_checked == CHECKED_REPLAYS:
             self._next_check = max(self._next_check, _FIRST_RECHECK)
+            what = "captured" if self.split_reason is None else "captured without its update"
             self.reason = (
-                f"captured after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
+                f"{what} after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
                 f"agreed with eager steps from the same state ({self._worst:.2g} of the tolerance)"
             )
+            if self.split_reason is not None:
+                self._say(step_note(f"{what}: {self.split_reason}", captured=True))
 
     # -- giving up ---------------------------------------------------------------------------
 
@@ -579,6 +639,15 @@ class GraphedStep:
             return
         self.forget()
         self._say(step_note(f"captured anew: {reason}", captured=True))
+
+    def _split(self, reason: str) -> None:
+        """Drop the graph, and capture the step without its update if that was not tried; else continue eagerly."""
+        if not self._can_split or self.split_reason is not None or self._state.ranks.joined:
+            self.give_up(reason)
+            return
+        self.forget()
+        self._before_giving_up()
+        self.split_reason = reason
 
     def give_up(self, reason: str) -> None:
         """Continue eagerly from here on; with capture="on" raise the reason as an error."""
@@ -594,7 +663,7 @@ class GraphedStep:
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
-        self._graph = self._static = self._loss = None
+        self._graph = self._static = self._loss = self._host_draws = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
@@ -605,6 +674,14 @@ class GraphedStep:
 def has_graphs(device: torch.device) -> bool:
     """Whether steps on this device can be captured."""
     return device.type == "cuda"
+
+
+def _is_short_of_memory(device: torch.device) -> bool:
+    """Whether less than half of a GPU's memory is free."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free < total / 2
 
 
 @functools.cache
