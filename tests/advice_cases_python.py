@@ -98,6 +98,7 @@ model, dataset = torch.nn.Linear(3, 2), torch.arange(8); parameters = [*model.pa
 other, slow = torch.optim.AdamW([torch.zeros(2)]), torch.optim.LBFGS(parameters)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer); epochs = batches_per_epoch = 3; settings = resolve(load_config('config.yaml'))
 accumulation = window = Accumulation(4); window.add(4); loss = torch.ones(3)
+pairs, criterion = [(torch.ones(4, 3), torch.ones(4, 2))] * 5, torch.nn.functional.mse_loss
 choose = lambda precision: choose_precision(precision, torch.device('cpu'), model)
 class Reads(torch.nn.Module):
     def __init__(self):
@@ -473,8 +474,20 @@ PYTHON: dict[str, list[Case]] = {
             + "; first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge)); step = print",
             at="check_optimizer([first, second])",
         ),
-        Case("check_steps(slow, None)", TRAINING, at="slow"),
-        Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
+        Case("check_steps(slow)", TRAINING, at="slow"),
+        *_refused(
+            TRAINING,
+            "Trainer(model, pairs, pairs, criterion, optimizer, plateau, scheduler_interval='update')",
+            "Trainer(model, pairs, None, criterion, optimizer, plateau, config={'monitor': 'x'})",
+            "Trainer(model, pairs, None, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3), {'epochs': 3})",
+            "Trainer(model, pairs, None, criterion, optimizer, scheduler_interval='batch')",
+        ),
+        Case(
+            "Trainer(model, pairs, pairs, criterion, optimizer, plateau).train_epoch()",
+            TRAINING
+            + "; scheduler = plateau; trainer = Trainer(model, pairs, pairs, criterion, optimizer)",
+            at="Trainer(model, pairs, pairs, criterion, optimizer, plateau).train_epoch()",
+        ),
         Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
         Case("read_config(config={'training': {}})", TRAINING, fill={"my.yaml": "tabular.yaml"}),
         Case("read_config({'clip_nrm': 1.0})", TRAINING, at="clip_nrm"),
