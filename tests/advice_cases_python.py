@@ -474,6 +474,15 @@ PYTHON: dict[str, list[Case]] = {
             + "; first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge)); step = print",
             at="check_optimizer([first, second])",
         ),
+        Case(
+            "place(DataLoader(dataset, batch_size=4))",
+            TRAINING
+            + """
+def place(loader):
+    made = ForeignPosition(DataLoader(dataset, batch_size=2)); made.set_epoch(0); made.begin(); made.num_taken = 2
+    return ForeignPosition(loader).load_state_dict(made.state_dict())""",
+            into="DataLoader",
+        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         *_refused(
             TRAINING,
