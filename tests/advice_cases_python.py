@@ -483,6 +483,10 @@ def place(loader):
     return ForeignPosition(loader).load_state_dict(made.state_dict())""",
             into="DataLoader",
         ),
+        *_refused(
+            TRAINING + "; x = torch.ones(9, 3); three = Loader((x, x, x[:, :2]), 4, 'cpu')",
+            "Trainer(model, three, None, criterion, optimizer)",
+        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         *_refused(
             TRAINING,

@@ -171,11 +171,13 @@ class Trainer(Configured, Resumable):
         self._shutdown = Shutdown(self.ranks)
         self._at = Place(has_batch_size=self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        for line in unread:
-            self.note(Note(line))
+        told = [*unread, *self._train.notes]
         if scheduler is not None:
-            kind = type(scheduler).__name__
-            self.note(Note(f"scheduler {kind} is stepped after every {self._interval}"))
+            told.append(
+                f"scheduler {type(scheduler).__name__} is stepped after every {self._interval}"
+            )
+        for line in told:
+            self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
             self._progress.say(AUGMENTED)
