@@ -463,6 +463,13 @@ PYTHON: dict[str, list[Case]] = {
             then="exit code 3",
         ),
         Case(
+            "raise explain_samples(Loader((x, y), 8, 'cpu'), np.arange(8), choose('fp32'), 'it failed')",
+            TRAINING
+            + "; x, y = torch.ones(40, 3), torch.ones(40, 2); y[3] = float('nan'); features, targets = x, y",
+            into="Loader",
+            then="finite values only",
+        ),
+        Case(
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
@@ -696,6 +703,12 @@ def place(loader):
     + [
         Case("check_share(Loader('store', 8, 'cpu'), 1, 2)", ADAPTED, into="Loader"),
         Case("AdaptedLoader([1])", ADAPTED, at="[1]"),
+        Case(
+            "check_makes(Loader('store', 8, 'cpu'), 'train')",
+            ADAPTED
+            + "; from functools import partial; from stoker.frameworks.adapted import check_makes",
+            at="Loader('store', 8, 'cpu')",
+        ),
         Case(
             "next(iter(AdaptedLoader(Loader('store', 8, 'cpu'), fields={'x': 'y'})))",
             ADAPTED,
