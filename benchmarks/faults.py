@@ -49,8 +49,10 @@ import numpy as np
 import torch
 
 import fault_machine
+import fault_ranks
 from fault_data import BATCH, OURS, SAMPLES, WIDTH, file_of, make_world, read_epoch, rows, ways
 from fault_machine import NotApplicableError
+from fault_memory import BUFFERS, flip_in_page_cache, flipped_in_buffer
 from fault_remote import REMOTE, remote
 from harness import publish
 from stoker import stalls
@@ -124,6 +126,7 @@ MIDWAY: dict[str, Callable[[Path], object]] = {
     "overwritten while it is read": lambda path: patch(
         path, path.stat().st_size * 3 // 4, bytes(4096)
     ),
+    "a page changed in the page cache, times set back": flip_in_page_cache,
 }
 
 
@@ -281,6 +284,8 @@ def trained(
     resume: bool = False,
     after: Callable[[str, int], None] | None = None,
     held: Path | None = None,
+    data: str = "store",
+    epochs: int = 2,
 ) -> list[float]:
     """Train two epochs; `after` is told each batch of "train" and "validate" with its number."""
     torch.manual_seed(0)
@@ -296,13 +301,13 @@ def trained(
         return values, values.mean(1, keepdim=True)
 
     with contextlib.ExitStack() as stack:
-        loader = stack.enter_context(Loader(folder / "store", BATCH, "cpu", order="shuffled"))
+        loader = stack.enter_context(Loader(folder / data, BATCH, "cpu", order="shuffled"))
         held_loader = held and stack.enter_context(
             Loader(held, BATCH, "cpu", data_bytes=SAMPLES * WIDTH * 2)
         )
         trainer = Trainer(
             model, loader, held_loader, torch.nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.05), None,
-            {"epochs": 2, "precision": "fp32", "capture": "off", "checkpoint_every_steps": 7},
+            {"epochs": epochs, "precision": "fp32", "capture": "off", "checkpoint_every_steps": 7},
             "cpu", run_dir=folder / run, unpack=unpack,
         )  # fmt: skip
         trainer.fit(resume=resume, quiet=True)
@@ -363,6 +368,18 @@ VALIDATION: dict[str, Callable[[Path], object]] = {
     "validation data cut": lambda path: os.truncate(path, path.stat().st_size // 3),
     "validation data overwritten": lambda path: patch(path, path.stat().st_size // 2, bytes(4096)),
 }
+
+
+def resumed_over_changed(way: str, folder: Path) -> dict[str, Any]:
+    """Train an epoch, change a byte of the data at rest, and go on with the second one."""
+    data = "store" if way == OURS[0] else "plain.h5"
+    trained(folder, "run", data=data, epochs=1)
+    path = file_of(way, folder)
+    before = path.stat()
+    flip(path, data_place(path))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    trained(folder, "run", resume=True, data=data)
+    return {"lost": 0, "repeated": 0, "changed": 1}
 
 
 def damaged_in_training(folder: Path) -> dict[str, Any]:
@@ -517,6 +534,20 @@ def all_cases(seed: int) -> list[Case]:
                         lambda folder, way=way, hit=hit: read_epoch(way, folder, hit),
                     )
                 )
+    for way in OURS:
+        found += [
+            ("load", fault, way, partial(flipped_in_buffer, way, is_checked))
+            for fault, is_checked in BUFFERS.items()
+        ]
+    found += [
+        ("resume", "data changed since, times set back", way, partial(resumed_over_changed, way))
+        for way in OURS
+    ]
+    for way in fault_ranks.WAYS:
+        found += [
+            ("train", fault, way, partial(fault_ranks.lost_rank, way, fault))
+            for fault in fault_ranks.RANK_FAULTS
+        ]
     for fault, damage in MANIFEST.items():
         found.append(("load", fault, OURS[0], partial(with_manifest, damage)))
     for way in ("stoker checkpoint", "torch.save"):
@@ -720,6 +751,7 @@ def main() -> None:
     for module in ("webdataset", "streaming", "litdata", "torchdata"):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)  # before the clock of a case runs
+    importlib.import_module("torch._dynamo")  # ranks import it
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)  # imports a second of torch
     entries = []

@@ -96,3 +96,15 @@ def test_a_folder_or_a_pipe_called_store_json_is_no_manifest(tmp_path, make):
     make(tmp_path / "store.json")
     with pytest.raises(StoreError, match="not a finished store"):
         open_store(tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_what_flips_before_the_checksum_is_found_and_what_flips_behind_it_is_not(faults, tmp_path):
+    """The promise of docs/faults.md, as it is: host memory behind the checksum is not watched."""
+    faults.make_world(tmp_path)
+    cases = {case[1:3]: case for case in faults.all_cases(0)}
+    outcomes = [
+        faults.run_case(cases[fault, "stoker store"], tmp_path, 60)["outcome"]
+        for fault in (*faults.BUFFERS, "a page changed in the page cache, times set back")
+    ]
+    assert outcomes == ["named", "wrong", "named"]
