@@ -11,7 +11,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from stoker.store.arrays import OpenFile, StoredArray
 
 def flip_in_page_cache(path: Path) -> None:
     """Change a byte through a shared mapping, as a stray write of another process, and set the times back."""
-    time.sleep(0.05)  # the times of files move with the kernel's clock
     time.sleep(0.05)  # the times of files move with the kernel's clock
     before, at = path.stat(), path.stat().st_size * 3 // 4
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
