@@ -28,7 +28,7 @@ from stoker.doctor import attach
 
 def start(command, variables, cwd):
     """Stand in for `attach._start`."""
-    assert command[0] == sys.executable, command
+    assert command[0] in (sys.executable, "python"), command
     return Forked(command, lambda: _run(command[1:], variables, cwd or Path.cwd()))
 
 
