@@ -53,13 +53,14 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     # and the wake-ups for each batch.
     machine = case.measured.machine
     bound = 0.95 * step * busy / worth(case.cores, machine) if busy is not None else 0.0
-    compute = pace.compute + hand_over_seconds(loader)
+    # A host that loads lets the device compute meanwhile: a step takes no less than that either.
+    compute = max(pace.compute + hand_over_seconds(loader), pace.device_busy)
     # Processes never overlap perfectly: assume half of the loss that the present ones show.
     now = loader.workers * running_share(loader)
     efficiency = (1 + min(1.0, pace.lanes / now)) / 2 if loader.workers else 0.95
     lanes = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
     likely = max(pace.load / (lanes * efficiency), compute, bound)
-    hopeful = max(pace.load / max(lanes, 1.0), pace.compute, bound * 0.95)
+    hopeful = max(pace.load / max(lanes, 1.0), pace.compute, pace.device_busy, bound * 0.95)
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 
@@ -176,6 +177,8 @@ def _slow_hand_over(case: Case) -> Finding | None:
 
 def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding | None:
     """Making a batch takes less time than getting it from a worker."""
+    if not loader.persistent_workers and loader.epoch_starts:
+        step += _restart_seconds(loader)  # workers that are not there are not started again either
     # torch refuses the last two without workers.
     arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     return case.advise(
@@ -221,6 +224,13 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
     )
 
 
+def _restart_seconds(loader: LoaderFacts) -> float:
+    """Return the seconds that starting workers for every epoch costs per step; 0 if unknown."""
+    if not loader.epoch_start_seconds or not loader.steps_per_epoch:
+        return 0.0
+    return loader.epoch_start_seconds / max(1.0, loader.steps_per_epoch / loader.batches_per_step)
+
+
 def workers_restarted(case: Case) -> Finding | None:
     """Workers are started again for every epoch, and epochs are short."""
     loader, pace = case.measured.loader, case.pace
@@ -230,7 +240,7 @@ def workers_restarted(case: Case) -> Finding | None:
     mean = case.measured.mean_step_seconds
     if loader.epoch_starts < 2 or not start or not length or not mean:
         return None
-    lost = start / max(1.0, length / loader.batches_per_step)
+    lost = _restart_seconds(loader)
     # The mean holds the restarts that fell into counted steps; those beside a validation are not in it.
     counted = loader.epoch_starts if loader.counted_starts is None else loader.counted_starts
     now = mean if 2 * counted >= loader.epoch_starts else max(mean, pace.step + lost)
