@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import stoker
 from packing_makers import NumbersSource
-from source_trees import parsed
+from source_trees import nodes
 from stoker import ownership
 from stoker.cli.main import app
 from stoker.errors import InputError, StoreError
@@ -46,11 +46,11 @@ def offences(code: str) -> list[str]:
     found = []
     ours = {
         alias.asname or alias.name
-        for node in ast.walk(parsed(code))
+        for node in nodes(code)
         if isinstance(node, ast.ImportFrom) and node.module == "stoker.ownership"
         for alias in node.names
     }
-    for node in ast.walk(parsed(code)):
+    for node in nodes(code):
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
