@@ -146,9 +146,9 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
     lines = [
         f"## {where(document)}",
         "",
-        f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
+        (f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
         f"{machine['probe']['torch']}, commit `{str(machine.get('commit'))[:10]}`; "
-        f"[every figure](../benchmarks/results/{name}.json).",
+        f"[every figure](../benchmarks/results/{name}.json)."),
         "",
         "| | target | measured |",
         "|---|---|---|",
