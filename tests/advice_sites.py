@@ -100,7 +100,7 @@ def all_sites() -> tuple[Site, ...]:
 def _advice_of(call: ast.AST, file: str) -> ast.expr | None:
     if not isinstance(call, ast.Call):
         return None
-    name = ast.unparse(call.func).rpartition(".")[2]
+    name = getattr(call.func, "attr", None) or getattr(call.func, "id", "")
     if name == "Problem" or (name == "clash" and file == "config/resolve.py"):
         return call.args[4]
     if name in ("OSError", "JSONDecodeError"):

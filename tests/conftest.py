@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kept_commands
+import shares
 import warm_stoker
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -115,6 +116,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not torch.cuda.is_available():
             leave_out(config, items, "gpu", NO_GPU)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: shares.rank_of(item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Share whole files among the workers of `--dist loadfile`."""
+    return shares.make_scheduler(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

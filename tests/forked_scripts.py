@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch._dynamo  # else every script whose steps are profiled would
 
 from forked import Forked
 from stoker.doctor import attach

@@ -121,6 +121,22 @@ def test_the_second_cause_is_named_behind_the_first(measured, first, second):
     assert [*found, *later][1] == second
 
 
+def test_costs_that_hide_each_other_are_both_named():
+    """Loading beside a step that fetches takes as long as the step: neither remedy alone is worth a tenth."""
+    slow = loader(1, 0.029, LoaderWork(other=0.029), worker_cpu_shares=(0.95,), main_cpu_share=0.8)
+    fetches = HostCall("train.py:62", "float", 12800.0, 0.018)
+    measured = script(0.030, 0.0032, slow, syncs=(fetches,))
+    found, later = names(measured)
+    assert (found, later) == (["sync-every-step"], ["starved-by-loader"])
+    (first,) = diagnose(measured)
+    assert first.gain.low == 1.0
+    assert "may bring nothing" in first.evidence[-1]
+    assert why_unjudged(measured, [first]) == ""
+    assert names(replace(measured, syncs=())) == ([], []), (
+        "with one of them there is nothing to name"
+    )
+
+
 def test_workers_that_keep_up_with_the_shorter_step_too_are_no_second_cause():
     measured = one_worker_and_fetches()
     quick = loader(1, 0.004, LoaderWork(other=0.004), worker_cpu_shares=(0.1,), main_cpu_share=0.8)
@@ -150,6 +166,19 @@ def test_speed_that_cannot_be_judged_is_told_beside_memory_that_grows():
     told = Consultation(measured, tuple(found), unjudged=unjudged)
     assert told.behind == (f"cannot judge its speed: {unjudged}",)
     assert told.verdict.startswith("memory-creep")
+
+
+@pytest.mark.parametrize(
+    ("persistent", "gain"), [(True, 2.0 / 1.2), (False, (2.0 + 200 / 64) / 1.2)]
+)
+def test_workers_that_are_not_needed_are_not_restarted_either(persistent, gain):
+    quick = replace(
+        loader(8, 0.0004, LoaderWork(other=0.0004), main_cpu_share=0.5, worker_cpu_shares=(0.05,) * 8),
+        persistent_workers=persistent, epoch_starts=1, epoch_start_seconds=0.2, steps_per_epoch=64,
+    )  # fmt: skip
+    (found,) = diagnose(script(0.0020, 0.0012, quick))
+    assert found.title == "samples are cheaper to make than to get from workers"
+    assert found.gain.likely == pytest.approx(gain)
 
 
 # -- what the host waits for on a GPU --------------------------------------------------------------
@@ -183,7 +212,9 @@ def test_fetches_behind_a_gpu_that_works_bring_its_time_at_most():
 
 def test_workers_make_no_step_shorter_than_its_kernels():
     """The host loads while the GPU computes: what the host does in between is less than the GPU's time."""
-    slow = LoaderFacts(workers=0, batch_size=32, work=LoaderWork(other=0.014), alone_seconds=at(0.014))
+    slow = LoaderFacts(
+        workers=0, batch_size=32, work=LoaderWork(other=0.014), alone_seconds=at(0.014)
+    )
     kernels = KernelFacts(24.0, 333e-6, 0.5)
     measured = replace(
         on_h200(0.016, kernels), loader=slow, wait_seconds=at(0.014), compute_seconds=at(0.002),

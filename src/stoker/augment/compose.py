@@ -187,7 +187,7 @@ class Compose(Positioned):
 
         Args:
             images: `(N, C, H, W)`: uint8, or float in [0, 1]; any strides.
-            masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype.
+            masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype, or booleans, which become uint8.
             rows: int64 `(B,)`: take these images (and masks) out of N; all by default.
             ids: int64 `(B,)`: the number of each image in the data set, for `AlternatingFlip`; `rows` by default.
 
@@ -374,6 +374,8 @@ class Compose(Positioned):
         self, images: Tensor, params: Params, masks: Tensor | None, rows: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         device = images.device
+        if masks is not None and masks.dtype == torch.bool:
+            masks = masks.view(torch.uint8)  # outside of an image they hold the ignore index
         flag = None
         if images.is_floating_point() or rows is not None:
             key = (device, threading.get_ident())

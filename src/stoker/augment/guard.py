@@ -152,17 +152,19 @@ def check_images(images: object) -> Tensor:
 
 
 def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:
-    """Return `masks` if they belong to `images` and can hold the ignore index."""
+    """Return `masks` if they belong to `images` and can hold the ignore index; booleans as uint8, which can."""
     if not isinstance(masks, Tensor):
         raise InputError(
             f"masks are a {type(masks).__name__}.", "a torch tensor", "torch.as_tensor(masks)"
         )
-    if masks.is_floating_point() or masks.is_complex() or masks.dtype == torch.bool:
+    if masks.is_floating_point() or masks.is_complex():
         raise InputError(
             f"masks of dtype {masks.dtype}.",
             "an integer dtype: labels are moved, never mixed",
             "masks.long() or masks.to(torch.uint8)",
         )
+    if masks.dtype == torch.bool:
+        masks = masks.view(torch.uint8)
     if masks.dtype not in MASK_DTYPES:  # torch can neither pad nor gather the wide unsigned ones
         raise InputError(
             f"masks of dtype {masks.dtype}.",

@@ -157,10 +157,11 @@ def _launching(case: Case, pace: Pace, kernels: KernelFacts) -> float:
     A fetch or a blocking copy first waits for the device, which then works: only what is longer is other work.
     """
     measured = case.measured
-    waits = [one.seconds_per_step for one in (*measured.syncs, *measured.copies)]
-    calls = [*measured.host_calls, *measured.allocator.empty_cache]
-    other = max(0.0, sum(waits) - pace.device_busy) + (measured.between_seconds or 0.0)
-    other += sum(call.seconds_per_step for call in calls)
+    waits = sum(sync.seconds_per_step for sync in measured.syncs)
+    waits += sum(copy.seconds_per_step for copy in measured.copies)
+    other = max(0.0, waits - pace.device_busy) + (measured.between_seconds or 0.0)
+    for call in (*measured.host_calls, *measured.allocator.empty_cache):
+        other += call.seconds_per_step
     most = max(kernels.per_step, measured.operators.per_step if measured.operators else 0.0)
     return max(0.0, min(pace.compute - pace.device_busy - other, most * _LAUNCH_SECONDS))
 

@@ -177,6 +177,8 @@ def _slow_hand_over(case: Case) -> Finding | None:
 
 def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding | None:
     """Making a batch takes less time than getting it from a worker."""
+    if not loader.persistent_workers and loader.epoch_starts:
+        step += _restart_seconds(loader)  # workers that are not there are not started again either
     # torch refuses the last two without workers.
     arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     return case.advise(
@@ -222,6 +224,13 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
     )
 
 
+def _restart_seconds(loader: LoaderFacts) -> float:
+    """Return the seconds that starting workers for every epoch costs per step; 0 if unknown."""
+    if not loader.epoch_start_seconds or not loader.steps_per_epoch:
+        return 0.0
+    return loader.epoch_start_seconds / max(1.0, loader.steps_per_epoch / loader.batches_per_step)
+
+
 def workers_restarted(case: Case) -> Finding | None:
     """Workers are started again for every epoch, and epochs are short."""
     loader, pace = case.measured.loader, case.pace
@@ -231,7 +240,7 @@ def workers_restarted(case: Case) -> Finding | None:
     mean = case.measured.mean_step_seconds
     if loader.epoch_starts < 2 or not start or not length or not mean:
         return None
-    lost = start / max(1.0, length / loader.batches_per_step)
+    lost = _restart_seconds(loader)
     # The mean holds the restarts that fell into counted steps; those beside a validation are not in it.
     counted = loader.epoch_starts if loader.counted_starts is None else loader.counted_starts
     now = mean if 2 * counted >= loader.epoch_starts else max(mean, pace.step + lost)

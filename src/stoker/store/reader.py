@@ -25,7 +25,7 @@ import numpy as np
 from stoker.address import as_url, shown
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
-from stoker.errors import CorruptError, InputError, StokerError, StoreError
+from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
@@ -72,6 +72,7 @@ def open_store(
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
     path = Path(path)
+    refuse_special(path, "the store", StoreError)
     if path.is_file() and path.name != "store.json":
         manifest, paths, aside, notes = describe_plain_file(path, chosen)
         datasets = _datasets(manifest.fields)

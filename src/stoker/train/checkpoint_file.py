@@ -23,7 +23,14 @@ import torch
 import xxhash
 
 from stoker.display import look_in
-from stoker.errors import CorruptError, InputError, StokerError, StoreError, unwritable
+from stoker.errors import (
+    CorruptError,
+    InputError,
+    StokerError,
+    StoreError,
+    refuse_special,
+    unwritable,
+)
 from stoker.ownership import writing
 from stoker.strict_json import exact_text, parse_json
 
@@ -187,6 +194,7 @@ def read_file(path: Path, map_location: str | torch.device) -> tuple[Saved, dict
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
+    refuse_special(path, "the checkpoint", StoreError)
     try:
         with path.open("rb") as file:
             yield file

@@ -16,8 +16,10 @@ recurrent state either.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +61,36 @@ class StepParts:
     def forward(self) -> torch.nn.Module:
         """The module to call in the forward pass: the runner if there is one, else the model."""
         return self.model if self.runner is None else self.runner
+
+
+def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | None = None) -> Any:
+    """Return a model's outputs.
+
+    Inputs in a tuple, list or mapping are spread over the arguments of a `forward` that needs two or more. Such a model
+    cannot be called with one; any other gets the inputs as they are.
+
+    Args:
+        module: To be called.
+        inputs: Of one batch.
+        model: Whose `forward` counts, where `module` wraps it.
+    """
+    kind = type(module if model is None else model)
+    if not isinstance(inputs, torch.Tensor) and _needs_several(kind.forward):
+        if isinstance(inputs, tuple | list):
+            return module(*inputs)
+        if isinstance(inputs, Mapping):
+            return module(**inputs)
+    return module(inputs)
+
+
+@functools.lru_cache(maxsize=64)
+def _needs_several(forward: Callable[..., Any]) -> bool:
+    try:
+        _, *parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in named and one.default is one.empty for one in parameters) > 1
 
 
 class Step:
@@ -137,7 +169,7 @@ class Step:
                 if recurrent is not None and reset is not None:
                     outputs = recurrent.run(parts.forward, inputs, reset)
                 else:
-                    outputs = parts.forward(inputs)
+                    outputs = run_model(parts.forward, inputs, parts.model)
             if rows is not None:
                 outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
             loss = parts.criterion(as_float32(outputs), targets)
