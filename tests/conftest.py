@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -193,6 +194,24 @@ def seen(once):
     from doctor_scripts import watched
 
     return once("watched", watched)
+
+
+@pytest.fixture
+def logged():
+    """The records that are logged from here on, at INFO and above.
+
+    pytest's own `caplog` is left out (`-p no:logging`): it hangs handlers into the 45 loggers of torch and takes them
+    out again three times a test, 12 s of CPU for the suite.
+    """
+    records: list[logging.LogRecord] = []
+    handler, root = logging.Handler(logging.INFO), logging.getLogger()
+    handler.emit = records.append
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield records
+    root.setLevel(before)
+    root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from stoker.doctor.measurements import (
     Ablation,
     AllocatorFacts,
     BadValues,
+    DeviceCopy,
     Hdf5Facts,
     HostCall,
     KernelFacts,
@@ -31,7 +32,6 @@ from stoker.doctor.measurements import (
     Measurements,
     MemoryFacts,
     OperatorFacts,
-    PageableCopy,
     RankFacts,
     TimelineSpan,
 )
@@ -151,7 +151,7 @@ SICK = {
     "pageable-copies": job(
         machine=GPU,
         kernels=KernelFacts(50, 60e-6, 0.3),
-        copies=(PageableCopy("train.py:40", 20e6, 0.004),),
+        copies=(DeviceCopy("train.py:40", 20e6, 0.004),),
     ),
     "sync-every-step": job(
         machine=GPU,
@@ -535,7 +535,7 @@ def test_no_measurement_breaks_a_rule(
         ),
         syncs=tuple(HostCall("a:1", "item", *one) for one in calls),
         host_calls=tuple(HostCall("a:1", "gc.collect", *one) for one in calls),
-        copies=tuple(PageableCopy("a:1", 1e6 * n, s) for n, s in calls),
+        copies=tuple(DeviceCopy("a:1", 1e6 * n, s) for n, s in calls),
         kernels=kernels,
         operators=OperatorFacts(100, 0.001, 0.0001, 0.0005),
         hdf5=(replace(ROWS, chunks=(7, 7), bytes_touched_per_batch=1e9),),

@@ -24,7 +24,7 @@ from stoker.augment import (
     RandomResizedCrop,
     Resize,
 )
-from stoker.augment.sizing import Sizing, split_sizing
+from stoker.augment.sizing import Sizing
 from stoker.errors import InputError, StoreError
 from stoker.loader.pictures import make_policy
 from stoker.plan import store_facts
@@ -84,7 +84,7 @@ def expected_colours(labels):
 
 def test_rectangles_are_those_of_tensors_of_that_size():
     compose = Compose([RandomResizedCrop((40, 56)), RandomHorizontalFlip(0.0)], seed=5, stream=3)
-    sizing, _ = split_sizing(compose)
+    sizing, _ = compose.split_sizing()
     boxes = sizing.boxes(np.array([[90, 121]] * 200), 2, 7)
     compose.seek(2, 7)
     table = compose.draw(200, (90, 121), 3, "cpu").table.double().numpy()
@@ -108,7 +108,7 @@ def test_rectangles_lie_inside_pictures_of_all_sizes():
 def test_later_ops_keep_their_draws():
     images = torch.randint(0, 256, (16, 3, 20, 20), dtype=torch.uint8)
     whole = Compose([Resize(20), RandomHorizontalFlip(), ColorJitter(0.4, 0.4, 0.4)], seed=9)
-    _, rest = split_sizing(whole)
+    _, rest = whole.split_sizing()
     assert torch.allclose(whole(images), rest(images), atol=1e-6)
 
 

@@ -6,15 +6,17 @@ import io
 import json
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
-from stoker.errors import InputError, QualityError
+from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded, SegmentationSource
+from stoker.sources.images.decoding import decode
 from stoker.sources.images.encoded import decode_bytes, turned_pixels
 from stoker.store.manifest import FORMAT_VERSION, read_manifest
 from stoker.store.reader import open_store
@@ -204,3 +206,40 @@ def test_the_command_says_what_it_did_and_what_goes_together(folder, tmp_path):
 def test_sizes_and_qualities_are_checked(given):
     with pytest.raises(InputError):
         KeepEncoded(**given)
+
+
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"quality": 30}, {"optimize": True}])
+def test_a_look_at_a_small_picture_finds_the_damage_that_a_whole_one_shows(options):
+    """JPEG is checked at an eighth of its size: every byte is read all the same."""
+    file = io.BytesIO()
+    smooth(90, 120).save(file, "JPEG", **options)
+    whole = file.getvalue()
+    rng = np.random.default_rng(3)
+
+    def is_refused(data, small):
+        try:
+            decoded = decode(Path("a.jpg"), data=bytes(data), small=small)
+        except SourceError:
+            return True
+        assert decoded.size == decoded.stored_size
+        assert (decoded.image.size == decoded.size) is not small
+        return False
+
+    found = []
+    for number in range(120):
+        data = bytearray(whole)
+        if number % 3 == 0:
+            del data[rng.integers(150, len(data)) :]
+        else:
+            for place in rng.integers(2, len(data), 1 + number % 4):
+                data[place] = rng.integers(256)
+        try:
+            same_size = Image.open(io.BytesIO(data)).size == (120, 90)
+        except OSError:
+            same_size = True
+        if (
+            same_size
+        ):  # else a damaged header claims a size of its own, maybe too small to be made smaller
+            found.append(is_refused(data, True))
+            assert found[-1] == is_refused(data, False)
+    assert 20 < sum(found) < len(found) - 20

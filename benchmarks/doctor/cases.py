@@ -325,8 +325,8 @@ STYLES = {
             for step, (inputs, targets) in enumerate(loader):
                 if step >= left:
                     break
-                outputs = model(inputs.to(DEVICE))
-                loss = nn.functional.mse_loss(outputs, targets.to(DEVICE))
+                outputs = model(inputs.to(DEVICE, non_blocking=True))
+                loss = nn.functional.mse_loss(outputs, targets.to(DEVICE, non_blocking=True))
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
@@ -338,7 +338,8 @@ STYLES = {
         def validate(model, loader):
             model.eval()
             for number, (inputs, targets) in enumerate(loader):
-                nn.functional.mse_loss(model(inputs.to(DEVICE)), targets.to(DEVICE))
+                inputs, targets = inputs.to(DEVICE), targets.to(DEVICE)
+                nn.functional.mse_loss(model(inputs), targets)
                 if number == 3:
                     break
 
@@ -363,8 +364,8 @@ STYLES = {
         step = number = 0
         while step < STEPS:
             for x, y in loader:
-                output = model(x.to(DEVICE))
-                loss = nn.functional.mse_loss(output, y.to(DEVICE)) / 2
+                output = model(x.to(DEVICE, non_blocking=True))
+                loss = nn.functional.mse_loss(output, y.to(DEVICE, non_blocking=True)) / 2
                 loss.backward()
                 number += 1
                 if number % 2 == 0:
@@ -387,7 +388,7 @@ STYLES = {
                     yield from self.loader
 
             def update(self, batch):
-                x, y = (part.to(DEVICE) for part in batch)
+                x, y = (part.to(DEVICE, non_blocking=True) for part in batch)
                 output = self.model(x)
                 loss = (output - y).square().mean()
                 self.optimizer.zero_grad()
@@ -413,8 +414,8 @@ STYLES = {
         step = 0
         while step < STEPS:
             for x, y in loader:
-                output = fast(x.to(DEVICE))
-                loss = nn.functional.mse_loss(output, y.to(DEVICE))
+                output = fast(x.to(DEVICE, non_blocking=True))
+                loss = nn.functional.mse_loss(output, y.to(DEVICE, non_blocking=True))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -534,8 +535,8 @@ STYLES = {
         step = 0
         while step < STEPS:
             for x, y in source:
-                output = model(x.to(DEVICE))
-                loss = nn.functional.mse_loss(output, y.to(DEVICE))
+                output = model(x.to(DEVICE, non_blocking=True))
+                loss = nn.functional.mse_loss(output, y.to(DEVICE, non_blocking=True))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -551,14 +552,17 @@ STYLES = {
         def get_batch(step, size={batch}):
             rows = [data[(step * size + at) % len(data)] for at in range(size)]
             x, y = (torch.stack(part) for part in zip(*rows))
-            return x.to(DEVICE), y.to(DEVICE)
+            if CUDA:
+                x, y = x.pin_memory(), y.pin_memory()
+            return x.to(DEVICE, non_blocking=True), y.to(DEVICE, non_blocking=True)
 
 
         model = make_model().to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         source = iter(DataLoader(data, {arguments})) if FIXED and "{name}" else None
         for step in range(STEPS):
-            x, y = get_batch(step) if source is None else (part.to(DEVICE) for part in next(source))
+            batch = get_batch(step) if source is None else next(source)
+            x, y = (part.to(DEVICE, non_blocking=True) for part in batch)
             output = model(x)
             loss = nn.functional.mse_loss(output, y)
             optimizer.zero_grad()
@@ -577,7 +581,8 @@ STYLES = {
                 # Counts words anew for every batch.
                 np.unique(np.sort(np.array(TOKENS[:250_000])), return_counts=True)
             x = torch.stack([torch.from_numpy(TOKENS[at : at + block].astype(np.float32)) for at in starts])
-            return x.to(DEVICE) / 5e4, x[:, :1].to(DEVICE) / 5e4
+            x = (x.pin_memory() if CUDA else x).to(DEVICE, non_blocking=True) / 5e4
+            return x, x[:, :1]
 
 
         model = make_model().to(DEVICE)
@@ -716,9 +721,13 @@ STYLES = {
             return output
 
 
-        for _ in range(3 if FIXED else 0):
-            update()
         if FIXED:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    update()
+            torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 update()

@@ -3,9 +3,13 @@
 Costs a microsecond per update. The file is written after update number `STEPS`, by the first process that gets there.
 A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.stopwatch_note()` after each.
 `STOPWATCH_PROFILE` makes it run torch's profiler over a few updates as well, and write the costliest operators.
+`STOPWATCH_LONGEST` ends the script after so many seconds of updates, if there were `LEAST` of them: long steps need no
+more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock while it trains; the next ones import
+torch and wake the GPU meanwhile.
 `run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -15,7 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+LEAST = 50
 PROFILED = (10, 20)
+main_process = os.getpid()
+lock: int | None = None
 times: list[float] = []
 profiler = None
 top: list[str] = []
@@ -24,12 +31,18 @@ top: list[str] = []
 def note(*_):
     global profiler  # noqa: PLW0603  one per process
     times.append(time.perf_counter())
-    if len(times) == int(os.environ.get("STEPS", "120")):
+    longest = float(os.environ.get("STOPWATCH_LONGEST", "inf"))
+    is_long = len(times) >= LEAST and times[-1] - times[0] > longest and os.getpid() == main_process
+    if is_long or len(times) == int(os.environ.get("STEPS", "120")):
         try:
             with Path(os.environ["STOPWATCH_OUT"]).open("x") as file:
                 json.dump({"times": times, "top": top}, file)
         except FileExistsError:
             pass
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        if is_long:
+            os._exit(0)
     if not os.environ.get("STOPWATCH_PROFILE"):
         return
     import torch
@@ -46,11 +59,19 @@ def note(*_):
 
 def run(out: str, words: Sequence[str]) -> None:
     """Run a script with its arguments in this process."""
+    import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    global lock, main_process  # noqa: PLW0603  one per process
     os.environ["STOPWATCH_OUT"] = out
     register_optimizer_step_post_hook(note)
     sys.stopwatch_note = note
+    main_process = os.getpid()
+    if "STOPWATCH_LOCK" in os.environ:
+        torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+        # Inherited by workers, and free when the last of them ends, or at the last update.
+        lock = os.open(os.environ["STOPWATCH_LOCK"], os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     sys.argv = list(words)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

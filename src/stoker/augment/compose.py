@@ -21,9 +21,11 @@ import torch
 
 from stoker.augment import guard
 from stoker.augment.definition import Op, Opcode, Phase, Program, Size, check_size
+from stoker.augment.geometry import CenterCrop, RandomResizedCrop, Resize
 from stoker.augment.ops import check_order, encode_tape, make_program, split_program
 from stoker.augment.position import Position, Positioned
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
+from stoker.augment.sizing import Sizing
 from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
@@ -351,11 +353,20 @@ class Compose(Positioned):
             backend=self.backend,
         )
 
-    def split_sizing(self) -> tuple[Any, Compose] | None:
+    def split_sizing(self) -> tuple[Sizing, Compose] | None:
         """Return the first op, where it brings pictures of any size to one, and the rest; see `sizing.py`."""
-        from stoker.augment.sizing import split_sizing
-
-        return split_sizing(self)
+        first = self.ops[0] if self.ops else None
+        if not isinstance(first, RandomResizedCrop | Resize):
+            return None
+        state = self.state_dict()
+        rest = Compose(
+            [CenterCrop(first.size), *self.ops[1:]],
+            seed=state["seed"],
+            stream=state["stream"],
+            ignore_index=self.ignore_index,
+            backend=self.backend,
+        )
+        return Sizing(first, state["seed"], state["stream"]), rest
 
     # -- inside ----------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class Consultation:
         measurements: Everything that was measured.
         findings: Largest gain first; empty for a healthy job.
         outcome: The result of `--apply`, if it ran.
-        unjudged: Why a job without findings cannot be called healthy; "" if it can.
+        unjudged: Why its speed cannot be judged; "" if it can, or if a finding promises more of it.
         later: What would be found after the first finding's remedy; gains count from there.
     """
 
@@ -245,7 +245,9 @@ class Consultation:
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """A line on each cost that the first finding hides."""
+        """A line on each cost that the first finding hides, or on speed that cannot be judged."""
+        if self.findings and self.unjudged:
+            return (f"cannot judge its speed: {self.unjudged}",)
         return tuple(
             f"hidden behind it: {one.name}, {one.title}: ×\u00a0{one.gain.likely:.2f} more after the first remedy"
             + (f" ({one.patch.where})" if one.patch.where else "")

@@ -52,8 +52,8 @@ class Pace:
     def step(self) -> float:
         """Seconds of one step."""
         if self.lanes <= 0:
-            return self.load + self.compute
-        return max(self.load / self.lanes, self.compute + self.hand_over)
+            return max(self.load + self.compute, self.device_busy)
+        return max(self.load / self.lanes, self.compute + self.hand_over, self.device_busy)
 
     def loading(self, seconds: float, lanes: float | None = None) -> Pace:
         """Return the pace if loading costs `seconds` per step, optionally with other lanes."""
@@ -142,7 +142,7 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
         return wait, 0.0
     if loader.kind == "torch" and loader.workers == 0:
         # The wait is the loading; where it is much longer, the thread was queued for a core behind other programs.
-        seconds = _load_seconds(loader)
+        seconds = load_seconds(loader)
         return (min(wait, 1.5 * seconds + _LEAST_WAIT_SECONDS) if seconds > 0 else wait), 0.0
     if loader.kind == "stoker":
         alone = measured.ablation.loader_seconds if measured.ablation else None
@@ -150,14 +150,14 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
         load = (alone.median if alone else wait) * loader.batches_per_step
         # If the step waits, the loader is as slow as the step, whatever it manages alone.
         return (step, 1.0) if is_starved(measured) else (min(load, step), 1.0)
-    load = _load_seconds(loader)
+    load = load_seconds(loader)
     if load <= 0:
         return (step * loader.workers if is_starved(measured) else 0.0), float(loader.workers)
     lanes = load / step if is_starved(measured) else max(load / step, float(loader.workers))
     return load, lanes
 
 
-def _load_seconds(loader: LoaderFacts) -> float:
+def load_seconds(loader: LoaderFacts) -> float:
     """Return the seconds that one loading process needs for a step's batches; 0 if unknown."""
     whole = loader.alone_seconds.median if loader.alone_seconds else loader.work.total
     return whole * loader.batches_per_step
@@ -181,7 +181,7 @@ def is_starved(measured: Measurements) -> bool:
     # The workers take the cores from the training process: loading is too expensive for any number of them.
     if (loader.crowding_share or 0.0) > STARVED_SHARE:
         return True
-    taken = _load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
+    taken = load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
     return taken <= 0 or taken / loader.workers >= _EXPLAINED * step.median
 
 
@@ -278,7 +278,7 @@ def _known_parts(measured: Measurements) -> list[Part]:
             parts.append(Part("gathering the batch", (loader.work.collate or 0) * batches, "load"))
             parts.append(Part("augmenting it", (loader.work.transform or 0) * batches, "load"))
     copied = sum(copy.seconds_per_step for copy in measured.copies)
-    parts.append(Part("copies that are not pinned", copied, "host"))
+    parts.append(Part("copies for which the host waits", copied, "host"))
     synced = sum(sync.seconds_per_step for sync in measured.syncs)
     parts.append(Part("fetching values from the step", synced, "host"))
     calls = [*measured.host_calls, *measured.allocator.empty_cache]

@@ -169,20 +169,22 @@ class HostCall:
 
 
 @dataclass(frozen=True)
-class PageableCopy:
-    """A line that copies memory which is not pinned to the device.
+class DeviceCopy:
+    """A line that copies memory to the device, and the host waits for it.
 
     Attributes:
         where: file:line.
         bytes_per_step: Bytes copied.
         seconds_per_step: Time that the host spent there.
         calls_per_step: Number of calls.
+        pinned: Whether the memory is pinned, so that the copy need not block; it is pageable otherwise.
     """
 
     where: str
     bytes_per_step: float
     seconds_per_step: float
     calls_per_step: float = 1.0
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -402,7 +404,7 @@ class Measurements:
         optimizer_seconds: Part of the compute in the optimizer.
         loader: The loader; None if the script uses no DataLoader.
         syncs: Lines that make the host wait, costliest first.
-        copies: Pageable copies, costliest first.
+        copies: Copies to the device, costliest first.
         kernels: Kernels; None without a GPU.
         operators: Operators; None if the profiler could not run.
         allocator: The device's allocator.
@@ -440,7 +442,7 @@ class Measurements:
     optimizer_seconds: Spread | None = None
     loader: LoaderFacts | None = None
     syncs: tuple[HostCall, ...] = ()
-    copies: tuple[PageableCopy, ...] = ()
+    copies: tuple[DeviceCopy, ...] = ()
     kernels: KernelFacts | None = None
     operators: OperatorFacts | None = None
     allocator: AllocatorFacts = field(default_factory=AllocatorFacts)

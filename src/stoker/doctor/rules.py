@@ -13,8 +13,8 @@ from dataclasses import replace
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
 from stoker.doctor.findings import Finding
-from stoker.doctor.gains import split_step
-from stoker.doctor.measurements import Measurements
+from stoker.doctor.gains import hand_over_seconds, load_seconds, split_step, worth
+from stoker.doctor.measurements import LoaderFacts, Measurements
 from stoker.measure.readings import Spread
 
 RULES: tuple[Rule, ...] = (
@@ -25,6 +25,8 @@ RULES: tuple[Rule, ...] = (
 )
 _IDLE_CORES = 2.0
 """Cores that are idle before more workers are offered first."""
+_LEAST_LEFT = 0.02
+"""Share of a step that is left, at least, without the cost of a finding."""
 _MUCH_WAITING, _MUCH_QUEUEING, _SMALL_COST = 0.3, 0.1, 0.05
 FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
@@ -51,14 +53,15 @@ def diagnose(measurements: Measurements) -> list[Finding]:
 
 
 def find_later(measurements: Measurements, findings: Sequence[Finding]) -> list[Finding]:
-    """Return what would be found after the remedy of the first finding: costs that it hides now.
+    """Return what would be found after the remedy of the first finding with a gain: costs that it hides now.
 
     Loading beside a step hides what the step wastes, and the other way round; a large cost makes a small one a small
     share. Gains count from the step without the first cost.
     """
-    if not findings or findings[0].gain.likely <= 1.0 or measurements.kind != "script":
+    first = next((finding for finding in findings if finding.gain.likely > 1.0), None)
+    if first is None or measurements.kind != "script":
         return []
-    rest = _without(measurements, findings[0].name)
+    rest = _without(measurements, first)
     known = {finding.name for finding in findings}
     if rest is None:
         return []
@@ -67,41 +70,94 @@ def find_later(measurements: Measurements, findings: Sequence[Finding]) -> list[
 
 _LOADING = rules_loading.NAMED_CAUSES | {"no-workers", "starved-by-loader"}
 _HOST = {"gc-each-step": "gc.collect", "saves-too-often": "torch.save"}
-_HIDDEN = _LOADING | set(_HOST) | {"sync-every-step", "slow-between-steps"}
+_STEP = {"sync-every-step", "slow-between-steps", "double-precision", "launch-bound"}
+_HIDDEN = _LOADING | set(_HOST) | _STEP
 
 
-def _without(measured: Measurements, name: str) -> Measurements | None:
+def _without(measured: Measurements, finding: Finding) -> Measurements | None:
     """Return the measurements as they would be without the cost of a finding; None if that cannot be told."""
-    step, compute = measured.step_seconds, measured.compute_seconds
+    step, compute, name = measured.step_seconds, measured.compute_seconds, finding.name
     if step is None or compute is None:
         return None
     if name in _LOADING:
         spent = max(0.0, step.median - compute.median)
-        rest = replace(measured, wait_seconds=None, loader=None)
-    elif name in _HOST:
+        return _shorter(replace(measured, wait_seconds=None, loader=None), step.median - spent)
+    if name in _HOST:
         calls = [one for one in measured.host_calls if one.call == _HOST[name]]
         spent = sum(one.seconds_per_step for one in calls)
         others = tuple(one for one in measured.host_calls if one not in calls)
-        rest = replace(measured, compute_seconds=_less(compute, spent), host_calls=others)
-    elif name == "sync-every-step" and measured.machine.device == "cpu":
+        rest = replace(measured, host_calls=others)
+    elif name == "sync-every-step":
         spent = sum(one.seconds_per_step for one in measured.syncs)
-        rest = replace(measured, compute_seconds=_less(compute, spent), syncs=())
+        if (
+            measured.kernels is not None
+        ):  # the host waited for work of the device as well, which remains
+            spent = min(spent, compute.median - measured.kernels.busy_share * step.median)
+        rest = replace(measured, syncs=())
     elif name == "slow-between-steps":
         spent = measured.between_seconds or 0.0
-        rest = replace(measured, compute_seconds=_less(compute, spent), between_seconds=None)
+        rest = replace(measured, between_seconds=None)
+    elif name in _STEP:
+        spent = step.median - step.median / finding.gain.likely
+        rest = measured
     else:
         return None
-    loader = rest.loader
-    if loader is not None and loader.workers:
-        return None  # what the workers did beside a longer step does not tell their pace beside a shorter one
-    seconds = max(measured.seconds - spent * measured.steps, 1e-9)
-    return replace(rest, step_seconds=_less(step, spent), seconds=seconds)
+    timed = (measured.backward_seconds, measured.optimizer_seconds)
+    known = sum(spread.median for spread in timed if spread is not None)
+    rest = replace(rest, compute_seconds=_less(compute, spent, known))
+    if rest.loader is not None and rest.loader.workers:
+        return _beside_workers(rest, rest.loader, spent)
+    return _shorter(rest, step.median - spent)
 
 
-def _less(spread: Spread, seconds: float) -> Spread:
+def _shorter(measured: Measurements, seconds: float) -> Measurements:
+    """Return the measurements with a median step of that many seconds, and the same work on the device."""
+    step = measured.step_seconds
+    assert step is not None
+    after = _less(step, step.median - seconds)
+    kernels = measured.kernels
+    if kernels is not None:
+        busy = min(1.0, kernels.busy_share * step.median / after.median)
+        kernels = replace(kernels, busy_share=busy)
+    whole = max(measured.seconds - (step.median - after.median) * measured.steps, 1e-9)
+    return replace(measured, step_seconds=after, seconds=whole, kernels=kernels)
+
+
+def _beside_workers(measured: Measurements, loader: LoaderFacts, spent: float) -> Measurements:
+    """Return the measurements of a step that computes `spent` seconds less beside its workers.
+
+    They were timed alone, so their pace is known: they deliver a batch every `load / workers` seconds, and no faster
+    than the cores can do all work of a step. What the step does not compute meanwhile, it waits.
+    """
+    step, compute = measured.step_seconds, measured.compute_seconds
+    assert step is not None
+    assert compute is not None
+    load = load_seconds(loader)
+    own = max(0.0, (loader.main_cpu_share or 0.0) * step.median - spent)
+    cpu = own + load * (1 - (loader.blocked_share or 0.0))
+    cores = worth(measured.machine.cores or 2, measured.machine)
+    after = min(step.median, max(compute.median, load / loader.workers, cpu / cores))
+    if after <= compute.median + hand_over_seconds(loader):
+        return replace(_shorter(measured, compute.median), wait_seconds=None)
+    wait = after - compute.median
+    # Cores are as busy as the same work in less time makes them.
+    times = step.median / after
+    changed = replace(
+        loader,
+        main_cpu_share=own / after,
+        worker_cpu_shares=tuple(min(1.0, share * times) for share in loader.worker_cpu_shares),
+        queued_share=None,
+        crowding_share=None,
+    )
+    rest = replace(measured, wait_seconds=Spread(wait, wait, wait, compute.count), loader=changed)
+    return _shorter(rest, after)
+
+
+def _less(spread: Spread, seconds: float, least: float = 0.0) -> Spread:
     # Medians of uneven steps do not add up: something is left of every step.
     low, median, high = (
-        max(value - seconds, value / 10) for value in (spread.low, spread.median, spread.high)
+        max(value - seconds, least, _LEAST_LEFT * value)
+        for value in (spread.low, spread.median, spread.high)
     )
     return Spread(median, low, high, spread.count)
 
@@ -120,8 +176,8 @@ def _one_word_remedy(case: Case) -> str:
 
 
 def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str:
-    """Return why a job without findings is not called healthy; "" if it is, or if there are findings."""
-    if findings or not measurements.steps:
+    """Return why the speed of a job cannot be judged; "" if it can, or if a finding promises more of it."""
+    if any(one.gain.likely > 1.0 for one in findings) or not measurements.steps:
         return ""
     if measurements.unjudged:
         return "; ".join(measurements.unjudged)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain
-from stoker.doctor.measurements import LoaderFacts
+from stoker.doctor.measurements import KernelFacts, LoaderFacts
 from stoker.units import format_bytes
 
 _SHORT_KERNEL_SECONDS = 25e-6
@@ -23,6 +23,8 @@ _OPERATOR_SECONDS = 40e-6
 """Upper bound for calling one operator or launching one kernel, including its Python code."""
 _LAUNCH_SECONDS = 80e-6
 """The same where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
+_NODE_SECONDS = 1e-6
+"""Time between two kernels of a CUDA graph of which one needs the other's result."""
 _SMALL_BATCH = 64
 _MOST_TIMES_LARGER, _ENOUGH = 32, 512
 """Limits of the batch that is proposed: times the present one, and samples."""
@@ -33,7 +35,7 @@ _COLLATE_CALLS, _COLLATE_BYTES_PER_SECOND = 40, 4e9
 
 
 def pageable_copies(case: Case) -> Finding | None:
-    """Batches go to the device from memory that is not pinned."""
+    """The host waits for copies of batches to the device: their memory is not pinned, or the call blocks."""
     copies = case.measured.copies
     if case.pace is None or not copies or not case.on_gpu or case.measured.kernels is None:
         return None  # such a copy waits for the work before it: without kernels' times its own part is unknown
@@ -44,28 +46,37 @@ def pageable_copies(case: Case) -> Finding | None:
     # The host no longer waits, and the device copies between its kernels.
     device = case.pace.device_busy + num_bytes / rate
     likely = replace(case.pace, compute=max(device, case.pace.compute - seconds))
-    pinned = case.measured.loader is not None and bool(case.measured.loader.pin_memory)
+    pins = case.measured.loader is not None and bool(case.measured.loader.pin_memory)
+    blocks = 2 * sum(copy.seconds_per_step for copy in copies if copy.pinned) > seconds
     return case.advise(
         "pageable-copies",
-        "batches are copied from pageable memory",
+        "the host waits for copies that need not block"
+        if blocks
+        else "batches are copied from pageable memory",
         [
             (
                 f"{format_bytes(num_bytes)} per step, {milliseconds(seconds)} "
                 f"({case.share_of_step(seconds):.0%} of it) with the host waiting"
             ),
-            *(f"{c.where}: {format_bytes(c.bytes_per_step)} per step" for c in copies[:3]),
+            *(
+                f"{copy.where}: {format_bytes(copy.bytes_per_step)} per step"
+                + (" from pinned memory" if copy.pinned else "")
+                for copy in copies[:3]
+            ),
             "the DataLoader pins its batches, but what is copied is not what it gave"
-            if pinned
+            if pins and not blocks
             else None,
         ],
-        "Set pin_memory=True in the DataLoader and copy with .to(device, non_blocking=True).",
+        "Copy with .to(device, non_blocking=True): the memory is pinned already, and the copy runs beside the host."
+        if blocks
+        else "Set pin_memory=True in the DataLoader and copy with .to(device, non_blocking=True).",
         gain(
             case.pace,
             likely,
             case.pace.saving(saved / 2),
             case.pace.saving(seconds),
         ),
-        loader_arguments={} if pinned else {"pin_memory": True},
+        loader_arguments={} if pins or blocks else {"pin_memory": True},
         where=copies[0].where,
         script="batch = batch.to(device, non_blocking=True)",
         config={"data.pin_memory": True},
@@ -121,9 +132,10 @@ def launch_bound(case: Case) -> Finding | None:
             replace(pace, compute=spread.low),
         )
     else:
-        busy = pace.device_busy
-        gap = max(0.0, pace.compute - busy)
-        gained = gain(pace, pace.saving(gap - 0.1 * busy), pace.saving(0.4 * gap), pace.saving(gap))
+        gap = _launching(case, pace, kernels)
+        # Kernels of a graph follow each other closely, but not at once.
+        after = max(0.1 * pace.device_busy, kernels.per_step * _NODE_SECONDS)
+        gained = gain(pace, pace.saving(gap - after), pace.saving(0.4 * gap), pace.saving(gap))
     return case.advise(
         "launch-bound",
         "the GPU waits for the next kernel to be launched",
@@ -137,6 +149,20 @@ def launch_bound(case: Case) -> Finding | None:
         script='model = torch.compile(model, mode="reduce-overhead")',
         config={"training.capture": "auto"},
     )
+
+
+def _launching(case: Case, pace: Pace, kernels: KernelFacts) -> float:
+    """Return the seconds of a step in which the device waits for launches, and not for the host's other work.
+
+    A fetch or a blocking copy first waits for the device, which then works: only what is longer is other work.
+    """
+    measured = case.measured
+    waits = [one.seconds_per_step for one in (*measured.syncs, *measured.copies)]
+    calls = [*measured.host_calls, *measured.allocator.empty_cache]
+    other = max(0.0, sum(waits) - pace.device_busy) + (measured.between_seconds or 0.0)
+    other += sum(call.seconds_per_step for call in calls)
+    most = max(kernels.per_step, measured.operators.per_step if measured.operators else 0.0)
+    return max(0.0, min(pace.compute - pace.device_busy - other, most * _LAUNCH_SECONDS))
 
 
 def batch_too_small(case: Case) -> Finding | None:

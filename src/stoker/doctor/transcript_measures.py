@@ -14,13 +14,13 @@ from typing import Any
 from stoker.doctor.measurements import (
     AllocatorFacts,
     BadValues,
+    DeviceCopy,
     HostCall,
     KernelFacts,
     MachineFacts,
     Measurements,
     MemoryFacts,
     OperatorFacts,
-    PageableCopy,
     RankFacts,
     TimelineSpan,
 )
@@ -113,6 +113,7 @@ def measure(
         timed += site["seconds"] * {
             "sync": usual_sync,
             "copy": per_step * on_core,
+            "pinned": per_step * on_core,
             "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
@@ -150,15 +151,7 @@ def measure(
             HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
             for s in _costliest(sites, "sync")
         ),
-        copies=tuple(
-            PageableCopy(
-                s["where"],
-                s["bytes"] * per_step,
-                s["seconds"] * per_step * on_core,
-                s["calls"] * per_step,
-            )
-            for s in _costliest(sites, "copy")
-        ),
+        copies=_copies(sites, per_step, on_core),
         kernels=_kernels(state["profile"], step),
         operators=_operators(state["profile"]),
         allocator=_allocator(state, sites, usual_host),
@@ -368,7 +361,8 @@ def _usual_sync(
     timed = share * slowed.median
     calls = float(sum(site["calls"] for site in sites)) / num_watched_steps(state)
     least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
-    return min(timed, max(step.median - slowed.median + timed, least)) / whole
+    # On a crowded machine timing takes longer; calls never take longer than the step that they are part of.
+    return min(timed, step.median, max(step.median - slowed.median + timed, least)) / whole
 
 
 def _usual_host(state: Mapping[str, Any], rows: Sequence[Row], clock: Clock) -> float:
@@ -399,6 +393,24 @@ def _calls(
         HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual)
         for s in _costliest(sites, family)
     )
+
+
+def _copies(
+    sites: Sequence[tuple[dict[str, Any], str]], per_step: float, on_core: float
+) -> tuple[DeviceCopy, ...]:
+    """Return the copies to the device by line."""
+    found = (
+        DeviceCopy(
+            site["where"],
+            site["bytes"] * per_step,
+            site["seconds"] * per_step * on_core,
+            site["calls"] * per_step,
+            pinned=family == "pinned",
+        )
+        for family in ("copy", "pinned")
+        for site in _costliest(sites, family)
+    )
+    return tuple(sorted(found, key=lambda copy: -copy.seconds_per_step))
 
 
 def _allocator(

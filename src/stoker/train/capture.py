@@ -26,17 +26,12 @@ import torch
 from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import Feed, Work
-from stoker.train.graph import (
-    GraphedStep,
-    Snapshot,
-    StepState,
-    drawing_objects,
-    has_graphs,
-)
+from stoker.train.graph import GraphedStep, has_graphs
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.replay_check import as_if_captured, is_same_function
 from stoker.train.settings import Capture
 from stoker.train.step import Step, StepParts
+from stoker.train.step_state import Snapshot, StepState, drawing_objects
 from stoker.train.update import Update
 
 MOST_MISFITS = 3

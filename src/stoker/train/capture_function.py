@@ -32,18 +32,11 @@ from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.graph import (
-    GraphedStep,
-    StepState,
-    alike,
-    drawing_objects,
-    has_graphs,
-    step_note,
-    used_objects,
-)
+from stoker.train.graph import GraphedStep, alike, has_graphs, step_note
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
 from stoker.train.step import fill_momentum, make_guarded
+from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import math
 import time
-import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -54,7 +54,7 @@ from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
 from stoker.train.run_state import Place, Resumable
-from stoker.train.schedule import Interval, choose_interval, needed_argument
+from stoker.train.schedule import Interval, check_alone, choose_interval, describe, step_scheduler
 from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
@@ -147,13 +147,12 @@ class Trainer(Configured, Resumable):
         self._train.check_ranks()
         self._draw_apart()
         self._train.expect_loss(self.criterion)
-        batches, settings = self._train.num_batches, self.settings
         self._interval = choose_interval(
             scheduler,
             scheduler_interval,
-            settings.epochs,
-            None if batches is None else -(-batches // settings.gradient_accumulation_steps),
-            val_loader is not None or settings.monitor == "loss",
+            self.settings,
+            self._train.num_batches,
+            val_loader is not None,
         )
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
@@ -171,12 +170,16 @@ class Trainer(Configured, Resumable):
         self._shutdown = Shutdown(self.ranks)
         self._at = Place(has_batch_size=self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        told = [*unread, *self._train.notes]
-        if scheduler is not None:
-            told.append(
-                f"scheduler {type(scheduler).__name__} is stepped after every {self._interval}"
-            )
-        for line in told:
+        # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
+        # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
+        told = weakref.WeakMethod(self.note)
+
+        def weak_note(note: Note) -> None:
+            if (tell := told()) is not None:
+                tell(note)
+
+        self._weak_note = weak_note
+        for line in (*unread, *self._train.notes, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
@@ -189,7 +192,7 @@ class Trainer(Configured, Resumable):
             self._precision,
             self.device,
             self.settings.survive_oom,
-            self.note,
+            self._weak_note,
             self._update.give_way,
             self.ranks,
         )
@@ -238,10 +241,10 @@ class Trainer(Configured, Resumable):
         """Make the step and the update around it, captured if it can be; with `tell` note that."""
         step, asked = Step(parts), self.settings.capture
         shrink = self._train.shrink if self._train.is_chunked else None
-        self._update = Update(step, self.settings.survive_oom, self.note, shrink)
+        self._update = Update(step, self.settings.survive_oom, self._weak_note, shrink)
         refusal = cannot_capture(asked, self._train, step)
         self._captured = (
-            CapturedStep(step, self._train, self._update, self.note, asked == "on")
+            CapturedStep(step, self._train, self._update, self._weak_note, asked == "on")
             if refusal is None
             else None
         )
@@ -544,7 +547,9 @@ class Trainer(Configured, Resumable):
         """Note, or raise, that updates were skipped although every loss was finite."""
         skipped = self._step.num_skipped
         new, self._at.num_skipped = skipped - self._at.num_skipped, skipped
-        told = sum(not math.isfinite(loss) for loss in self.history.losses[self._at.first_loss :])
+        told = sum(
+            not math.isfinite(loss) for loss in self.history.step_losses[self._at.first_loss :]
+        )
         if new <= told:
             return
         finding = NonFiniteError(
@@ -566,7 +571,9 @@ class Trainer(Configured, Resumable):
         left_out = self._at.left_out | {found.place}
         self._update.drop()
         self.load_state_dict(self._at.good)
-        del self.history.losses[self._at.first_loss :]  # the state is that of the epoch's beginning
+        del self.history.step_losses[
+            self._at.first_loss :
+        ]  # the state is that of the epoch's beginning
         self._at.left_out = left_out
         self._at.num_skipped = self._step.num_skipped  # the cause is known
         self.note(
@@ -590,12 +597,8 @@ class Trainer(Configured, Resumable):
             Its report, which is also in `history`.
         """
         at = self._at
-        if self._val is not None and needed_argument(self.scheduler):
-            raise InputError(
-                f"train_epoch has no metric for {type(self.scheduler).__name__}: validation is yours.",
-                "a trainer without a scheduler, which is stepped in your loop",
-                "scheduler.step(trainer.validate()['loss'])",
-            )
+        if self._val is not None:
+            check_alone(self.scheduler)
         if epoch is not None and epoch != at.epoch:
             at.epoch, at.tally = usable_count("epoch", epoch, least=0), EpochTally()
         number = at.epoch
@@ -676,7 +679,7 @@ class Trainer(Configured, Resumable):
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        at.first_loss = len(self.history.losses)
+        at.first_loss = len(self.history.step_losses)
         position = at.saved_at = at.num_done = self._train.position
         if not position:
             at.tally = EpochTally()
@@ -698,15 +701,9 @@ class Trainer(Configured, Resumable):
         """Step the scheduler if it is due, also after a skipped update; torch would warn about that."""
         if self.scheduler is None or interval != self._interval:
             return
-        needs = report is not None and needed_argument(self.scheduler)
-        metric = [self._score(cast(EpochReport, report))] if needs else []
-        with warnings.catch_warnings() if not self._at.has_scheduled else contextlib.nullcontext():
-            if not self._at.has_scheduled:
-                warnings.filterwarnings(
-                    "ignore", r"Detected call of `lr_scheduler\.step\(\)` before"
-                )
-            self._at.has_scheduled = True
-            self.scheduler.step(*metric)
+        score = None if report is None else self._score(report)
+        step_scheduler(self.scheduler, score, is_first=not self._at.has_scheduled)
+        self._at.has_scheduled = True
 
     def _score(self, report: EpochReport) -> float | None:
         """Return the monitored metric of an epoch; without validation the loss of training; None if there is none."""
@@ -726,7 +723,7 @@ class Trainer(Configured, Resumable):
     def _collect(self, arrived: list[StepLoss]) -> None:
         """Record losses that have arrived; handle one that is not finite."""
         for seen in arrived:
-            self.history.losses.append(seen.loss)
+            self.history.step_losses.append(seen.loss)
             if not seen.is_finite:
                 self._not_finite(seen)
                 continue

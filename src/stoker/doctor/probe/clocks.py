@@ -55,19 +55,30 @@ _schedstats: dict[int, int] = {}
 
 def run_delay() -> float:
     """Return the seconds in which this thread was ready to run and no core was free; 0 if unknown."""
-    file = _schedstats.get(current_thread())
+    return _schedstat(current_thread(), "thread-self")[1]
+
+
+def awake_seconds(thread: threading.Thread) -> float:
+    """Return the seconds in which another thread ran or was ready to run; 0 if unknown."""
+    return sum(_schedstat(thread.ident or 0, f"self/task/{thread.native_id}"))
+
+
+def _schedstat(thread: int, place: str) -> tuple[float, float]:
+    """Return the seconds on a core and queued for one of a thread, by its folder below /proc."""
+    file = _schedstats.get(thread)
     if file is None:
         try:
-            file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(f"/proc/{place}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             file = -1
-        _schedstats[current_thread()] = file
+        _schedstats[thread] = file
     if file < 0:
-        return 0.0
+        return 0.0, 0.0
     try:
-        return int(os.pread(file, 64, 0).split(None, 2)[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
+        ran, queued, _ = os.pread(file, 64, 0).split(None, 2)
+        return int(ran) / 1e9, int(queued) / 1e9
+    except (OSError, ValueError):
+        return 0.0, 0.0
 
 
 def children_seconds() -> float:

@@ -106,7 +106,7 @@ def _add(
         seen.collective += ended - began
     elif family in ("host", "empty"):
         seen.host += ended - began
-    elif family == "copy":
+    elif family in ("copy", "pinned"):
         loading.add_span(seen, "copy", began, ended)
 
 
@@ -191,8 +191,10 @@ def _moving(original: Any, name: str) -> Any:
                 num_bytes = self.numel() * self.element_size()
                 if self.is_cuda:
                     _add("sync", name, sys._getframe(1), began, ended, num_bytes)
-                elif not self.is_pinned():
-                    _add("copy", name, sys._getframe(1), began, ended, num_bytes)
+                else:
+                    # From pinned memory it takes long too, unless it is told not to block.
+                    family = "pinned" if self.is_pinned() else "copy"
+                    _add(family, name, sys._getframe(1), began, ended, num_bytes)
         except Exception as error:  # noqa: BLE001
             recorder.note_failure(name, error)
         return moved

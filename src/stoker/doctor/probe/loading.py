@@ -296,6 +296,7 @@ def _timed_fetch(original: Any) -> Any:
         if recorder.watching:
             indices = _StampedIndices.of(self, indices)
         sampling.active_thread = clocks.current_thread()
+        held = sampling.awake_seconds() if recorder.watching else None
         began, cpu, delay = time.perf_counter(), _fetching_cpu(seen), clocks.run_delay()
         try:
             return original(self, indices)
@@ -304,6 +305,11 @@ def _timed_fetch(original: Any) -> Any:
             with recorder.guarded("fetch"):
                 wall, busy = time.perf_counter() - began, _fetching_cpu(seen) - cpu
                 seen.fetch_delay = max(0.0, clocks.run_delay() - delay)
+                if held is not None:
+                    blocked = max(0.0, wall - busy - seen.fetch_delay)
+                    held = min(blocked, sampling.awake_seconds() - held)
+                    seen.fetch_delay += held
+                    seen.held_delay += held
                 seen.short_fetches = wall < _SHORT_FETCH_SECONDS
                 if seen.num_fetches <= _MOST_FETCH_ROWS:
                     collate, number = self._stoker_collate, seen.loader_id

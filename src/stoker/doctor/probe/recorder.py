@@ -179,7 +179,7 @@ class Recorder:
         self.on_restart: list[Any] = []
         self.call_at = self.stop_at = _NEVER
         # Of the running step.
-        self.wait = self.wait_delay = 0.0
+        self.wait = self.wait_delay = self.held_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
         self.batches = self.samples = 0
         self.flags = 0
@@ -257,7 +257,7 @@ class Recorder:
     def _begin_step(self) -> None:
         global watching  # noqa: PLW0603
         watching = is_watched(self.num_steps)
-        self.wait = self.wait_delay = 0.0
+        self.wait = self.wait_delay = self.held_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
         self.batches = self.samples = self.flags = 0
         self.loader_of_step = -1
@@ -270,7 +270,8 @@ class Recorder:
         seconds, ran = now - self.step_start, cpu - self.step_cpu
         # Time queued for a core while the probe records a step belongs to no step. So a step cannot have
         # queued longer than it was off a core.
-        queued = min(delay - self.step_delay, max(self.wait_delay, seconds - ran))
+        queued = delay - self.step_delay + self.held_delay
+        queued = min(queued, max(self.wait_delay, seconds - ran))
         if self.disturbed_steps:
             self.disturbed_steps -= 1
             self.flags |= DISTURBED

@@ -30,7 +30,7 @@ import threading
 import time
 from typing import Any
 
-from . import places, recorder
+from . import clocks, places, recorder
 
 LOOK_SECONDS = 0.005
 TRAINING_LOOK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOKS = 0.02, 0.01, 100
@@ -107,6 +107,15 @@ def begin() -> None:
         with recorder.guarded("sampling"):
             _thread = threading.Thread(target=_look_forever, daemon=True, name="stoker-sampler")
             _thread.start()
+
+
+def awake_seconds() -> float:
+    """Return the seconds in which the sampling thread ran or was queued for a core.
+
+    It needs Python's lock for what it does, and a thread that is asked for the lock waits until it is taken. So the
+    training may stand still for as long.
+    """
+    return clocks.awake_seconds(_thread) if _thread is not None and _thread.native_id else 0.0
 
 
 def _look_forever() -> None:

@@ -2,7 +2,7 @@
 
 Enters: a path, and the largest side and quality to encode again with, where these are asked for. Leaves: an `Encoded`:
 bytes, size, orientation; and the way back, `decode_bytes`. Costs: one read and one decode for each file; encoding again
-costs about as much as decoding.
+costs about as much as decoding. Where no file is, JPEG is decoded at an eighth of its size.
 
 Only what every decoder of the loader takes is kept as it is: baseline JPEG of one or three channels, and PNG and WebP
 of 8 bits. Progressive and CMYK JPEG, 16-bit values and other formats are refused by name, or written anew as JPEG when
@@ -90,7 +90,8 @@ def read_encoded(
         raise PictureError(f"cannot be read: {error.strerror}.", path=path) from error
     if not data:
         raise PictureError("holds no bytes.", path=path, kind="empty file")
-    decoded = decode(path, first_frame, data)
+    # Where nothing is encoded anew, the pixels are not needed.
+    decoded = decode(path, first_frame, data, small=keep.max_side is None and keep.quality is None)
     form = "JPEG" if decoded.format == "MPO" else decoded.format
     ending = path.suffix.lower()
     if ending not in _ENDINGS.get(form, (ending,)):
@@ -102,7 +103,7 @@ def read_encoded(
         )
     if form == "JPEG" and data.rfind(b"\xff\xd9") < 0:
         raise PictureError("ends in the middle of the picture.", path=path, kind="truncated")
-    width, height = decoded.image.size
+    width, height = decoded.size
     plain = _why_not_kept(decoded, form)
     too_large = keep.max_side is not None and max(width, height) > keep.max_side
     if plain and keep.quality is None and not too_large:

@@ -193,10 +193,10 @@ def _beside(
     A mask with an EXIF orientation of its own is already upright. One without, beside an image that has one, was drawn
     either on the turned picture or on the stored pixels: the sizes tell, or the user does.
     """
-    width, height = image.image.size
+    width, height = image.size
     shown = mask.image
     if image.orientation != 1 and not mask.has_orientation:
-        lying, same = image.stored_size, image.stored_size == image.image.size
+        lying, same = image.stored_size, image.stored_size == image.size
         if orientation == "image" or (orientation == "auto" and not same and shown.size == lying):
             shown = turned(shown, image.orientation)
         elif orientation == "auto" and same and shown.size == lying:
