@@ -19,7 +19,7 @@ LAYERS = [
     {"display"},
     {"errors"},
     {"units", "lifetime"},
-    {"ownership"},
+    {"ownership", "stalls"},
     {"config", "machine", "report", "page"},
     {"runs", "bounds"},
     {"store"},
