@@ -98,6 +98,7 @@ model, dataset = torch.nn.Linear(3, 2), torch.arange(8); parameters = [*model.pa
 other, slow = torch.optim.AdamW([torch.zeros(2)]), torch.optim.LBFGS(parameters)
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer); epochs = batches_per_epoch = 3; settings = resolve(load_config('config.yaml'))
 accumulation = window = Accumulation(4); window.add(4); loss = torch.ones(3)
+pairs, criterion = [(torch.ones(4, 3), torch.ones(4, 2))] * 5, torch.nn.functional.mse_loss
 choose = lambda precision: choose_precision(precision, torch.device('cpu'), model)
 class Reads(torch.nn.Module):
     def __init__(self):
@@ -462,6 +463,13 @@ PYTHON: dict[str, list[Case]] = {
             then="exit code 3",
         ),
         Case(
+            "raise explain_samples(Loader((x, y), 8, 'cpu'), np.arange(8), choose('fp32'), 'it failed')",
+            TRAINING
+            + "; x, y = torch.ones(40, 3), torch.ones(40, 2); y[3] = float('nan'); features, targets = x, y",
+            into="Loader",
+            then="finite values only",
+        ),
+        Case(
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
@@ -473,8 +481,33 @@ PYTHON: dict[str, list[Case]] = {
             + "; first, second = (torch.optim.SGD(m.parameters()) for m in (maker, judge)); step = print",
             at="check_optimizer([first, second])",
         ),
-        Case("check_steps(slow, None)", TRAINING, at="slow"),
-        Case("check_steps(optimizer, plateau)", TRAINING, at="plateau"),
+        Case(
+            "place(DataLoader(dataset, batch_size=4))",
+            TRAINING
+            + """
+def place(loader):
+    made = ForeignPosition(DataLoader(dataset, batch_size=2)); made.set_epoch(0); made.begin(); made.num_taken = 2
+    return ForeignPosition(loader).load_state_dict(made.state_dict())""",
+            into="DataLoader",
+        ),
+        *_refused(
+            TRAINING + "; x = torch.ones(9, 3); three = Loader((x, x, x[:, :2]), 4, 'cpu')",
+            "Trainer(model, three, None, criterion, optimizer)",
+        ),
+        Case("check_steps(slow)", TRAINING, at="slow"),
+        *_refused(
+            TRAINING,
+            "Trainer(model, pairs, pairs, criterion, optimizer, plateau, scheduler_interval='update')",
+            "Trainer(model, pairs, None, criterion, optimizer, plateau, config={'monitor': 'x'})",
+            "Trainer(model, pairs, None, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3), {'epochs': 3})",
+            "Trainer(model, pairs, None, criterion, optimizer, scheduler_interval='batch')",
+        ),
+        Case(
+            "Trainer(model, pairs, pairs, criterion, optimizer, plateau).train_epoch()",
+            TRAINING
+            + "; scheduler = plateau; trainer = Trainer(model, pairs, pairs, criterion, optimizer)",
+            at="Trainer(model, pairs, pairs, criterion, optimizer, plateau).train_epoch()",
+        ),
         Case("read_config(config=3)", TRAINING, fill={"my.yaml": "tabular.yaml"}),
         Case("read_config(config={'training': {}})", TRAINING, fill={"my.yaml": "tabular.yaml"}),
         Case("read_config({'clip_nrm': 1.0})", TRAINING, at="clip_nrm"),
@@ -523,6 +556,7 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("checked_values(words)", STORE, fill={"values": "words"}),
+        Case("Dense(values)", STORE + "values = np.ones(3, 'c8')", at="values"),
         Case("open_store('uneven.h5')", UNEVEN),
         Case("open_store('uneven.h5', rows=5)", UNEVEN),
         Case("open_store('uneven.h5', fields=['xx'])", UNEVEN),
@@ -556,10 +590,29 @@ PYTHON: dict[str, list[Case]] = {
     ),
     "sources": [
         Case("collect([{'a/b': 1}])", SAMPLES, at="{'a/b': 1}"),
-        Case("collect([{'x': 1}, {'x': 1.5}])", SAMPLES + "; x = 2", at="1.5"),
+        Case(
+            "assert collect([dict(x=(x)) for x in (1, 1.5)])['x'].values[1] == 1.5",
+            SAMPLES,
+            at="(x)",
+        ),
         *(
             Case("as_array(value, 'x')", SAMPLES + "; value = " + value)
-            for value in ("torch.zeros(2).bfloat16()", "torch.eye(3).to_sparse()", "[None]")
+            for value in (
+                "torch.zeros(2).bfloat16()",
+                "torch.eye(3).to_sparse()",
+                "[None]",
+                "np.ones(3, 'c8')",
+                "np.zeros(3, 'M8[s]')",
+            )
+        ),
+        *(
+            Case("collect([{'x': value}])", SAMPLES + "; value = " + value, at="{'x': value}")
+            for value in ("{'a': 1, 'b': 2}", "[np.zeros(3), np.zeros((4, 2))]")
+        ),
+        Case(
+            "Loader({'x': value}, 64)",
+            "import h5py; f = h5py.File('kept.h5', 'a'); f.require_dataset('train/x', (9,), 'i8'); value = f['train']",
+            at="Loader({'x': value}, 64)",
         ),
     ]
     + _refused(
@@ -651,6 +704,12 @@ PYTHON: dict[str, list[Case]] = {
         Case("check_share(Loader('store', 8, 'cpu'), 1, 2)", ADAPTED, into="Loader"),
         Case("AdaptedLoader([1])", ADAPTED, at="[1]"),
         Case(
+            "check_makes(Loader('store', 8, 'cpu'), 'train')",
+            ADAPTED
+            + "; from functools import partial; from stoker.frameworks.adapted import check_makes",
+            at="Loader('store', 8, 'cpu')",
+        ),
+        Case(
             "next(iter(AdaptedLoader(Loader('store', 8, 'cpu'), fields={'x': 'y'})))",
             ADAPTED,
             into="AdaptedLoader",
@@ -673,6 +732,15 @@ PYTHON: dict[str, list[Case]] = {
         Case(
             "list(read_molecules_of(Path('table.csv')))",
             "from stoker.recipes.massspec.molecules import read_molecules_of",
+        ),
+        Case(
+            "list(read_molecules_of(Path('no-molecules')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; Path('no-molecules').mkdir()",
+        ),
+        Case(
+            "list(read_molecules_of(Path('long.csv')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; "
+            "Path('long.csv').write_text('smiles\\n' + 'C' * 200000)",
         ),
         *_refused(
             "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
@@ -722,6 +790,7 @@ PYTHON: dict[str, list[Case]] = {
         "raise file_error(PermissionError(13, 'no', 'sub/table.csv'))",
         "raise unwritable('made/x', OSError(30, 'read-only'), 'the log')",
         "require_file('none/x.csv', 'the table')",
+        "require_file('/dev/null', 'the table')",
     )
     + [
         Case(

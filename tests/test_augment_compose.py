@@ -230,7 +230,6 @@ def test_images_that_are_none_are_refused(images, words):
     ("masks", "words"),
     [
         (labels().float(), "masks.long()"),
-        (labels().bool(), "masks.long()"),
         (labels(5), "masks of shape (5, 30, 34) beside images of shape (6, 3, 30, 34)"),
         (labels(6, (34, 30)), "(6, 30, 34) or (6, 1, 30, 34)"),
         (labels()[:, None, None], "masks of shape"),

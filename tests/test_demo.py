@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import forked_scripts
 from stoker.cli.main import app
 from stoker.demo.reading import WINDOWS
 from stoker.demo.story import _free_folder, examine, run_demo
@@ -33,6 +34,7 @@ def demo(tmp_path_factory):
         patch.setattr("stoker.demo.training._TRAINED_SAMPLES", 256)
         patch.setattr("stoker.demo.story._SECONDS_PER_TRY", 0.1)
         patch.setattr(examine, "__defaults__", (15,))  # steps of the two scripts under the doctor
+        patch.setattr("stoker.doctor.attach._start", forked_scripts.start)
         yield folder, run_demo(folder, weeks=4)
     torch.set_num_threads(before)
 

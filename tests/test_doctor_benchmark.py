@@ -17,6 +17,7 @@ import peers  # noqa: E402
 import publish  # noqa: E402
 import run  # noqa: E402
 
+import forked_scripts  # noqa: E402
 from stoker.doctor.attach import run_script  # noqa: E402
 from stoker.doctor.rules import FINDING_NAMES, diagnose, why_unjudged  # noqa: E402
 from warm_stoker import shared  # noqa: E402
@@ -148,6 +149,7 @@ def test_other_tools_name_a_cause_by_rules():
 def test_three_of_them_under_the_doctor(name, tmp_path, monkeypatch):
     monkeypatch.setenv("STEPS", "40")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("stoker.doctor.attach._start", forked_scripts.start)
     case = cases.BY_NAME[name]
     script = tmp_path / f"{name}.py"
     script.write_text(case.source())

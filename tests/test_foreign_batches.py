@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
+from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher
 from stoker.train.batches import Feed, unpack_by_name
+from stoker.train.step import run_model
 from stoker.train.trainer import Trainer
 from training_makers import make_model
 
@@ -94,9 +96,84 @@ def test_what_to_type_names_the_batch():
     cases = [
         ({"input_ids": 1, "labels": 2}, "(batch['input_ids'], batch['labels'])"),
         (torch.ones(3), "(batch, batch)"),
-        ((1, 2, 3), "(batch[0], batch[1])"),
+        ((1, 2, 3), "((batch[0], batch[1]), batch[2])"),
+        ([1], "(batch[0], batch[0])"),
+        ({"labels": 1, "ids": 2, "mask": 3}, "((batch['ids'], batch['labels']), batch['mask'])"),
+        ({"y": 1, "ids": 2, "at": 3}, "((batch['ids'], batch['at']), batch['y'])"),
     ]
     for batch, words in cases:
         with pytest.raises(InputError) as error:
             unpack_by_name(batch)
         assert words in error.value.fix
+
+
+class Pairwise(nn.Module):
+    """Needs two arguments, as a Siamese network does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 1)
+
+    def forward(self, one, other, *, scale=1.0):
+        return scale * (self.body(one) - self.body(other))
+
+
+class Whole(Pairwise):
+    """Takes one tuple or dict."""
+
+    def forward(self, both, scale=1.0):
+        one, other = both.values() if isinstance(both, dict) else both
+        return super().forward(one, other, scale=scale)
+
+
+@pytest.mark.parametrize("model", [Pairwise, Whole])
+@pytest.mark.parametrize("form", [tuple, list, dict])
+def test_a_model_of_several_arguments_gets_each(model, form):
+    torch.manual_seed(0)
+    one, other, y = torch.randn(40, 6), torch.randn(40, 6), torch.randn(40, 1)
+    inputs = {"one": one, "other": other} if form is dict else form((one, other))
+    plain, module = Pairwise(), model()
+    module.load_state_dict(plain.state_dict())
+    expected = nn.functional.mse_loss(plain(one, other), y)
+    expected.backward()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    batches, loss = [(inputs, y)], nn.functional.mse_loss
+    config = {"clip_norm": None, "epochs": 1}
+    trainer = Trainer(module, batches, batches, loss, optimizer, None, config, "cpu")
+    assert trainer.fit(quiet=True).losses == [pytest.approx(expected.item())]
+    stepped = plain.body.weight - 0.1 * plain.body.weight.grad
+    torch.testing.assert_close(module.body.weight, stepped)
+
+
+def test_a_wrapped_model_is_called_as_the_model_is():
+    class Wrapped(nn.Module):
+        forward = staticmethod(lambda *args, **named: (args, named))
+
+    one, other = torch.ones(1), torch.zeros(1)
+    assert run_model(Wrapped(), (one, other), Pairwise()) == ((one, other), {})
+    assert run_model(Wrapped(), {"one": one}, Pairwise()) == ((), {"one": one})
+    assert run_model(Wrapped(), (one, other), Whole()) == (((one, other),), {})
+    assert run_model(Wrapped(), one, Pairwise()) == ((one,), {})
+
+
+def test_a_loader_of_three_tensors_is_not_trained_on_two():
+    # `features` and `targets` are the first two names: the second input was taken for the targets.
+    x, y = torch.randn(40, 6), torch.randn(40, 1)
+    model = Pairwise()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Loader((x, x, y), 10, "cpu") as loader:
+        with pytest.raises(InputError, match="yields 3 tensors") as caught:
+            Trainer(model, loader, None, nn.functional.mse_loss, optimizer)
+        unpack = eval(caught.value.fix.partition("unpack=")[2].removesuffix(")"))
+        trainer = Trainer(model, loader, None, nn.functional.mse_loss, optimizer, unpack=unpack)
+        assert trainer.fit(quiet=True).epochs[0].train_loss > 0
+        assert not any("neither input" in note for note in trainer.history.notes)
+
+
+def test_fields_that_are_not_trained_on_are_noted():
+    x, y = torch.randn(40, 6), torch.randn(40, 1)
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Loader({"features": x, "targets": y, "weight": y}, 10, "cpu") as loader:
+        notes = Trainer(model, loader, None, nn.functional.mse_loss, optimizer).history.notes
+    assert any(note.startswith("neither input nor target: weight;") for note in notes)

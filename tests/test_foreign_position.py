@@ -196,6 +196,36 @@ def test_a_rollback_meets_the_same_batches_in_the_same_order():
     assert trainer.history.epochs[0].num_samples == 15
 
 
+def loader_of(samples=40, size=5, shuffle=True, drop_last=False):
+    data = torch.utils.data.TensorDataset(torch.arange(samples))
+    return torch.utils.data.DataLoader(data, size, shuffle, drop_last=drop_last)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (loader_of(size=4), "batch size is 4, and was 5"),
+        (loader_of(samples=41), "samples is 41, and was 40"),
+        (loader_of(shuffle=False), "order is SequentialSampler, and was RandomSampler"),
+        ([1] * 9, "batches is 9, and was 8"),
+    ],
+)
+def test_a_loader_that_was_changed_within_an_epoch_is_refused(other, words):
+    # By number of batches it would go on elsewhere, and train on samples twice or never.
+    place = ForeignPosition([1] * 8 if isinstance(other, list) else loader_of())
+    place.set_epoch(3)
+    assert ForeignPosition(other).load_state_dict(place.state_dict()) is None, "a new epoch may"
+    place.begin()
+    place.num_taken = 2
+    state = place.state_dict()
+    with pytest.raises(InputError, match=words):
+        ForeignPosition(other).load_state_dict(state)
+    same = loader_of(drop_last=True) if not isinstance(other, list) else [1] * 8
+    assert "the first 2 batches" in ForeignPosition(same).load_state_dict(state)
+    del state["made"]  # as older checkpoints are
+    assert "the first 2 batches" in ForeignPosition(same).load_state_dict(state)
+
+
 def test_a_loader_with_other_generators_is_refused():
     state = ForeignPosition(make_foreign("own generator", 1)).state_dict()
     with pytest.raises(

@@ -6,12 +6,14 @@ import importlib
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from framework_makers import makes, taken
 from stoker.errors import InputError, MissingExtraError
-from stoker.frameworks.adapted import AdaptedLoader, check_share, count_samples
+from stoker.frameworks.adapted import AdaptedLoader, check_makes, check_share, count_samples
+from stoker.loader.loader import Loader
 from training_makers import write_rows
 
 
@@ -142,3 +144,26 @@ def test_a_missing_package_is_named_with_its_extra(module, package, extra, monke
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=rf"\[{extra}\]"):
         importlib.import_module(f"stoker.frameworks.{module}")
+
+
+@pytest.mark.parametrize("form", [("features", "targets"), ("targets",), None])
+def test_batches_have_the_form_of_the_loader(rows, form):
+    with (
+        Loader(rows, 20, "cpu", as_tuple=form) as plain,
+        Loader(rows, 20, "cpu", as_tuple=form) as own,
+    ):
+        batches = list(zip(plain, AdaptedLoader(own), strict=True))
+    for expected, got in batches:
+        assert isinstance(got, dict if form is None else tuple)
+        pairs = [(expected[k], got[k]) for k in (range(len(form)) if form else expected)]
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_one_array_stays_one_tensor():
+    with Loader(torch.arange(9), 4, "cpu") as loader:
+        assert [batch.tolist() for batch in AdaptedLoader(loader)][1] == [4, 5, 6, 7]
+
+
+def test_a_loader_in_the_place_of_what_makes_one_is_answered(rows):
+    with Loader(rows, 20, "cpu") as loader, pytest.raises(InputError, match="train is a Loader"):
+        check_makes(loader, "train")

@@ -171,11 +171,9 @@ def test_growth_is_told_from_leaks(levels, expected):
     assert times(levels) == expected
 
 
-def test_the_warning_has_the_documented_figure_and_goes_to_the_logger(caplog):
-    logger = logging.getLogger("stoker.test.leak")
-    with caplog.at_level(logging.WARNING, logger.name):
-        watched([500, 620.04, 740.08], logger=logger)
-    first, second = caplog.messages
+def test_the_warning_has_the_documented_figure_and_goes_to_the_logger(logged):
+    watched([500, 620.04, 740.08], logger=logging.getLogger("stoker.test.leak"))
+    first, second = (record.getMessage() for record in logged)
     assert "+120.0MB in one epoch, to 620.0MB" in first
     assert "leak" not in first
     assert "that no Python tensor holds" in first

@@ -556,11 +556,14 @@ def children_of(process: warm_stoker.Started) -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
-        if "stoker" in child.cmdline() and "--gpus" not in child.cmdline()
+        if os.getsid(child.pid) == child.pid  # as torch's launcher starts a rank
     ]
 
 
-def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_path):
+@pytest.mark.parametrize(
+    "forked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["forked", "started"]
+)
+def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_path, forked):
     """Two processes: one is killed, the other ends and says so, both start again where the run was saved."""
     config = tmp_path / "c.yaml"
     config.write_text(CONFIG.format(store=folder / "tabular"))
@@ -579,7 +582,9 @@ def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_pat
         "2",
     ]
     log.touch()
-    process = warm_stoker.Started(words, environment=os.environ | {"OMP_NUM_THREADS": "1"}, log=log)
+    process = warm_stoker.Started(
+        words, environment=os.environ | {"OMP_NUM_THREADS": "1"}, log=log, forks_ranks=forked
+    )
     try:
         wait_for(lambda: list(run_dir.glob("step-*.pt")), 120)
         victim = children_of(process)[1]

@@ -144,6 +144,13 @@ def test_options_that_cannot_be_are_refused(tmp_path, options, message):
     ("name", "content", "options", "message"),
     [
         ("x.txt", b"hello", {}, "--dtype uint8"),
+        ("x.bin", "добро".encode(), {}, "--dtype uint8"),
+        (
+            "x.bin",
+            np.arange(9, dtype="<u2").tobytes(),
+            {},
+            "--dtype uint16",
+        ),  # as nanoGPT has tokens
         ("x.bin", b"hello", {"dtype": "uint16"}, "no whole uint16"),
         ("x.bin", b"", {"dtype": "uint8"}, "no whole uint8"),
         ("x.csv", b"a,b\n1,2\n3,4\n", {"columns": ("q",)}, "no column 'q'"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stoker
+from forked import Forked
 from fresh_process import in_a_fresh_process
 from run_makers import make_store, settings_for
 from stoker.compat.max_batch import find_max_batch_size
@@ -539,7 +542,7 @@ def test_chunks_are_tried_on_a_real_job(tmp_path, one_thread):
     write_store(tmp_path / "store", [fields]).close()
     settings = settings_for(
         "tabular", tmp_path / "store", tmp_path / "run",
-        "gpu_optimization.chunk_size_gb=0.018", "training.batch_size=1024",
+        "gpu_optimization.chunk_size_gb=0.018", "training.batch_size=1024", "recipe.options.hidden=[8]",
     )  # fmt: skip
     with open_run(settings, device="cpu") as run:
         tuned_at = JobBench(run, QUICK).measure(settings)
@@ -624,15 +627,16 @@ def test_a_loader_without_batches_is_refused():
 
 
 def test_all_ranks_take_what_fits_everywhere_and_add_their_rates(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    ranks = [context.Process(target=decide, args=(n, str(tmp_path), results)) for n in range(2)]
-    for process in ranks:
-        process.start()
+    results = torch.multiprocessing.get_context("fork").SimpleQueue()
+
+    def be(rank):
+        torch.set_num_threads(1)
+        decide(rank, str(tmp_path), results)
+        os._exit(0)
+
+    ranks = [Forked(["rank"], functools.partial(be, rank)) for rank in range(2)]
     (_, *first), (_, *second) = sorted(results.get() for _ in ranks)
-    for process in ranks:
-        process.join(200)
-        assert process.exitcode == 0
+    assert [process.wait(200) for process in ranks] == [0, 0]
     chosen, tried, size, lines = first
     assert chosen == second[0] == 3
     assert tried[3] == (32.0, True, "") == second[1][3]

@@ -31,6 +31,8 @@ import traceback
 import warnings
 from pathlib import Path
 
+from forked import Forked
+
 FIRST_USE = (
     "h5py", "pyarrow.csv", "pyarrow.parquet", "torch._dynamo", "torch.onnx", "torch.utils.data",
     "rich.console", "rich.progress", "rich.table", "typer.rich_utils", "pydantic.type_adapter",
@@ -195,6 +197,10 @@ def _run(asked: dict, main, streams: list[int]) -> None:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
+    if asked["forks_ranks"]:
+        _fork_ranks(main)
+    if asked["forks_scripts"]:
+        _fork_scripts()
     tempfile.tempdir = None  # found anew from this environment
     sys.argv = [asked["script"] or "stoker", *asked["words"]]
     code = 99
@@ -221,9 +227,40 @@ def _run(asked: dict, main, streams: list[int]) -> None:
         os._exit(code)
 
 
+def _fork_scripts() -> None:
+    """Have the doctor fork this process for `python script`."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import forked_scripts
+
+    sys.path.pop(0)
+    forked_scripts.attach._start = forked_scripts.start
+
+
+def _fork_ranks(main) -> None:
+    """Have torch's launcher fork this process for `python -m stoker …`: each rank imports seconds of torch else."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(self, command, environment):
+        assert command[:3] == (sys.executable, "-m", "stoker"), command
+
+        def be_rank():
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT):  # the launcher's own handlers
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            atexit._clear()
+            asked = _asked([*command[3:]], None, environment, "")
+            _run(asked, main, [os.dup(number) for number in range(3)])
+
+        return Forked(command, be_rank)
+
+    subprocess_handler.SubprocessHandler._popen = start
+
+
 def _asked(words, folder, environment, script) -> dict:
     asked = {"words": words, "folder": str(folder or Path.cwd()), "script": str(script)}
     asked |= {"limit": 0, "blocked": [], "warnings": [], "beside": None}
+    asked |= {"forks_ranks": False, "forks_scripts": False}
     return asked | {"environment": dict(os.environ if environment is None else environment)}
 
 
@@ -231,10 +268,20 @@ class Started:
     """A command that runs while its test goes on, with what a `Popen` has: signals reach it by its number.
 
     Its output comes as text. With a `tty`, the name of a terminal, that is all three streams; with a `log`, a file,
-    both outputs go there: there are none to read here then.
+    both outputs go there: there are none to read here then. With `forks_ranks` the processes of `--gpus` are forks.
     """
 
-    def __init__(self, words, folder=None, environment=None, script="", tty="", warned=(), log=""):
+    def __init__(
+        self,
+        words,
+        folder=None,
+        environment=None,
+        script="",
+        tty="",
+        warned=(),
+        log="",
+        forks_ranks=False,
+    ):
         self._folder = tempfile.TemporaryDirectory(prefix="stoker-warm-")
         self.returncode: int | None = None
         paths = {name: str(Path(self._folder.name, name)) for name in ("out", "err", "status")}
@@ -251,7 +298,8 @@ class Started:
         beside = {**paths, "tty": str(tty)}
         server = shared()
         asked = _asked([*map(str, words)], folder, environment, script)
-        server.ask({**asked, "warnings": [*warned], "beside": beside})
+        asked |= {"warnings": [*warned], "beside": beside, "forks_ranks": forks_ranks}
+        server.ask(asked)
         self.pid = int(self._status.readline())
 
     def send_signal(self, number: int) -> None:
@@ -353,6 +401,8 @@ class Server:
         blocked=(),
         script: Path | str = "",
         warned=(),
+        *,
+        forks_scripts: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run one command, or a `script` of Python's, and return its end.
 
@@ -364,10 +414,12 @@ class Server:
             blocked: Modules that are not there.
             script: A file of Python, run as `python script words`.
             warned: What `python -W` would get.
+            forks_scripts: The doctor forks itself for the script that it watches.
         """
         words = [*map(str, words)]
         asked = _asked(words, folder, environment, script)
         asked |= {"limit": limit, "blocked": [*blocked], "warnings": [*warned]}
+        asked["forks_scripts"] = forks_scripts
         try:
             self.ask(asked)
             code, out, err = json.loads(self._answers.readline())

@@ -49,7 +49,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:
-    quick_interpreter.quicken()
+    quick_interpreter.quicken(overflow="OVERFLOW" in os.environ)
 # Costs seconds in the interpreter and shows there what cheaper cases show: left to `make campaign`.
 repeats = [pytest.mark.slow] if INTERPRETED else []
 

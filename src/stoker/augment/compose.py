@@ -21,9 +21,11 @@ import torch
 
 from stoker.augment import guard
 from stoker.augment.definition import Op, Opcode, Phase, Program, Size, check_size
+from stoker.augment.geometry import CenterCrop, RandomResizedCrop, Resize
 from stoker.augment.ops import check_order, encode_tape, make_program, split_program
 from stoker.augment.position import Position, Positioned
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
+from stoker.augment.sizing import Sizing
 from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
@@ -185,7 +187,7 @@ class Compose(Positioned):
 
         Args:
             images: `(N, C, H, W)`: uint8, or float in [0, 1]; any strides.
-            masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype.
+            masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype, or booleans, which become uint8.
             rows: int64 `(B,)`: take these images (and masks) out of N; all by default.
             ids: int64 `(B,)`: the number of each image in the data set, for `AlternatingFlip`; `rows` by default.
 
@@ -351,11 +353,20 @@ class Compose(Positioned):
             backend=self.backend,
         )
 
-    def split_sizing(self) -> tuple[Any, Compose] | None:
+    def split_sizing(self) -> tuple[Sizing, Compose] | None:
         """Return the first op, where it brings pictures of any size to one, and the rest; see `sizing.py`."""
-        from stoker.augment.sizing import split_sizing
-
-        return split_sizing(self)
+        first = self.ops[0] if self.ops else None
+        if not isinstance(first, RandomResizedCrop | Resize):
+            return None
+        state = self.state_dict()
+        rest = Compose(
+            [CenterCrop(first.size), *self.ops[1:]],
+            seed=state["seed"],
+            stream=state["stream"],
+            ignore_index=self.ignore_index,
+            backend=self.backend,
+        )
+        return Sizing(first, state["seed"], state["stream"]), rest
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -363,6 +374,8 @@ class Compose(Positioned):
         self, images: Tensor, params: Params, masks: Tensor | None, rows: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         device = images.device
+        if masks is not None and masks.dtype == torch.bool:
+            masks = masks.view(torch.uint8)  # outside of an image they hold the ignore index
         flag = None
         if images.is_floating_point() or rows is not None:
             key = (device, threading.get_ident())

@@ -9,8 +9,8 @@ weighted mean of the pixels around its centre, with a triangle of half-width `ma
 pixel. So pictures are antialiased whenever they shrink. The rectangle is the one that `draw.py` draws for a tensor of
 that size at (seed, stream, epoch, step, row), so a resumed epoch draws the same.
 
-What follows in the `Compose` sees pictures of one size: `split_sizing` replaces the first op by a crop of the same
-size, which keeps every later op at its place on the tape and therefore its draws.
+What follows in the `Compose` sees pictures of one size: `Compose.split_sizing` replaces the first op by a crop of the
+same size, which keeps every later op at its place on the tape and therefore its draws.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from torch.nn import functional
 
 from stoker.augment import fused
-from stoker.augment.compose import Compose
 from stoker.augment.definition import Size, span
-from stoker.augment.geometry import CenterCrop, RandomResizedCrop, Resize
+from stoker.augment.geometry import RandomResizedCrop, Resize
 from stoker.augment.philox import make_counter, uniforms
 from stoker.store.fields import Array
 
@@ -109,24 +108,6 @@ class Sizing:
             made = functional.interpolate(part, self.size, mode="bilinear", antialias=True)
             parts.append(made.add_(0.5).clamp_(0, 255).to(torch.uint8))
         return torch.cat(parts)
-
-
-def split_sizing(augment: Any) -> tuple[Sizing, Compose] | None:
-    """Return the first op of a Compose and the rest, where that op gives pictures one size; else None."""
-    if not isinstance(augment, Compose) or not augment.ops:
-        return None
-    first = augment.ops[0]
-    if not isinstance(first, RandomResizedCrop | Resize):
-        return None
-    state = augment.state_dict()
-    rest = Compose(
-        [CenterCrop(first.size), *augment.ops[1:]],
-        seed=state["seed"],
-        stream=state["stream"],
-        ignore_index=augment.ignore_index,
-        backend=augment.backend,
-    )
-    return Sizing(first, state["seed"], state["stream"]), rest
 
 
 def launch(images: Sequence[torch.Tensor], boxes: Array, out: torch.Tensor) -> None:

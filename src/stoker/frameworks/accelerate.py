@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stoker.errors import MissingExtraError
-from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, PlacedBatch, check_share
+from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, check_makes, check_share
 from stoker.loader.loader import Loader
 from stoker.train.capture_function import CapturedFunction
 
@@ -58,7 +58,7 @@ class AccelerateLoader(AdaptedLoader):
         self._gradients = GradientState()
         self.dataset = _BatchesByNumber(self)
 
-    def __iter__(self) -> Iterator[PlacedBatch]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the epoch that comes, or the rest of one whose state was loaded."""
         self.end_of_dataloader, self.remainder = False, self._samples_of_last_step()
         self._gradients._add_dataloader(self)
@@ -80,7 +80,7 @@ class AccelerateLoader(AdaptedLoader):
         return order.num_used % (order.batch_size * order.world_size)
 
     @staticmethod
-    def collate_fn(batches: list[PlacedBatch]) -> PlacedBatch:
+    def collate_fn(batches: list[Any]) -> Any:
         """Return the only batch of a list: what `dataset` yields are batches already."""
         return batches[0]
 
@@ -90,13 +90,13 @@ class _BatchesByNumber:
 
     def __init__(self, loader: AccelerateLoader) -> None:
         self._loader = loader
-        self._batches: Iterator[PlacedBatch] = iter(())
+        self._batches: Iterator[Any] = iter(())
         self._following = -1
 
     def __len__(self) -> int:
         return self._loader.num_samples
 
-    def __getitem__(self, number: int) -> PlacedBatch:
+    def __getitem__(self, number: int) -> Any:
         loader = self._loader
         if number != self._following or loader._taken != number:
             loader.seek(loader.epoch, number)
@@ -120,6 +120,7 @@ def load_for(
         make: Such as `partial(Loader, "store/", 128, order="shuffled", seed=1)`.
         fields: As for `AdaptedLoader`.
     """
+    check_makes(make, "the second argument of load_for")
     loader = make(
         device=torch.device(accelerator.device),
         rank=accelerator.process_index,

@@ -33,6 +33,20 @@ class MakesLoader(Protocol):
         """Return a loader of this rank's share, on its device."""
 
 
+def check_makes(make: object, what: str) -> None:
+    """Refuse a loader in the place of what makes one.
+
+    Raises:
+        InputError: It cannot be called.
+    """
+    if make is not None and not callable(make):
+        raise InputError(
+            f"{what} is a {type(make).__name__}.",
+            "what makes a Loader: only the framework knows device, rank and number of processes",
+            "partial(Loader, 'store', 128)",
+        )
+
+
 class PlacedBatch(Batch):
     """A batch that is where it belongs: `to` checks that, and copies nothing."""
 
@@ -67,7 +81,7 @@ class AdaptedLoader:
     Args:
         loader: Of this process's share; closed by `close`.
         fields: Name in the loader's batch to name in the batch that is handed on; others are left out.
-            None hands all of them on.
+            None hands all of them on, as a tuple where the loader has `as_tuple`.
 
     Attributes:
         loader: As given.
@@ -82,6 +96,7 @@ class AdaptedLoader:
             )
         self.loader = loader
         self._fields = None if fields is None else dict(fields)
+        self._form = loader.as_tuple if fields is None else None
         self._is_placed = False
         self._taken = 0
         self._next_epoch = loader.epoch
@@ -128,7 +143,7 @@ class AdaptedLoader:
 
     # -- iteration -------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[PlacedBatch]:
+    def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the epoch that comes, or the rest of one whose state was loaded.
 
         Nothing happens before the first batch is asked for: frameworks make iterators to look at them.
@@ -141,7 +156,12 @@ class AdaptedLoader:
             self._taken += 1
             yield self._handed_on(batch)
 
-    def _handed_on(self, batch: Batch) -> PlacedBatch:
+    def _handed_on(self, batch: Batch) -> Any:
+        """Return the batch in the form of the loader: by names, or the fields of its `as_tuple`."""
+        if isinstance(self._form, str):
+            return batch[self._form]
+        if self._form is not None:
+            return tuple(batch[name] for name in self._form)
         if self._fields is None:
             placed = PlacedBatch(batch)
         else:

@@ -34,6 +34,7 @@ except ImportError as error:
     ) from error
 
 from stoker.frameworks.accelerate import AccelerateLoader, find_refusal, plain_optimizer
+from stoker.frameworks.adapted import check_makes
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -74,6 +75,8 @@ class StokerTrainerMixin(_Base):
         self._norm: torch.Tensor | None = None
         self._update: Callable[..., Any] | None = None
         self._makes = {"train": train_loader, "eval": eval_loader}
+        for part, make in self._makes.items():
+            check_makes(make, f"{part}_loader")
         self._fields = None if fields is None else dict(fields)
         self._made: dict[str, AccelerateLoader] = {}
         if eval_loader is not None and kwargs.get("eval_dataset") is None:
@@ -209,7 +212,9 @@ class StokerTrainerMixin(_Base):
                 "a Loader without these arguments, which TrainingArguments decide",
                 f"{part}_loader=partial(Loader, 'store/', order='sequential')",
             ) from error
-        made = AccelerateLoader(loader, self._fields)
+        names = [loader.as_tuple] if isinstance(loader.as_tuple, str) else loader.as_tuple
+        own = None if names is None else {name: name for name in names}  # the model takes names
+        made = AccelerateLoader(loader, self._fields or own)
         if part == "eval" and made.num_samples % self.args.world_size:
             made.close()
             raise InputError(

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args
 import torch
 
 from stoker.errors import InputError
-from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, check_share
+from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, check_makes, check_share
 from stoker.frameworks.lightning_capture import CaptureCallback
 from stoker.frameworks.lightning_doctor import DoctorCallback
 from stoker.frameworks.lightning_oom import OomLadderCallback
@@ -60,6 +60,7 @@ class StokerData(pl.LightningDataModule):
         self._makes = {"train": train, "val": val, "test": test, "predict": predict}
         self.loaders: dict[str, AdaptedLoader] = {}
         for part, make in self._makes.items():
+            check_makes(make, part)
             name = f"{part}_dataloader"
             if make is None and getattr(type(self), name) is getattr(StokerData, name):
                 # Lightning asks whether the method was overridden: for a part without data it was not.

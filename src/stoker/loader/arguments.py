@@ -20,7 +20,15 @@ from stoker.bounds import require_memory
 from stoker.display import nearest
 from stoker.errors import InputError, StoreError
 from stoker.loader.drawing import Mixture
-from stoker.sources.samples import as_array, collect, field_names, form_of, tuple_names
+from stoker.sources.samples import (
+    are_arrays,
+    as_array,
+    collect,
+    field_names,
+    form_of,
+    named_values,
+    tuple_names,
+)
 from stoker.store.fields import Dense, FieldData
 from stoker.store.memory import memory_store
 from stoker.store.reader import Store, open_store
@@ -111,7 +119,8 @@ def check_names(
         raise InputError(f"as_tuple is {names!r}.", "names of fields", f"as_tuple={typed}")
     unknown = [name for name in names if known is not None and name not in known]
     if known is not None and unknown:
-        near = nearest(unknown[0], known) or known[0]
+        spare = [name for name in known if name not in names] or list(known)
+        near = nearest(unknown[0], known) or spare[0]
         raise InputError(
             f"as_tuple names {unknown[0]!r}, which is not loaded.",
             ", ".join(known),
@@ -263,6 +272,13 @@ def _from_dataset(dataset: Any) -> Opened:
             f"stoker.Loader reads the {count:,} samples of {kind} into memory once: what its __getitem__ draws at "
             "random stays the same in every epoch (draw with augment= instead)"
         )
+    for name, value in named_values(sample):
+        if are_arrays(value):
+            tell_once(
+                f"stoker.Loader stacks the {len(value)} arrays that {name!r} has in every sample: a batch is one "
+                f"tensor (batch, {len(value)}, ...), where a DataLoader gives a list of {len(value)}. A sample with "
+                "a field for each gives them apart"
+            )
     fields = collect(dataset[number] for number in range(count))
     store = memory_store(fields, f"{kind} in memory")
     loaded = _without_text(store)

@@ -58,7 +58,7 @@ class RunProgress:
         if self._show is not None and now - self._shown >= _SHOW_SECONDS:
             self._shown = now
             waited = (self._loader.waited_seconds - self._waited) / max(now - self._began, 1e-9)
-            losses = self.history.losses if self.history is not None else []
+            losses = self.history.step_losses if self.history is not None else ()
             loss = f"loss {losses[-1]:.4g}  " if losses else ""
             self._show(f"{loss}waited {waited:.0%}")
 
@@ -71,7 +71,7 @@ class RunProgress:
     def count(self) -> RunCounters:
         """Return the counters so far; may be called from another thread."""
         history, device = self.history, self._loader.device
-        losses = history.losses if history is not None else []
+        losses = history.step_losses if history is not None else ()
         on_gpu = device.type == "cuda"
         return RunCounters(
             self._num_samples,

@@ -335,6 +335,7 @@ class Run:
             run_dir=run_dir,
             identity=self._identity() if run_dir is not None else None,
             progress=progress,
+            scheduler_interval="update",  # `make_schedule` was told their number
         )
 
     def evaluate(self, made: RecipeRun) -> RecipeRun:

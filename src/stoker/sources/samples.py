@@ -81,17 +81,45 @@ def as_array(value: Any, what: str) -> Array | str:
             ) from None
     try:
         made = np.asarray(value)
-    except (ValueError, TypeError):  # lists of different lengths
+    except (ValueError, TypeError, RuntimeError):  # lists of different lengths
         made = np.empty(0, object)
     if made.dtype.kind in "US" and made.ndim == 0:
         return made.item().decode() if made.dtype.kind == "S" else str(made)
     if made.dtype.kind not in "biuf" or made.dtype.itemsize > 8:
+        dtype = made.dtype if made.size and not isinstance(value, Mapping) else ""
         raise InputError(
-            f"{what} is {type(value).__name__} {made.dtype if made.size else ''}".rstrip() + ".",
+            f"{what} is {type(value).__name__} {dtype}".rstrip() + ".",
             _NUMBERS,
-            "np.asarray(value, dtype=np.float32)",
+            _advise(value, made.dtype.kind),
         )
     return made
+
+
+def are_arrays(value: Any) -> bool:
+    """Whether a value of a sample is several arrays or tensors in a list or tuple, such as two views of an image."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(getattr(each, "shape", ()) != () for each in value)
+    )
+
+
+def _advise(value: Any, kind: str) -> str:
+    """Return what to write in place of a value that no field can hold, without losing anything of it."""
+    if hasattr(value, "file") and hasattr(value, "keys"):  # a group of h5py
+        group = "" if value.name == "/" else f", group={value.name.strip('/')!r}"
+        return f"Loader({str(value.file.filename)!r}, 64{group})"
+    if isinstance(value, Mapping):
+        names = ", ".join(f"{str(key)!r}: value[{key!r}]" for key in list(value)[:3])
+        return f"{{{names}}}, as fields of the sample itself"
+    if are_arrays(value):
+        names = ", ".join(f"'view_{number}': value[{number}]" for number in range(len(value)))
+        return f"{{{names}}}, as fields of the sample itself"
+    if kind == "c":
+        return "np.stack([np.real(value), np.imag(value)], -1)"
+    if kind in "mM":
+        return "np.asarray(value).astype('int64')"
+    return "np.asarray(value, dtype=np.float32)"
 
 
 def collect(
@@ -119,7 +147,7 @@ def collect(
                 "the same fields in every sample",
                 "",
             )
-        for name, value in _values(sample):
+        for name, value in named_values(sample):
             values[name].append(as_array(value, f"{name!r} of sample {number}"))
     return {
         name: _as_field(name, column, first, (like or {}).get(name))
@@ -127,7 +155,8 @@ def collect(
     }
 
 
-def _values(sample: Any) -> Iterable[tuple[str, Any]]:
+def named_values(sample: Any) -> Iterable[tuple[str, Any]]:
+    """Return the fields of a sample with their values."""
     if isinstance(sample, Mapping):
         return sample.items()
     if isinstance(sample, tuple | list):
@@ -146,8 +175,9 @@ def _as_field(
         return Ragged.from_strings(texts)
     dtype = rows[0].dtype if like is None else np.dtype(like.dtype)
     shapes = {row.shape for row in rows}
-    if any(_plain(row.dtype) != _plain(dtype) for row in rows):
-        raise _differs(name, first, column, f"not {dtype} in all samples", dtype)
+    if any(row.dtype.newbyteorder("=") != dtype.newbyteorder("=") for row in rows):
+        widest = np.result_type(dtype, *{row.dtype for row in rows})  # loses nothing of any sample
+        raise _differs(name, first, column, f"not {dtype} in all samples", widest)
     kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
     if kind == "dense":
         shape = rows[0].shape if like is None else tuple(like.shape)
@@ -165,11 +195,6 @@ def _as_field(
     lengths = np.array([len(row) for row in rows], np.int64)
     values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
     return Ragged(values, offsets_of(lengths))
-
-
-def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a type as a store holds it: bool as uint8, in native byte order."""
-    return np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("=")
 
 
 def _differs(

@@ -10,6 +10,7 @@ Windows do not cross files. A part repeats the rows that its first windows share
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -255,9 +256,20 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Ope
     else:
         raise SourceError(
             f"{path} does not say what numbers it holds.",
-            ".npy, .npz, .h5, CSV, Parquet; or any file and its --dtype, such as uint8 for the bytes of a text",
-            "--dtype uint8",
+            ".npy, .npz, .h5, CSV, Parquet; or any file and its --dtype: uint8 for bytes of text, uint16 for tokens",
+            "--dtype uint8" if _looks_like_text(path) else "--dtype uint16",
         )
+
+
+def _looks_like_text(path: Path) -> bool:
+    """Whether a file begins as UTF-8 text does, or has an odd number of bytes and so no numbers of two each."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return bool(path.stat().st_size % 2)
+    return bool(path.stat().st_size % 2) or not any(ord(each) < 9 for each in text)
 
 
 def _raw(path: Path, dtype: np.dtype[Any]) -> _Opened:

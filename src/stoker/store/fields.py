@@ -63,10 +63,10 @@ def _stored(values: Array, what: str) -> Array:
         raise InputError(
             f"{what} has dtype {values.dtype}.",
             "bool, integers and floats",
-            "store text as a ragged uint8 field: stoker.store.Ragged.from_strings(texts)",
+            "np.stack([values.real, values.imag], -1)"
+            if values.dtype.kind == "c"
+            else "store text as a ragged uint8 field: stoker.store.Ragged.from_strings(texts)",
         )
-    if values.dtype.kind == "b":
-        values = values.view(np.uint8) if values.dtype.itemsize == 1 else values.astype(np.uint8)
     return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
 
 

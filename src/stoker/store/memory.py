@@ -95,3 +95,8 @@ def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str
     store = _MemoryStore(_NOWHERE, manifest, [_MemoryShard(datasets)], None, notes, name)
     store.made_of = (dict(fields), name, tuple(notes))
     return store
+
+
+def is_in_memory(store: Store) -> bool:
+    """Whether a store has no files: nobody can look at it with a command."""
+    return isinstance(store, _MemoryStore)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -27,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
+from stoker.loader.columns import batch_names
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher, prefetch
@@ -126,6 +127,9 @@ class Feed:
         unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
         augmentation: Applied to images on the device; for validation, `Augments.validation()`.
         ranks: The ranks that share the epoch; a stoker Loader knows its own.
+
+    Attributes:
+        notes: What the user should know about the batches.
     """
 
     def __init__(
@@ -137,7 +141,8 @@ class Feed:
         ranks: Ranks | None = None,
     ) -> None:
         self.given_unpack = self.unpack = unpack or unpack_by_name
-        if isinstance(getattr(loader, "stoker_loader", None), Loader):
+        is_wrapped = isinstance(getattr(loader, "stoker_loader", None), Loader)
+        if is_wrapped:
             loader, self.unpack = loader.stoker_loader, _unpack_presented(loader, self.unpack)
         self.loader = loader
         self._ranks = ranks or Ranks()
@@ -145,8 +150,19 @@ class Feed:
         self.is_stoker = isinstance(loader, Loader)
         self._told_broken: set[int] = set()
         pair = loader.as_tuple if self.is_stoker else None
+        self.notes: list[str] = []
         if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
             self.given_unpack = self.unpack = itemgetter(*pair)
+        elif unpack is None and isinstance(pair, tuple) and len(pair) > 2:
+            raise _several_inputs(f"a loader that yields {len(pair)} tensors.", map(repr, pair))
+        elif unpack is None and self.is_stoker and not is_wrapped:
+            used = _usual_pair(names := batch_names(loader.columns))
+            unused = [name for name in names if used and name.partition("/")[0] not in used]
+            if unused:
+                self.notes.append(
+                    f"neither input nor target: {', '.join(unused)}; unpack= takes them, fields= of the Loader leaves "
+                    "them out"
+                )
         self._augmentation = augmentation
         self._unchecked_loss: Any = None
         self._position = ForeignPosition(
@@ -458,12 +474,14 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
     if type(batch) in (tuple, list) and len(batch) == 2:  # most often
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
-        for inputs, targets in _PAIRS:
-            if inputs in batch and targets in batch:
-                return batch[inputs], batch[targets]
-        names = [*batch, *batch][:2]
+        pair = _usual_pair(batch)
+        if pair is not None:
+            return batch[pair[0]], batch[pair[1]]
+        given, names = f"a batch with {', '.join(map(str, batch))}.", [*batch, *batch][:2]
+        if len(batch) > 2:
+            raise _several_inputs(given, map(repr, sorted(batch, key=_is_target)))
         raise InputError(
-            f"a batch with {', '.join(map(str, batch))}.",
+            given,
             " or ".join(f"{inputs} and {targets}" for inputs, targets in _PAIRS),
             f"Trainer(..., unpack=lambda batch: (batch[{names[0]!r}], batch[{names[-1]!r}]))"
             if names
@@ -471,12 +489,32 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
         )
     if isinstance(batch, Sequence) and len(batch) == 2:
         return batch[0], batch[1]
+    if isinstance(batch, Sequence) and len(batch) > 2:
+        raise _several_inputs(f"a batch of {len(batch)} tensors.", map(str, range(len(batch))))
     raise InputError(
         f"a batch that is a {type(batch).__name__}.",
         "a pair (inputs, targets), or a mapping with named fields",
         "Trainer(..., unpack=lambda batch: (batch, batch))"
         if isinstance(batch, torch.Tensor)
-        else "Trainer(..., unpack=lambda batch: (batch[0], batch[1]))",
+        else "Trainer(..., unpack=lambda batch: (batch[0], batch[0]))",
+    )
+
+
+def _usual_pair(names: Collection[Any]) -> tuple[str, str] | None:
+    return next((pair for pair in _PAIRS if pair[0] in names and pair[1] in names), None)
+
+
+def _is_target(name: object) -> bool:
+    return str(name).lower().rstrip("s") in ("label", "target", "y", "clas", "mask")
+
+
+def _several_inputs(given: str, keys: Iterable[str]) -> InputError:
+    """Return that more than a pair was given; the advice uses all of it, the last one as the targets."""
+    *inputs, targets = (f"batch[{key}]" for key in keys)
+    return InputError(
+        given,
+        "a pair (inputs, targets); inputs that are a tuple become the arguments of a model that needs several",
+        f"Trainer(..., unpack=lambda batch: (({', '.join(inputs)}), {targets}))",
     )
 
 

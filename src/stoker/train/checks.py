@@ -1,18 +1,18 @@
 """Checks of a trainer's arguments, before anything runs.
 
-Enters: model, optimizer, scheduler, criterion, device. Leaves: nothing, or an `InputError` that says what to pass
+Enters: model, optimizer, criterion, device. Leaves: nothing, or an `InputError` that says what to pass
 instead. Costs nothing.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from stoker.errors import InputError
+from stoker.train.schedule import needed_argument
 from stoker.train.step import Step, compact_recurrent
 
 
@@ -64,34 +64,14 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_steps(optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Raise if `step` of the optimizer or scheduler needs an argument, such as a closure or a metric."""
-    if _needs(optimizer):
+def check_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the optimizer's `step` needs an argument, such as a closure."""
+    if needed_argument(optimizer):
         raise InputError(
-            f"{type(optimizer).__name__}.step needs {_needs(optimizer)!r}, and a step has one forward pass.",
+            f"{type(optimizer).__name__}.step needs {needed_argument(optimizer)!r}, and a step has one forward pass.",
             "an optimizer whose step needs nothing",
             "torch.optim.AdamW(model.parameters(), lr=1e-4)",
         )
-    if scheduler is not None and _needs(scheduler):
-        raise InputError(
-            f"{type(scheduler).__name__}.step needs {_needs(scheduler)!r}, and rates move on after every update.",
-            "a scheduler whose step needs nothing",
-            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * batches_per_epoch)",
-        )
-
-
-def _needs(thing: Any) -> str | None:
-    """Return the first required argument of its `step`; None if there is none."""
-    try:
-        # Of the class: a scheduler replaces the optimizer's method on the instance.
-        _, *parameters = inspect.signature(type(thing).step).parameters.values()
-    except (TypeError, ValueError, AttributeError):
-        return None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return next(
-        (one.name for one in parameters if one.kind in positional and one.default is one.empty),
-        None,
-    )
 
 
 def check_skipping(step: Step, nonfinite: str) -> None:

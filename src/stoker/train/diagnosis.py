@@ -17,6 +17,7 @@ import numpy as np
 from stoker.display import command
 from stoker.loader.loader import Loader
 from stoker.store.fields import Array
+from stoker.store.memory import is_in_memory
 from stoker.train.losses import NonFiniteError, StepLoss
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
@@ -78,13 +79,23 @@ def explain_samples(
         return NonFiniteError(
             f"{where}. Its batch (samples {shown}) holds bad values: {named}{more}.",
             "finite values" if limit == np.inf else f"finite values up to {limit:g} in float16",
-            f"{command('stoker', 'inspect', loader.store.name)}, then pack again with a repair it names",
+            _how_to_leave_out(bad[0].field, limit)
+            if is_in_memory(loader.store)
+            else f"{command('stoker', 'inspect', loader.store.name)}, then pack again with a repair it names",
         )
     return NonFiniteError(
         f"{where}. Its batch (samples {shown}) holds finite values only: the model diverged.",
         "finite losses",
         "a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins",
     )
+
+
+def _how_to_leave_out(field: str, limit: float) -> str:
+    """Return the `samples=` of a Loader over arrays in memory without their bad rows: no command can look at them."""
+    good = (
+        f"np.isfinite({field})" if limit == np.inf else f"(abs(np.asarray({field})) <= {limit:g})"
+    )
+    return f"samples=np.flatnonzero({good}.reshape(len({field}), -1).all(1)) in the call of Loader"
 
 
 def _bad_values(loader: Loader, ids: Array, limit: float) -> Iterator[_BadValue]:

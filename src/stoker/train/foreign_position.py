@@ -90,6 +90,7 @@ class ForeignPosition:
             "taken": self.num_taken,
             "start": self._start if self.num_taken else self._capture(),
             "loader": loader_state,
+            "made": _facts(self.loader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
@@ -98,6 +99,8 @@ class ForeignPosition:
         self.epoch, self.num_taken = state["epoch"], int(state["taken"])
         if self.knows_itself:
             return None
+        if self.num_taken:  # a new epoch may be loaded otherwise
+            _check_same(state.get("made") or {}, _facts(self.loader))
         self._set_own(state["start"]["own"])
         if not self.num_taken:
             return None
@@ -132,6 +135,44 @@ class ForeignPosition:
             )
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state.cpu())
+
+
+def _facts(loader: Any) -> dict[str, Any]:
+    """Return what decides which samples the first batches of an epoch hold; None for what a loader does not say."""
+    sampler = getattr(loader, "batch_sampler", None)
+    of_samples = getattr(loader, "sampler", None) if sampler is None else sampler
+    of_samples = getattr(of_samples, "sampler", of_samples)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return {
+        "batch size": size if isinstance(size, int) else None,
+        "samples": _length(getattr(loader, "dataset", None)),
+        # By number only where nothing else is known: `drop_last` changes it, and no sample before.
+        "batches": _length(loader) if size is None else None,
+        "order": None if of_samples is None else type(of_samples).__name__,
+    }
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if batches that are skipped by their number would hold other samples than when they were trained on."""
+    for name, value in now.items():
+        before = saved.get(name)  # older checkpoints have none
+        if before is None or value is None or before == value:
+            continue
+        raise InputError(
+            f"the loader's {name} is {value}, and was {before} in the middle of the epoch that was saved: its first "
+            "batches are not those that were trained on.",
+            "a loader made as before until the epoch ends; a stoker.Loader goes on with any batch size",
+            f"batch_size={before}"
+            if name == "batch size"
+            else "the data and the order as before, or a new run_dir",
+        )
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

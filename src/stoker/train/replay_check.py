@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from stoker.train.batches import map_tensors
-from stoker.train.step import StepParts, as_float32
+from stoker.train.step import StepParts, as_float32, run_model
 
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Tolerance between a replay and the eager step. The order of sums differs; wrong data differs more."""
@@ -88,9 +88,9 @@ def is_same_function(parts: StepParts, inputs: Any) -> bool:
     parts.model.eval()
     try:
         with torch.no_grad(), parts.precision.autocast(parts.device):
-            plain = _leaves(as_float32(parts.model(inputs)))
+            plain = _leaves(as_float32(run_model(parts.model, inputs)))
             with as_if_captured():
-                other = _leaves(as_float32(parts.model(inputs)))
+                other = _leaves(as_float32(run_model(parts.model, inputs)))
     finally:
         for module, was_training in modes:
             module.training = was_training

@@ -31,6 +31,7 @@ from stoker.train.parallel import (
 )
 from stoker.train.ranks import Ranks, as_ranks, check_alike
 from stoker.train.run_folder import RunFolder
+from stoker.train.schedule import Interval
 from stoker.train.settings import TrainSettings
 from stoker.train.step import Step, make_guarded
 from stoker.train.update import Update
@@ -115,6 +116,7 @@ class Resumable:
     _book: LossBook
     _folder: RunFolder
     _identity: dict[str, Any]
+    _interval: Interval
 
     @property
     def _step(self) -> Step:
@@ -156,7 +158,9 @@ class Resumable:
         kinds = {
             "model": plain_name(self.model),
             "optimizer": type(self.optimizer).__name__,
-            "scheduler": type(self.scheduler).__name__,
+            # Older checkpoints know no interval, and their schedulers were stepped by updates.
+            "scheduler": type(self.scheduler).__name__
+            + (" by epochs" if self._interval == "epoch" else ""),
         }
         return {"settings": self.settings.to_json(), **kinds, **self._identity}
 

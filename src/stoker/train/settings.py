@@ -170,7 +170,7 @@ class Configured:
             val_loader: The same for validation, or None.
             criterion: `(outputs, targets) -> mean loss of the batch`.
             optimizer: Over the model's parameters; None makes AdamW with the file's `training.lr`.
-            scheduler: Stepped after every update, or None.
+            scheduler: As for `Trainer`, or None.
             overrides: `key=value` texts that replace what the file says, as `--set` does.
             more: Other arguments of `Trainer`. `run_dir` is the file's `run.dir` unless it is given.
 

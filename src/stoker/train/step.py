@@ -16,8 +16,10 @@ recurrent state either.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,8 @@ from stoker.train.split_update import SplitUpdate, split_tensors
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 _NUM_FLAGS = 256
+# By class, and weakly: asking costs 10 us, and a class of somebody's may hold much in its closures.
+_NEEDS_SEVERAL: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -59,6 +63,44 @@ class StepParts:
     def forward(self) -> torch.nn.Module:
         """The module to call in the forward pass: the runner if there is one, else the model."""
         return self.model if self.runner is None else self.runner
+
+
+def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | None = None) -> Any:
+    """Return a model's outputs.
+
+    Inputs in a tuple, list or mapping are spread over the arguments of a `forward` that needs two or more. Such a model
+    cannot be called with one; any other gets the inputs as they are.
+
+    Args:
+        module: To be called.
+        inputs: Of one batch.
+        model: Whose `forward` counts, where `module` wraps it.
+    """
+    if not isinstance(inputs, torch.Tensor) and _needs_several(
+        type(module if model is None else model)
+    ):
+        if isinstance(inputs, tuple | list):
+            return module(*inputs)
+        if isinstance(inputs, Mapping):
+            return module(**inputs)
+    return module(inputs)
+
+
+def _needs_several(kind: type[torch.nn.Module]) -> bool:
+    found = _NEEDS_SEVERAL.get(kind)
+    if found is None:
+        found = _NEEDS_SEVERAL[kind] = num_needed(kind.forward) > 2  # one of them is `self`
+    return found
+
+
+def num_needed(function: Callable[..., Any]) -> int:
+    """Return how many arguments a function must be given by position; 0 where it does not say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in named and one.default is one.empty for one in parameters)
 
 
 class Step:
@@ -137,7 +179,7 @@ class Step:
                 if recurrent is not None and reset is not None:
                     outputs = recurrent.run(parts.forward, inputs, reset)
                 else:
-                    outputs = parts.forward(inputs)
+                    outputs = run_model(parts.forward, inputs, parts.model)
             if rows is not None:
                 outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
             loss = parts.criterion(as_float32(outputs), targets)

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -41,7 +40,7 @@ from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.graph import has_graphs, refuse_eager, step_note
 from stoker.train.heartbeat import HEARTBEAT
-from stoker.train.history import EpochLines, EpochReport, EpochTally, History
+from stoker.train.history import EpochLines, EpochReport, EpochTally, History, call_weakly
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import BASELINE_AFTER_SECONDS, LeakWatch, log_gpu_stats
 from stoker.train.parallel import (
@@ -54,6 +53,7 @@ from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
 from stoker.train.run_state import Place, Resumable
+from stoker.train.schedule import Interval, check_alone, choose_interval, describe, step_scheduler
 from stoker.train.settings import Configured, TrainerConfig, read_config
 from stoker.train.shutdown import Shutdown
 from stoker.train.step import (
@@ -93,7 +93,7 @@ class Trainer(Configured, Resumable):
         val_loader: The same for validation, or None.
         criterion: `(outputs, targets) -> mean loss of the batch`; a module is moved to `device`.
         optimizer: Over the model's parameters.
-        scheduler: Stepped after every update, or None.
+        scheduler: Of the learning rate, or None.
         config: `TrainSettings`, `Settings` of a config file, or a mapping with the names of either.
         device: "cuda", "cuda:1" or "cpu"; the first GPU by default, else the CPU.
         gpu_augmentation: `GPUAugmentation` or a similar object, for training images only; validation uses
@@ -103,6 +103,8 @@ class Trainer(Configured, Resumable):
         run_dir: Folder of the run log and checkpoints; None keeps nothing.
         identity: Values besides the settings that a checkpoint must have to be resumed here.
         progress: Is told about epochs, batches and notes.
+        scheduler_interval: "update" or "epoch": after which of them the scheduler is stepped. By default after
+            every update; after an epoch where its `step` needs the metric (`ReduceLROnPlateau`).
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Trainer(Configured, Resumable):
         run_dir: str | Path | None = None,
         identity: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        scheduler_interval: Interval | None = None,
     ) -> None:
         check_optimizer(optimizer)
         rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
@@ -133,7 +136,7 @@ class Trainer(Configured, Resumable):
         )
         parallel = choose_parallel(self.model, self.ranks, self.device)
         check_parameters(model, optimizer, self.device)
-        check_steps(optimizer, scheduler)
+        check_steps(optimizer)
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.device)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
@@ -143,6 +146,13 @@ class Trainer(Configured, Resumable):
         self._train.check_ranks()
         self._draw_apart()
         self._train.expect_loss(self.criterion)
+        self._interval = choose_interval(
+            scheduler,
+            scheduler_interval,
+            self.settings,
+            self._train.num_batches,
+            val_loader is not None,
+        )
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
                 "one Loader was given for training and for validation.",
@@ -159,7 +169,10 @@ class Trainer(Configured, Resumable):
         self._shutdown = Shutdown(self.ranks)
         self._at = Place(has_batch_size=self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        for line in unread:
+        # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
+        # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
+        self._weak_note = call_weakly(self.note)
+        for line in (*unread, *self._train.notes, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
@@ -172,7 +185,7 @@ class Trainer(Configured, Resumable):
             self._precision,
             self.device,
             self.settings.survive_oom,
-            self.note,
+            self._weak_note,
             self._update.give_way,
             self.ranks,
         )
@@ -221,10 +234,10 @@ class Trainer(Configured, Resumable):
         """Make the step and the update around it, captured if it can be; with `tell` note that."""
         step, asked = Step(parts), self.settings.capture
         shrink = self._train.shrink if self._train.is_chunked else None
-        self._update = Update(step, self.settings.survive_oom, self.note, shrink)
+        self._update = Update(step, self.settings.survive_oom, self._weak_note, shrink)
         refusal = cannot_capture(asked, self._train, step)
         self._captured = (
-            CapturedStep(step, self._train, self._update, self.note, asked == "on")
+            CapturedStep(step, self._train, self._update, self._weak_note, asked == "on")
             if refusal is None
             else None
         )
@@ -425,6 +438,7 @@ class Trainer(Configured, Resumable):
         report = at.tally.report(at.epoch)
         if self._val is not None and not alone and not self._validate_epoch(report):
             return False
+        self._step_scheduler("epoch", report)
         at.epoch += 1
         at.tally = EpochTally()
         self._tell_epoch(report)
@@ -467,9 +481,7 @@ class Trainer(Configured, Resumable):
                     {"rising_epochs": num_rising},
                 )
             )
-        score = report.metrics.get(settings.monitor)
-        if score is None and settings.monitor == "loss":
-            score = report.train_loss
+        score = self._score(report)
         if score is not None:
             at.stall.add(-score if settings.maximise else score, settings.min_delta or 0.0)
         if settings.patience and at.stall.num_epochs >= settings.patience:
@@ -528,7 +540,9 @@ class Trainer(Configured, Resumable):
         """Note, or raise, that updates were skipped although every loss was finite."""
         skipped = self._step.num_skipped
         new, self._at.num_skipped = skipped - self._at.num_skipped, skipped
-        told = sum(not math.isfinite(loss) for loss in self.history.losses[self._at.first_loss :])
+        told = sum(
+            not math.isfinite(loss) for loss in self.history.step_losses[self._at.first_loss :]
+        )
         if new <= told:
             return
         finding = NonFiniteError(
@@ -550,7 +564,8 @@ class Trainer(Configured, Resumable):
         left_out = self._at.left_out | {found.place}
         self._update.drop()
         self.load_state_dict(self._at.good)
-        del self.history.losses[self._at.first_loss :]  # the state is that of the epoch's beginning
+        # The state is that of the epoch's beginning.
+        del self.history.step_losses[self._at.first_loss :]
         self._at.left_out = left_out
         self._at.num_skipped = self._step.num_skipped  # the cause is known
         self.note(
@@ -574,6 +589,8 @@ class Trainer(Configured, Resumable):
             Its report, which is also in `history`.
         """
         at = self._at
+        if self._val is not None:
+            check_alone(self.scheduler)
         if epoch is not None and epoch != at.epoch:
             at.epoch, at.tally = usable_count("epoch", epoch, least=0), EpochTally()
         number = at.epoch
@@ -622,7 +639,7 @@ class Trainer(Configured, Resumable):
                     if is_updated:
                         self._update.finish()
                 if is_updated:
-                    self._step_scheduler()
+                    self._step_scheduler("update")
                 step, at.num_steps = at.num_steps, at.num_steps + 1
                 place, count = (at.epoch, position), work.num_samples
                 self._collect(
@@ -640,7 +657,7 @@ class Trainer(Configured, Resumable):
                 break
         if accumulation.num_batches:
             self._update.finish()
-            self._step_scheduler()
+            self._step_scheduler("update")
         self._collect(self._book.flush())
         shutdown.agree()
         tally.spend(since, time.perf_counter())
@@ -654,7 +671,7 @@ class Trainer(Configured, Resumable):
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        at.first_loss = len(self.history.losses)
+        at.first_loss = len(self.history.step_losses)
         position = at.saved_at = at.num_done = self._train.position
         if not position:
             at.tally = EpochTally()
@@ -672,17 +689,18 @@ class Trainer(Configured, Resumable):
         if work.index is not None and self._train.augmentation is not None:
             self._train.augmentation.seek(self._at.epoch, position + 1)
 
-    def _step_scheduler(self) -> None:
-        """Step the scheduler, also after a skipped update; torch would warn about that."""
-        if self.scheduler is None:
+    def _step_scheduler(self, interval: Interval, report: EpochReport | None = None) -> None:
+        """Step the scheduler if it is due, also after a skipped update; torch would warn about that."""
+        if self.scheduler is None or interval != self._interval:
             return
-        if self._at.has_scheduled:
-            self.scheduler.step()
-            return
+        score = None if report is None else self._score(report)
+        step_scheduler(self.scheduler, score, is_first=not self._at.has_scheduled)
         self._at.has_scheduled = True
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
-            self.scheduler.step()
+
+    def _score(self, report: EpochReport) -> float | None:
+        """Return the monitored metric of an epoch; without validation the loss of training; None if there is none."""
+        score = report.metrics.get(self.settings.monitor)
+        return report.train_loss if score is None and self.settings.monitor == "loss" else score
 
     def _set_batch_size(self, num_samples: int) -> None:
         """Use the first batch's size as the full one, if the loader does not tell it."""
@@ -697,7 +715,7 @@ class Trainer(Configured, Resumable):
     def _collect(self, arrived: list[StepLoss]) -> None:
         """Record losses that have arrived; handle one that is not finite."""
         for seen in arrived:
-            self.history.losses.append(seen.loss)
+            self.history.step_losses.append(seen.loss)
             if not seen.is_finite:
                 self._not_finite(seen)
                 continue

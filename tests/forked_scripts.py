@@ -1,0 +1,74 @@
+"""Scripts under the doctor's probe in a fork of this process, which has torch loaded: a start costs 5 s of CPU.
+
+Only the start differs: the process is a child of this one, has the environment, folder and streams that it would have,
+and the probe enters it before the script. Tests of how a script is started and how the probe enters it start
+Python itself (`test_doctor_attach.py`, `test_doctor_endings.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch._dynamo  # else every script whose steps are profiled would
+
+from forked import Forked
+from stoker.doctor import attach
+
+
+def start(command, variables, cwd):
+    """Stand in for `attach._start`."""
+    assert command[0] in (sys.executable, "python"), command
+    return Forked(command, lambda: run(command[1:], variables, cwd or Path.cwd()))
+
+
+def run(words, variables, cwd) -> NoReturn:
+    """Be the script; end the process."""
+    code = 1
+    try:
+        gc.freeze()  # what a collection touches is copied
+        atexit._clear()  # what pytest and its helpers would do at their end
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115, PTH123
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(variables)
+        tempfile.tempdir = None
+        torch.set_num_threads(1)  # a pool of threads does not survive the fork
+        warnings.resetwarnings()  # which are errors in tests; below, those that Python begins with
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+        _enter()
+        sys.argv = [*map(str, words)]
+        sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  as Python ends a script
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def _enter() -> None:
+    """Start the probe as Python would; what it waits for has been imported already."""
+    runpy.run_path(str(attach._ENTRY / "sitecustomize.py"))
+    hooks = sys.modules["_stoker_probe.hooks"]
+    for name in [name for name in hooks._WANTED if name in sys.modules]:
+        for call in hooks._WANTED.pop(name):
+            call(sys.modules[name])
