@@ -22,7 +22,7 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     OperatorFacts,
 )
-from stoker.doctor.probe import clocks, fetching, loading, recorder, sampling
+from stoker.doctor.probe import clocks, fetching, loading, places, recorder, sampling
 from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.measure.readings import Spread
 
@@ -338,3 +338,11 @@ def test_the_time_between_rows_of_values_belongs_to_their_loop(monkeypatch, gap,
         now += 1e-6
     share = site.seconds / (now - 1.0)
     assert share > 0.95 if whole else share < 0.75
+
+
+def test_generated_code_without_lines_is_no_place():
+    code = SimpleNamespace(co_filename="/home/me/train.py")
+    mine = SimpleNamespace(f_code=code, f_lineno=7, f_back=None)
+    made = SimpleNamespace(f_code=SimpleNamespace(co_filename="<string>"), f_lineno=0, f_back=mine)
+    assert places.place_of(made) == "/home/me/train.py:7"
+    assert places.places_of(made) == ("/home/me/train.py:7",)
