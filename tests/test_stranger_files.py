@@ -30,6 +30,10 @@ from stoker.store.reader import open_store
         ("EURUSD60.csv", ("EURUSD", "H1")),
         ("EURUSDm7.csv", ("EURUSDM7", None)),
         ("US30.csv", ("US30", None)),
+        ("BTC_USDT_1h.csv", ("BTC_USDT", "H1")),
+        ("Binance_ETHUSDT_1h.csv", ("BINANCE_ETHUSDT", "H1")),
+        ("EUR_USD_M5_2020.csv", ("EUR_USD", "M5")),
+        ("eurusd-m1-bid-2020-01-01.csv", ("EURUSD", "M1")),
     ],
 )
 def test_a_timeframe_behind_the_symbol_is_not_minutes(name, wanted):
