@@ -39,6 +39,7 @@ from stoker.report import Progress, Silent
 from stoker.sources.contract import Part, PartContext, Preparation, Source, make_accounts
 from stoker.sources.dataset import samples_source
 from stoker.sources.fingerprint import difference, fingerprint
+from stoker.stalls import Waiting, start_watch
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
@@ -150,6 +151,7 @@ def pack(
     """
     options, progress, out = options or PackOptions(), progress or Silent(), Path(out)
     began = time.perf_counter()
+    start_watch()
     target = check_target(out, source.files())
     if options.cluster:
         progress.say(f"packing with {check_cluster(options.cluster, source.files())}")
@@ -348,7 +350,8 @@ def _build_part(
     source: Source, folder: Path, scratch: Path, job: str, part: Part, poison: Poison
 ) -> StagedPart:
     """Build and write one part; runs in a worker process."""
-    built = source.build(part, PartContext(scratch, current_guard(), poison))
+    with Waiting(part.label, is_work=True):
+        built = source.build(part, PartContext(scratch, current_guard(), poison))
     staged = StagedPart(
         index=part.index,
         label=part.label,
@@ -437,7 +440,7 @@ def _check_budget(
         )
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
-        leave_out = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
+        leave_out = f"{_quarantine(share)}: leaves them out and lists them in OUT/{REFUSED_NAME}"
     else:
         leave_out = f"--bad-budget {share}, or mend the input"
     raise QualityError(
@@ -446,6 +449,12 @@ def _check_budget(
         "; or ".join([*fixes, leave_out]),
         listed,
     )
+
+
+def _quarantine(budget: str) -> str:
+    """Return how to leave bad input out, for the command and for Python."""
+    python = f"PackOptions(on_bad='quarantine', bad_budget='{budget}')"
+    return f"--on-bad quarantine --bad-budget {budget} (in Python options={python})"
 
 
 def _gate_error(inspection: Inspection) -> QualityError:
@@ -460,7 +469,7 @@ def _gate_error(inspection: Inspection) -> QualityError:
     # Each column by itself: together they touch at most as many rows.
     share = min(1.0, sum(finding.share for finding in inspection.refused))
     budget = f"{max(1.0, math.ceil(1000 * share) / 10):g}%"
-    leave_out = f"--on-bad quarantine --bad-budget {budget} (leaves the bad rows out)"
+    leave_out = f"{_quarantine(budget)}: leaves the bad rows out"
     return QualityError(
         "the quality gate refuses the data:",
         "finite values of usable size",

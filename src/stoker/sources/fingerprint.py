@@ -18,6 +18,7 @@ from stoker.address import masked_values, slow_digest
 from stoker.display import look_in
 from stoker.errors import SourceError, file_error, refuse_special
 from stoker.sources.contract import Source
+from stoker.stalls import Waiting
 from stoker.store.manifest import Provenance, SourceFile
 from stoker.strict_json import exact_text, parse_json
 
@@ -92,7 +93,7 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
         return before
     digest = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with Waiting(path, is_work=True), path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
     except OSError as error:

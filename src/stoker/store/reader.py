@@ -26,6 +26,7 @@ from stoker.address import as_url, shown
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
+from stoker.stalls import Waiting
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
@@ -71,7 +72,12 @@ def open_store(
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
-    path = Path(path)
+    with Waiting(path, is_work=True):
+        return _open_here(Path(path), threads, checksum, chosen)
+
+
+def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection) -> Store:
+    """Open a store, an HDF5 file or a Zarr folder of this machine."""
     refuse_special(path, "the store", StoreError)
     if path.is_file() and path.name != "store.json":
         manifest, paths, aside, notes = describe_plain_file(path, chosen)
@@ -152,6 +158,13 @@ def assemble_store(
     return Store(folder, manifest, shards, threads, notes, name)
 
 
+def _described(info: FieldInfo | None) -> str:
+    if info is None:
+        return "none"
+    window = f", windows of {info.window}" if info.window else ""
+    return f"{info.kind} {np.dtype(info.dtype)} {tuple(info.shape)}{window}"
+
+
 def join_stores(stores: Sequence[Store]) -> Store:
     """Return one store over the samples of several with the same fields, one behind the other.
 
@@ -163,7 +176,8 @@ def join_stores(stores: Sequence[Store]) -> Store:
             differ = sorted({*first.fields, *store.fields})
             name = next(n for n in differ if first.fields.get(n) != store.fields.get(n))
             raise InputError(
-                f"{store.name} and {first.name} differ in the field {name!r}.",
+                f"{store.name} and {first.name} differ in the field {name!r}: "
+                f"{_described(store.fields.get(name))} and {_described(first.fields.get(name))}.",
                 "stores with the same fields, dtypes and shapes",
                 "",
             )

@@ -391,10 +391,8 @@ def _from_spectra(path: Path) -> Iterator[Wanted]:
             # Of the lines of one such record the first stands for all.
             lines = {each.line for each in lost}
             lost = [each for each in lost if (each.line or 0) - 1 not in lines]
-            rows: list[tuple[int, Record | Refusal]] = [
-                *found,
-                *((each.line or 0, each) for each in lost),
-            ]
+            rows: list[tuple[int, Record | Refusal]] = [*found]
+            rows += [(each.line or 0, each) for each in lost]
             for line, each in sorted(rows, key=itemgetter(0)):
                 yield _of_record(line, each)
         for refusal in unread:
