@@ -56,7 +56,7 @@ UNTYPED: dict[str, str] = {
     "recipes/answers.py: '--device cpu'": "needs a GPU",
     "recipes/answers.py: 'leave --split out'": "needs a run on a packed table; test_raw_tables.py refuses and answers the same call",
     "recipes/answers.py: command('stoker', 'predict', trained.loaded.saved.path, given, 'OUT.parquet')": "test_raw_tables.py types it with a store of a run",
-    "recipes/forex/raw_bars.py: look_in(Path(given))": "needs a run on bars; test_raw_bars.py reaches it",
+    "recipes/forex/raw_bars.py: look_in(Path(given) if Path(given).is_dir() else Path(given).parent)": "needs a run on bars; test_raw_bars.py reaches it",
     'recipes/forex/raw_bars.py: \'load_model("best.pt").predict("bars/")\'': "needs a run on bars; test_raw_bars.py types it",
     "recipes/raw_tables.py: 'pandas.DataFrame(...)'": "pandas is not needed by stoker",
     "recipes/raw_tables.py: f\"rename: {', '.join(close[:5])}\" if close else 'a file with these columns'": "the user's file is to be changed: no command does it",

@@ -345,6 +345,19 @@ def test_a_store_gets_a_folder_of_masks_whatever_kind_it_is(trained):
     assert np.mean(same) > 0.97
 
 
+def test_large_pictures_keep_the_scale_of_training_of_encoded_pictures(trained):
+    from stoker.recipes.segmentation.recipe import _packed_as
+    from stoker.recipes.sized import sized_store
+    from stoker.store.reader import open_store
+
+    root, _ = trained
+    with open_store(root / "store") as pixels, open_store(root / "encoded") as files:
+        wanted = _packed_as(pixels)["original_sizes"]
+        found = _packed_as(sized_store(files, (24, 32), (8, 8)))["original_sizes"]
+    assert found["most"] == wanted["most"] == [48, 64]
+    assert found["scale"] == pytest.approx(wanted["scale"])
+
+
 def test_names_in_a_store_stay_below_the_folder_of_masks():
     used = set()
     names = ["../../a.png", "/etc/a.png", "..", "a.png", "a.png", "a.png"]

@@ -1,6 +1,7 @@
 """Files as people have them, and what stoker answered wrongly or not at all when strangers brought theirs."""
 
 import math
+import re
 import shlex
 
 import numpy as np
@@ -30,6 +31,10 @@ from stoker.store.reader import open_store
         ("EURUSD60.csv", ("EURUSD", "H1")),
         ("EURUSDm7.csv", ("EURUSDM7", None)),
         ("US30.csv", ("US30", None)),
+        ("BTC_USDT_1h.csv", ("BTC_USDT", "H1")),
+        ("Binance_ETHUSDT_1h.csv", ("BINANCE_ETHUSDT", "H1")),
+        ("EUR_USD_M5_2020.csv", ("EUR_USD", "M5")),
+        ("eurusd-m1-bid-2020-01-01.csv", ("EURUSD", "M1")),
     ],
 )
 def test_a_timeframe_behind_the_symbol_is_not_minutes(name, wanted):
@@ -55,6 +60,37 @@ def test_pictures_that_cannot_be_read_have_a_reason_each(tmp_path):
         "1 file left out: not a picture (.txt)",
         "1 picture without an answer; see 'reason'",
     ]
+
+
+def test_a_list_of_paths_is_answered_in_its_order(tmp_path):
+    for name in ("b", "a"):
+        Image.new("RGB", (8, 6), "red").save(tmp_path / f"{name}.png")
+    given = [tmp_path / "b.png", str(tmp_path / "a.png"), tmp_path / "none.png"]
+    (batch,) = PictureReader.open(given, (4, 4), 3, None, False, lambda x: x.float(), 8)
+    assert batch.keys.tolist() == list(map(str, given))
+    assert batch.answered.tolist() == [True, True, False]
+    assert "No such file" in batch.reasons[2]
+    assert PictureReader.open([1, 2], (4, 4), 3, None, False, lambda x: x, 8) is None
+
+
+def test_what_was_seen_of_some_pictures_is_not_said_of_all(tmp_path):
+    from stoker.packing.samples import sample_facts, samples_of
+    from stoker.sources.images.encoded import KeepEncoded
+    from stoker.sources.images.source import ImagesSource
+
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for number in range(60):
+        picture = Image.new("RGB", (8 + number % 7, 6), (number, 0, 0))
+        picture.save(tmp_path / "in" / "a" / f"{number}.png")
+    for name, keep in (("pixels", None), ("files", KeepEncoded())):
+        source = ImagesSource(folder=tmp_path / "in", size=(4, 4), keep_encoded=keep)
+        pack(source, tmp_path / name, PackOptions(jobs=1))
+        with open_store(tmp_path / name) as store:
+            facts = sample_facts(samples_of(store))
+        some = re.search(r" \(in \d+ samples that were looked at\)$", facts["pixel values"])
+        assert (some is None) == (keep is None)  # sixty small rows of pixels are all measured
+        assert (facts["pictures"] == "4 x 4, 3 channels") == (keep is None)
+        assert "looked" not in facts["classes"]
 
 
 # -- masks -----------------------------------------------------------------------------------------
@@ -116,3 +152,14 @@ def test_a_store_given_as_a_checkpoint_is_not_sent_to_a_file_that_is_not_there(t
     with pytest.raises(InputError) as found:
         load_trained(tmp_path)
     assert found.value.fix == str(tmp_path / "best.pt")
+
+
+def test_a_curve_of_one_value_is_drawn_as_a_dot():
+    from stoker.page.charts import Chart, Line, line_chart
+
+    points = [(0.0, None), (0.5, 0.4), (1.0, None)]
+    chart = Chart(
+        "key", "Calibration", [Line("model", points), Line("best", [(0.0, 0.0), (1.0, 1.0)])], ""
+    )
+    drawn = str(line_chart(chart))
+    assert drawn.count('class="curve c0 dots"') == 2  # in the legend and in the picture

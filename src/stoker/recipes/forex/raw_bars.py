@@ -84,7 +84,7 @@ def open_raw_bars(given: Any, facts: Facts) -> RawBars:
         raise InputError(
             error.given,
             f"files of {', '.join(name for name, _ in source.windows)} for each symbol, as in training",
-            look_in(Path(given)),
+            look_in(Path(given) if Path(given).is_dir() else Path(given).parent),
         ) from error
     unknown = [symbol for symbol in read if symbol not in scalers]
     if unknown:

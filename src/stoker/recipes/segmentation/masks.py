@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from stoker.ownership import SIGNATURE, claim_folder, has_signature, write_text,
 from stoker.recipes.contract import RawBatch
 from stoker.recipes.segmentation.evaluation import legend, palette
 from stoker.sources.images.decoding import Decoded, PictureError, decode, to_pixels
-from stoker.sources.images.listing import ENDINGS, list_pictures, no_pictures
+from stoker.sources.images.listing import find_pictures
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
 from stoker.units import format_count
@@ -112,22 +111,9 @@ class ScenePictures:
 
     @classmethod
     def open(cls, given: Any, **more: Any) -> ScenePictures | None:
-        """Return a reader of a folder of pictures or of one picture; None for anything else."""
-        if not isinstance(given, str | os.PathLike):
-            return None
-        path = Path(given)
-        if path.is_file() and path.suffix.lower() in ENDINGS:
-            return cls(path.parent, [path.name], **more)
-        if not path.is_dir():
-            return None
-        listing = list_pictures(path)
-        if not listing.pictures:
-            raise no_pictures(listing)
-        told = [
-            f"{format_count(count, 'file')} left out: {why}"
-            for why, count in listing.ignored.items()
-        ]
-        return cls(path, listing.pictures, **more, told=told)
+        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else."""
+        found = find_pictures(given)
+        return None if found is None else cls(*found[:2], **more, told=found[2])
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names; those of one size together."""

@@ -104,7 +104,8 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
             timeframe = parse_timeframe(word)
         except InputError:
             continue
-        symbol = words[0] if place else next(iter(words[1:2]), None)
+        # EUR_USD_H1 and EUR_GBP_H1 are two symbols, and so are Binance_BTCUSDT_1h and Binance_ETHUSDT_1h.
+        symbol = "_".join(words[:place]) if place else next(iter(words[1:2]), None)
         return (symbol.upper() if symbol else None), timeframe
     # MT4 appends minutes. Six letters at least, or US30 would be thirty minutes of "US".
     # Others append the timeframe itself; EURUSDh1 is not one minute of EURUSDH.
