@@ -32,6 +32,7 @@ from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_optimizer,
     check_parameters,
+    check_reduction,
     check_skipping,
     check_steps,
     move_model,
@@ -179,7 +180,9 @@ class Trainer(Configured, Resumable):
                 tell(note)
 
         self._weak_note = weak_note
-        for line in (*unread, *self._train.notes, *describe(scheduler, self._interval)):
+        together = self.settings.gradient_accumulation_steps * self.ranks.world_size
+        summed = check_reduction(criterion, together)
+        for line in (*unread, *summed, *self._train.notes, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
