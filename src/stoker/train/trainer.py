@@ -45,25 +45,16 @@ from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochLines, EpochReport, EpochTally, History
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import BASELINE_AFTER_SECONDS, LeakWatch, log_gpu_stats
-from stoker.train.parallel import (
-    Parallel,
-    choose_parallel,
-    share_statistics,
-)
+from stoker.train.parallel import Parallel, choose_parallel, share_statistics
 from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
 from stoker.train.run_state import Place, Resumable
 from stoker.train.schedule import Interval, check_alone, choose_interval, describe, step_scheduler
-from stoker.train.settings import Configured, TrainerConfig, read_config
+from stoker.train.settings import CLIPPED, Configured, TrainerConfig, clips_unasked, read_config
 from stoker.train.shutdown import Shutdown
-from stoker.train.step import (
-    Step,
-    StepParts,
-    fill_momentum,
-    make_guarded,
-)
+from stoker.train.step import Step, StepParts, fill_momentum, make_guarded
 from stoker.train.update import Update
 from stoker.units import usable_count
 
@@ -181,8 +172,15 @@ class Trainer(Configured, Resumable):
 
         self._weak_note = weak_note
         together = self.settings.gradient_accumulation_steps * self.ranks.world_size
+        self._clipped = [CLIPPED] if clips_unasked(config) else []
         summed = check_reduction(criterion, together)
-        for line in (*unread, *summed, *self._train.notes, *describe(scheduler, self._interval)):
+        for line in (
+            *unread,
+            *self._clipped,
+            *summed,
+            *self._train.notes,
+            *describe(scheduler, self._interval),
+        ):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
@@ -349,6 +347,8 @@ class Trainer(Configured, Resumable):
             stack.push(self._keep_what_was_done)
             if isinstance(self._progress, EpochLines) and self.ranks.is_first and not quiet:
                 stack.enter_context(self._progress.shown(at.epoch))
+                for line in self._clipped:
+                    self._progress.say(line)
                 if self.history.fallback is not None:
                     self._progress.say(self.history.fallback.text)
             shutdown.agree()
