@@ -12,7 +12,8 @@ loaded: it gets a fresh copy of the files, the fault, and a time limit. Leaves: 
 - `error`: another error;
 - `survived`: every sample came once with its own values, or the resumed run is the unbroken one;
 - `wrong`: it ended without an error, and samples were lost, repeated or changed;
-- `hung`: it was still there at the limit; `crashed`: a signal ended it.
+- `waits`: it was still there at the limit, and had said which file it waits for; `hung`: it had not;
+- `crashed`: a signal ended it.
 
 Times to an error are wall time on the machine as it was; `load_average` says how busy that machine was.
 """
@@ -52,6 +53,7 @@ from fault_data import BATCH, OURS, SAMPLES, WIDTH, file_of, make_world, read_ep
 from fault_machine import NotApplicableError
 from fault_remote import REMOTE, remote
 from harness import publish
+from stoker import stalls
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
 from stoker.sources.arrays import ArraysSource
@@ -548,7 +550,6 @@ def all_cases(seed: int) -> list[Case]:
     found += [
         ("pack", f"input on {fault}", "stoker pack", partial(packed_from_broken_disk, delay))
         for fault, delay in DISKS.items()
-        if delay < 1
     ]
     found.append(("pack", "a folder of the user's as OUT", "stoker pack", onto_own_files))
     found += [
@@ -586,13 +587,15 @@ def child(run: Callable[[Path], dict[str, Any]], folder: Path, out: int) -> None
     for number in (0, 1, 2):
         os.dup2(quiet, number)
     warnings.simplefilter("ignore")
+    stalls.WAIT_SECONDS = 3.0  # 30 in real life
+    stalls.start_watch(lambda text: os.write(out, json.dumps({"waits": text}).encode() + b"\n"))
     try:
         answer = run(folder)
     except NotApplicableError:
         answer = {"not_applicable": True}
     except BaseException as error:  # noqa: BLE001  that is what is measured
         answer = {"error": texts_of(error)[:2000], "where": traceback.format_exc()[-400:]}
-    os.write(out, json.dumps(answer).encode())
+    os.write(out, json.dumps(answer).encode() + b"\n")
     os._exit(0)
 
 
@@ -623,10 +626,15 @@ def run_case(case: Case, world: Path, seconds: float) -> dict[str, Any]:
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.close(ours)
     entry: dict[str, Any] = {"phase": phase, "fault": fault, "way": way, "seconds": round(taken, 3)}
-    if not said:
-        hung = taken >= seconds
-        return entry | {"outcome": "hung" if hung else "crashed", "status": status}
-    return entry | judged(json.loads(said), folder)
+    answers = [json.loads(line) for line in said.splitlines()]
+    waits = [answer["waits"] for answer in answers if "waits" in answer]
+    if len(waits) == len(answers):
+        if taken < seconds:
+            return entry | {"outcome": "crashed", "status": status}
+        if waits:
+            return entry | {"outcome": "waits", "said": scrubbed(waits[0])}
+        return entry | {"outcome": "hung", "status": status}
+    return entry | judged(answers[-1], folder)
 
 
 def judged(answer: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -687,7 +695,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-OUTCOMES = ("named", "error", "survived", "wrong", "hung", "crashed")
+OUTCOMES = ("named", "error", "survived", "wrong", "waits", "hung", "crashed")
 
 
 def main() -> None:

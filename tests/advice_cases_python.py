@@ -738,6 +738,15 @@ def place(loader):
             "list(read_molecules_of(Path('table.csv')))",
             "from stoker.recipes.massspec.molecules import read_molecules_of",
         ),
+        Case(
+            "list(read_molecules_of(Path('no-molecules')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; Path('no-molecules').mkdir()",
+        ),
+        Case(
+            "list(read_molecules_of(Path('long.csv')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; "
+            "Path('long.csv').write_text('smiles\\n' + 'C' * 200000)",
+        ),
         *_refused(
             "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "
             "import torch, sys; from types import SimpleNamespace; "
@@ -786,6 +795,7 @@ def place(loader):
         "raise file_error(PermissionError(13, 'no', 'sub/table.csv'))",
         "raise unwritable('made/x', OSError(30, 'read-only'), 'the log')",
         "require_file('none/x.csv', 'the table')",
+        "require_file('/dev/null', 'the table')",
     )
     + [
         Case(

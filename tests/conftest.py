@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kept_commands
+import shares
 import warm_stoker
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,6 +45,7 @@ settings.register_profile(
     "campaign", settings.get_profile("house"), max_examples=400, derandomize=False
 )
 settings.load_profile("house")
+gc.disable()  # until all is collected: what is imported and collected stays
 kept_commands.keep()
 warm_stoker.do_not_wait_for_the_disk()
 
@@ -115,11 +117,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not torch.cuda.is_available():
             leave_out(config, items, "gpu", NO_GPU)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: shares.rank_of(item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Share whole files among the workers of `--dist loadfile`."""
+    return shares.make_scheduler(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()  # the controller collects no tests
         serving = warm_stoker.for_all_workers()
         serving.__enter__()
         config.add_cleanup(lambda: serving.__exit__(None, None, None))
@@ -160,6 +171,7 @@ def freeze() -> None:
 
 def pytest_collection_finish() -> None:
     freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:

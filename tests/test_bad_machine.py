@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stoker
-from source_trees import parsed
+from source_trees import nodes
 from stoker import errors
 from stoker.strict_json import MAX_DEPTH, json_text, parse_json
 from stoker.units import local_time
@@ -359,7 +359,7 @@ def test_json_is_written_and_read_in_one_place():
         inside = path.relative_to(PACKAGE)
         if inside.parts[:2] == ("doctor", "probe") or inside.name == "strict_json.py":
             continue
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes(path.read_text()):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert "json" not in names, f"{inside} imports json: stoker.strict_json is for that"

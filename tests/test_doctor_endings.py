@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import forked_scripts
 from doctor_scripts import LIGHT, script
 from stoker.doctor import scripts
 from stoker.doctor.attach import Attached, _lives, describe_ending, run_script
@@ -149,7 +150,8 @@ def test_a_launcher_is_not_where_the_script_stands():
     )
 
 
-def test_a_script_that_hangs_before_its_first_step_is_located(tmp_path):
+def test_a_script_that_hangs_before_its_first_step_is_located(tmp_path, monkeypatch):
+    monkeypatch.setattr("stoker.doctor.attach._start", forked_scripts.start)
     body = """
     class Stuck(TensorDataset):
         def __getitem__(self, index):
@@ -160,8 +162,7 @@ def test_a_script_that_hangs_before_its_first_step_is_located(tmp_path):
     """
     path = script(tmp_path, "stuck", body, LIGHT)
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "1000" in text)
-    # A crowded machine may need the longer time to import torch.
-    for seconds in (6, 25, 90):
+    for seconds in (2, 15, 90):  # a crowded machine may need the longer time
         came = attached(path, seconds=seconds)
         assert came.stopped == "seconds"
         (note,) = came.measurements.notes

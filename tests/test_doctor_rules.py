@@ -161,7 +161,7 @@ SICK = {
             HostCall("train.py:50", "cpu", 0.1, 0.001),
         ),
     ),
-    "launch-bound": job(machine=GPU, kernels=KernelFacts(400, 5e-6, 0.2)),
+    "launch-bound": job(machine=GPU, kernels=KernelFacts(400, 5e-6, 0.2), samples_per_step=256.0),
     "batch-too-small": job(
         0.002,
         0.0001,

@@ -22,7 +22,7 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     OperatorFacts,
 )
-from stoker.doctor.probe import clocks, loading, recorder, sampling
+from stoker.doctor.probe import clocks, fetching, loading, recorder, sampling
 from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.measure.readings import Spread
 
@@ -121,6 +121,22 @@ def test_the_second_cause_is_named_behind_the_first(measured, first, second):
     assert [*found, *later][1] == second
 
 
+def test_costs_that_hide_each_other_are_both_named():
+    """Loading beside a step that fetches takes as long as the step: neither remedy alone is worth a tenth."""
+    slow = loader(1, 0.029, LoaderWork(other=0.029), worker_cpu_shares=(0.95,), main_cpu_share=0.8)
+    fetches = HostCall("train.py:62", "float", 12800.0, 0.018)
+    measured = script(0.030, 0.0032, slow, syncs=(fetches,))
+    found, later = names(measured)
+    assert (found, later) == (["sync-every-step"], ["starved-by-loader"])
+    (first,) = diagnose(measured)
+    assert first.gain.low == 1.0
+    assert "may bring nothing" in first.evidence[-1]
+    assert why_unjudged(measured, [first]) == ""
+    assert names(replace(measured, syncs=())) == ([], []), (
+        "with one of them there is nothing to name"
+    )
+
+
 def test_workers_that_keep_up_with_the_shorter_step_too_are_no_second_cause():
     measured = one_worker_and_fetches()
     quick = loader(1, 0.004, LoaderWork(other=0.004), worker_cpu_shares=(0.1,), main_cpu_share=0.8)
@@ -150,6 +166,19 @@ def test_speed_that_cannot_be_judged_is_told_beside_memory_that_grows():
     told = Consultation(measured, tuple(found), unjudged=unjudged)
     assert told.behind == (f"cannot judge its speed: {unjudged}",)
     assert told.verdict.startswith("memory-creep")
+
+
+@pytest.mark.parametrize(
+    ("persistent", "gain"), [(True, 2.0 / 1.2), (False, (2.0 + 200 / 64) / 1.2)]
+)
+def test_workers_that_are_not_needed_are_not_restarted_either(persistent, gain):
+    quick = replace(
+        loader(8, 0.0004, LoaderWork(other=0.0004), main_cpu_share=0.5, worker_cpu_shares=(0.05,) * 8),
+        persistent_workers=persistent, epoch_starts=1, epoch_start_seconds=0.2, steps_per_epoch=64,
+    )  # fmt: skip
+    (found,) = diagnose(script(0.0020, 0.0012, quick))
+    assert found.title == "samples are cheaper to make than to get from workers"
+    assert found.gain.likely == pytest.approx(gain)
 
 
 # -- what the host waits for on a GPU --------------------------------------------------------------
@@ -220,6 +249,15 @@ def test_a_copy_from_pinned_memory_that_blocks_is_told_if_the_gpu_idles(busy, na
         assert one.patch.loader_arguments == {}
 
 
+def test_a_batch_is_not_too_small_for_a_gpu_that_always_computes():
+    """Measured on an H200 (healthy_class): a host that runs ahead of 10.8 ms of kernels with 32 samples."""
+    kernels = KernelFacts(28.0, 384e-6, 1.0)
+    measured = on_h200(
+        0.010756, kernels, wait_seconds=at(3.7e-4), compute_seconds=at(0.00126), operators=OperatorFacts(33, 1.5e-4)
+    )  # fmt: skip
+    assert diagnose(measured) == []
+
+
 def test_a_tiny_batch_on_a_gpu_is_too_small():
     """Measured on an H200 (tiny_batch_plain): nothing was found, because 24 operators took 43 µs each."""
     tiny = LoaderFacts(
@@ -275,3 +313,28 @@ def test_seconds_awake_are_those_on_a_core_and_queued():
         clocks._schedstats.pop(thread.ident, None)
         done.set()
         thread.join()
+
+
+# -- loops of fetches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gap", "per_run", "whole"),
+    [(2e-6, 1000, True), (2e-4, 400, True), (2e-4, 2, False), (5e-3, 400, False)],
+    ids=["values", "values of rows", "a model between", "long gaps"],
+)
+def test_the_time_between_rows_of_values_belongs_to_their_loop(monkeypatch, gap, per_run, whole):
+    """Each call takes 1 µs and follows the one before after 1 µs, but after `per_run` of them there is a gap."""
+    seen = SimpleNamespace(
+        kind="optimizer", training_thread=clocks.current_thread(), num_steps=5, sync=0.0, drawing=False, spans=[],
+        site=lambda *_: site,
+    )  # fmt: skip
+    site = recorder.Site("train.py:62", "float", None)
+    monkeypatch.setattr(recorder, "get", lambda: seen)
+    now = 1.0
+    for call in range(4 * per_run):
+        now += gap if call and call % per_run == 0 else 1e-6
+        fetching._add("sync", "float", None, now, now + 1e-6)
+        now += 1e-6
+    share = site.seconds / (now - 1.0)
+    assert share > 0.95 if whole else share < 0.75

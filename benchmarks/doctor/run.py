@@ -258,7 +258,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     asked = parser.parse_args()
     if asked.gpu:
-        os.environ.setdefault("STOPWATCH_LOCK", str(Path(tempfile.gettempdir()) / "doctor-gpu-lock"))
+        os.environ.setdefault(
+            "STOPWATCH_LOCK", str(Path(tempfile.gettempdir()) / "doctor-gpu-lock")
+        )
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Imported packages are the same for a script as for its doctor.

@@ -11,11 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/faults.md"
+FAULTS_BEGIN, FAULTS_END = (
+    "<!-- faults: made by benchmarks/proof/figures.py -->",
+    "<!-- faults end -->",
+)
 BEGIN, END = "<!-- campaigns: made by benchmarks/proof/figures.py -->", "<!-- campaigns end -->"
 WORDS = ("right", "refused", "wrong", "crash", "hang")
 NAMES = {"exactly_once": "exactly once: plans", "kills": "kill run: kills", "fuzz": "fuzz: inputs"}
@@ -160,9 +165,20 @@ def main() -> None:
     if not parser.parse_args().write:
         print(text())
         return
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from faults import table  # imports torch and every peer that is installed
+
     page = PAGE.read_text("utf-8")
-    head, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{text()}\n{END}{rest.partition(END)[2]}", "utf-8")
+    for path in sorted((ROOT / "benchmarks/results").glob("faults-*.json")):
+        made = table(json.loads(path.read_text("utf-8"))["result"])
+        page = _between(page, FAULTS_BEGIN, made, FAULTS_END)
+    PAGE.write_text(_between(page, BEGIN, text(), END), "utf-8")
+
+
+def _between(page: str, begin: str, made: str, end: str) -> str:
+    """Return a page with other text between two marks."""
+    head, _, rest = page.partition(begin)
+    return f"{head}{begin}\n\n{made}\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import contextlib
 import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -439,4 +440,45 @@ def require_file(path: str | Path, what: str) -> Path:
         raise SourceError(
             f"{what} {str(path)!r} is a folder.", "a readable file", command("ls", path)
         )
+    refuse_special(path, what)
     return path
+
+
+_SPECIAL = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def special_kind(path: str | Path) -> str | None:
+    """Return what stands in a file's place: "a named pipe", "a socket", "a device"; None for files, folders, nothing.
+
+    To open one of them may wait for ever, for somebody who writes into it.
+    """
+    try:
+        return _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode))  # noqa: PTH116  of a str, too
+    except (OSError, ValueError):
+        return None
+
+
+def refuse_special(
+    path: str | Path,
+    what: str,
+    error: type[StokerError] = SourceError,
+    *,
+    is_read_once: bool = False,
+) -> None:
+    """Raise where `path` is a named pipe, a socket or a device: inputs are read more than once, and by threads.
+
+    Args:
+        path: As the user gave it.
+        what: What it should be: "the series".
+        error: The class to raise.
+        is_read_once: Accept /dev/stdin and what a shell makes of `<(command)`, whose writer is there.
+    """
+    kind = special_kind(path)
+    if kind is None or (is_read_once and str(Path(path).parent) in ("/dev", "/dev/fd")):
+        return
+    raise error(f"{what} {str(path)!r} is {kind}.", "a regular file", command("ls", "-l", path))

@@ -319,4 +319,4 @@ def write_png(sheet: Any, out: Path) -> None:
     about = PngInfo()
     about.add_text("Software", SIGNATURE)
     with writing(out) as temporary:
-        sheet.save(temporary, format="PNG", optimize=True, pnginfo=about)
+        sheet.save(temporary, format="PNG", pnginfo=about)

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 import stoker
-from stoker import lifetime
+from stoker import lifetime, stalls
 from stoker.address import HIDDEN_WORDS, keep_secrets
 from stoker.cli import (
     augment,
@@ -151,6 +151,7 @@ def run() -> NoReturn:
     """Run the command line and end the process with the exit code of `errors.py`."""
     _open_missing_streams()
     _end_well()
+    stalls.start_watch(lambda text: echo(f"warning: {text}", err=True))
     words = _typed()
     for word in words:
         keep_secrets(word)

@@ -26,7 +26,7 @@ from stoker.config.resolve import PLACES, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, Dumper, Place, Problem, decode, read_yaml
 from stoker.display import look_in, quoted
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, refuse_special
 from stoker.strict_json import exact_text
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -95,6 +95,7 @@ def check_config(
         ConfigError: When there is no such file or it cannot be opened.
     """
     path = find_config(path)
+    refuse_special(path, "config", ConfigError, is_read_once=True)
     try:
         text = decode(path.read_bytes(), str(path))
     except OSError as error:

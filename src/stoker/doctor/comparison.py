@@ -14,7 +14,7 @@ from stoker.display import command
 from stoker.doctor.cases import WORTHWHILE, milliseconds
 from stoker.doctor.findings import Finding
 from stoker.doctor.measurements import Measurements
-from stoker.errors import InputError
+from stoker.errors import InputError, refuse_special
 from stoker.strict_json import parse_json
 
 
@@ -71,6 +71,7 @@ def read_examination(path: str | Path) -> Examination:
     """
     again = command("stoker", "doctor", "--out", "after.json", "--", "python", "train.py")
     wanted = "a file that `stoker doctor --out FILE` wrote"
+    refuse_special(path, "the examination", InputError, is_read_once=True)
     try:
         document = parse_json(Path(path).read_bytes())
         measured, listed = document["measurements"], list(document["findings"])

@@ -246,7 +246,7 @@ class Consultation:
     @property
     def behind(self) -> tuple[str, ...]:
         """A line on each cost that the first finding hides, or on speed that cannot be judged."""
-        if self.findings and self.unjudged:
+        if self.findings and self.unjudged and not self.later:
             return (f"cannot judge its speed: {self.unjudged}",)
         return tuple(
             f"hidden behind it: {one.name}, {one.title}: ×\u00a0{one.gain.likely:.2f} more after the first remedy"

@@ -16,6 +16,7 @@ from stoker.address import as_url, masked
 from stoker.config import Config, Settings, find_config, load_config, parse_config, resolve
 from stoker.config.rewrite import find_key, rewrite_config
 from stoker.config.tree import home_of
+from stoker.errors import ConfigError, refuse_special
 from stoker.ownership import always, never, write_text
 
 _OPTIONS = "recipe.options"
@@ -43,6 +44,7 @@ class JobConfig:
             ConfigError: It cannot be read, or is not sound.
         """
         path = find_config(path)
+        refuse_special(path, "config", ConfigError)  # it is read twice
         config = load_config(path, overrides)
         written, changes = config.written(), {}
         for key in (override.partition("=")[0].strip() for override in overrides):

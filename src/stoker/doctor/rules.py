@@ -13,7 +13,7 @@ from dataclasses import replace
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
 from stoker.doctor.findings import Finding
-from stoker.doctor.gains import hand_over_seconds, load_seconds, split_step, worth
+from stoker.doctor.gains import gain_of_steps, hand_over_seconds, load_seconds, split_step, worth
 from stoker.doctor.measurements import LoaderFacts, Measurements
 from stoker.measure.readings import Spread
 
@@ -40,6 +40,14 @@ def diagnose(measurements: Measurements) -> list[Finding]:
     Findings that end the run come first, then more workers if cores are idle, then the larger gain. The generic
     starved-by-loader is left out if another rule names the cause and no core is idle.
     """
+    found = _judge(measurements)
+    if measurements.kind == "script" and all(one.gain.likely <= 1.0 for one in found):
+        found += _entangled(measurements)
+    return found
+
+
+def _judge(measurements: Measurements) -> list[Finding]:
+    """Return what the rules find, each looking at its own remedy alone, in the order of `diagnose`."""
     case = Case.of(measurements)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     names = {finding.name for finding in found}
@@ -52,20 +60,40 @@ def diagnose(measurements: Measurements) -> list[Finding]:
     )
 
 
+def _entangled(measurements: Measurements) -> list[Finding]:
+    """Return the cost of a step beside which loading takes about as long, so that neither remedy helps alone.
+
+    Each is found in the measurements without the other; `find_later` tells the second. Empty if there are no two.
+    """
+    step = measurements.step_seconds
+    for name in (*_HOST, "sync-every-step", "slow-between-steps"):
+        rest = _without(measurements, name)
+        hidden = [one.name for one in _judge(rest) if one.name in _LOADING] if rest else []
+        other = _without(measurements, hidden[0]) if hidden else None
+        own = next((one for one in _judge(other) if one.name == name), None) if other else None
+        if own is None or step is None or rest is None or rest.step_seconds is None:
+            continue
+        told = f"alone its remedy may bring nothing: the step then waits for data ({hidden[0]})"
+        after = rest.step_seconds.median
+        gain = gain_of_steps(step.median, step.median, (step.median + after) / 2, after)
+        return [replace(own, evidence=(*own.evidence, told), gain=gain)]
+    return []
+
+
 def find_later(measurements: Measurements, findings: Sequence[Finding]) -> list[Finding]:
     """Return what would be found after the remedy of the first finding with a gain: costs that it hides now.
 
     Loading beside a step hides what the step wastes, and the other way round; a large cost makes a small one a small
     share. Gains count from the step without the first cost.
     """
-    first = next((finding for finding in findings if finding.gain.likely > 1.0), None)
+    first = next((finding for finding in findings if finding.name in _HIDDEN), None)
     if first is None or measurements.kind != "script":
         return []
-    rest = _without(measurements, first)
+    rest = _without(measurements, first.name, first.gain.likely)
     known = {finding.name for finding in findings}
     if rest is None:
         return []
-    return [one for one in diagnose(rest) if one.name in _HIDDEN and one.name not in known]
+    return [one for one in _judge(rest) if one.name in _HIDDEN and one.name not in known]
 
 
 _LOADING = rules_loading.NAMED_CAUSES | {"no-workers", "starved-by-loader"}
@@ -74,9 +102,9 @@ _STEP = {"sync-every-step", "slow-between-steps", "double-precision", "launch-bo
 _HIDDEN = _LOADING | set(_HOST) | _STEP
 
 
-def _without(measured: Measurements, finding: Finding) -> Measurements | None:
+def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measurements | None:
     """Return the measurements as they would be without the cost of a finding; None if that cannot be told."""
-    step, compute, name = measured.step_seconds, measured.compute_seconds, finding.name
+    step, compute = measured.step_seconds, measured.compute_seconds
     if step is None or compute is None:
         return None
     if name in _LOADING:
@@ -98,7 +126,7 @@ def _without(measured: Measurements, finding: Finding) -> Measurements | None:
         spent = measured.between_seconds or 0.0
         rest = replace(measured, between_seconds=None)
     elif name in _STEP:
-        spent = step.median - step.median / finding.gain.likely
+        spent = step.median - step.median / gain
         rest = measured
     else:
         return None

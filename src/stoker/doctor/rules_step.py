@@ -157,10 +157,11 @@ def _launching(case: Case, pace: Pace, kernels: KernelFacts) -> float:
     A fetch or a blocking copy first waits for the device, which then works: only what is longer is other work.
     """
     measured = case.measured
-    waits = [one.seconds_per_step for one in (*measured.syncs, *measured.copies)]
-    calls = [*measured.host_calls, *measured.allocator.empty_cache]
-    other = max(0.0, sum(waits) - pace.device_busy) + (measured.between_seconds or 0.0)
-    other += sum(call.seconds_per_step for call in calls)
+    waits = sum(sync.seconds_per_step for sync in measured.syncs)
+    waits += sum(copy.seconds_per_step for copy in measured.copies)
+    other = max(0.0, waits - pace.device_busy) + (measured.between_seconds or 0.0)
+    for call in (*measured.host_calls, *measured.allocator.empty_cache):
+        other += call.seconds_per_step
     most = max(kernels.per_step, measured.operators.per_step if measured.operators else 0.0)
     return max(0.0, min(pace.compute - pace.device_busy - other, most * _LAUNCH_SECONDS))
 
@@ -183,8 +184,12 @@ def batch_too_small(case: Case) -> Finding | None:
         times *= 2
 
     def gained(grows: float) -> float:
-        after = pace.loading(pace.load + (times - 1) * loading)
-        return times * pace.step / replace(after, compute=fixed + grows * times).step
+        after = replace(
+            pace.loading(pace.load + (times - 1) * loading),
+            compute=fixed + grows * times,
+            device_busy=pace.device_busy + (times - 1) * grows * case.on_gpu,
+        )
+        return times * pace.step / after.step
 
     low, likely, high = sorted(max(1.0, gained(growing * f)) for f in (3.0, 1.0, 0.3))
     if likely < 1.5:
@@ -229,9 +234,8 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
         calling = operators.per_step * _OPERATOR_SECONDS
     else:
         return None
-    if pace.compute - growing > calling:
-        return None  # calling operators does not explain the fixed part
-    growing = min(growing, pace.compute)
+    if growing > pace.compute or pace.compute - growing > calling:
+        return None  # the device has enough to do, or calling operators does not explain the fixed part
     return pace.compute - growing, growing
 
 

@@ -158,8 +158,10 @@ def _slow_hand_over(case: Case) -> Finding | None:
         return None  # the workers were late because other programs had the cores
     step = pace.compute + wait.median
     alone = pace.load + pace.compute
-    if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * step:
-        return _too_many_workers(case, loader, step, alone)
+    # Workers that are not there are not started again for every epoch either.
+    again = _restart_seconds(loader) if loader.epoch_starts and not loader.persistent_workers else 0
+    if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * (step + again):
+        return _too_many_workers(case, loader, step + again, alone)
     return case.advise(
         "starved-by-loader",
         "batches take long from the workers to the step",
@@ -222,6 +224,13 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
     )
 
 
+def _restart_seconds(loader: LoaderFacts) -> float:
+    """Return the seconds that starting workers for every epoch costs per step; 0 if unknown."""
+    if not loader.epoch_start_seconds or not loader.steps_per_epoch:
+        return 0.0
+    return loader.epoch_start_seconds / max(1.0, loader.steps_per_epoch / loader.batches_per_step)
+
+
 def workers_restarted(case: Case) -> Finding | None:
     """Workers are started again for every epoch, and epochs are short."""
     loader, pace = case.measured.loader, case.pace
@@ -231,7 +240,7 @@ def workers_restarted(case: Case) -> Finding | None:
     mean = case.measured.mean_step_seconds
     if loader.epoch_starts < 2 or not start or not length or not mean:
         return None
-    lost = start / max(1.0, length / loader.batches_per_step)
+    lost = _restart_seconds(loader)
     # The mean holds the restarts that fell into counted steps; those beside a validation are not in it.
     counted = loader.epoch_starts if loader.counted_starts is None else loader.counted_starts
     now = mean if 2 * counted >= loader.epoch_starts else max(mean, pace.step + lost)

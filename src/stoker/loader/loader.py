@@ -57,7 +57,9 @@ from stoker.loader.slabs import usable_device
 from stoker.loader.straight import BLOCK_BYTES, StraightReader, can_read_straight
 from stoker.plan import Plan, Tier, make_plan
 from stoker.plan.facts import even_chunks
+from stoker.stalls import start_watch
 from stoker.store.fields import Array
+from stoker.store.identity import compare_identity, identify
 from stoker.store.reader import Store
 from stoker.units import format_bytes, whole_number
 
@@ -148,6 +150,7 @@ class Loader:
     ) -> None:
         self._closed = False
         check_keywords(others, _KEYWORDS)
+        start_watch()
         self.store, form, self._owns_store, self._mixture = open_data(
             store, group, rows, as_tuple if fields is None else fields
         )
@@ -718,6 +721,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in plain values; every rank can continue from the state of any rank."""
         state = self._progress.state_dict()
+        if (data := self._data_identity) is not None:
+            state["data"] = dict(data)
         if ledger := self._broken_ledger():
             state["broken"] = [list(entry) for entry in ledger]
         return state
@@ -730,16 +735,19 @@ class Loader:
         and `num_batches` says where the epoch ends. See `stoker.loader.elastic`.
 
         Returns:
-            How the epoch continues, in words, if other ranks began it.
+            How the epoch continues, in words, if other ranks began it; and that a plain file was written to since.
 
         Raises:
-            InputError: The state belongs to other samples, another order or another number of lanes; the
-                message names the difference.
+            InputError: The state belongs to other samples, other data, another order or another number of lanes;
+                the message names the difference.
         """
         broken: Any = []
+        note = None
         if isinstance(state, Mapping):
-            broken = state.get("broken", [])
-            state = {name: value for name, value in state.items() if name != "broken"}
+            broken, saved = state.get("broken", []), state.get("data")
+            if isinstance(saved, Mapping):  # states of older versions have none
+                note = compare_identity(saved, self._data_identity, self.store.name)
+            state = {name: value for name, value in state.items() if name not in ("broken", "data")}
         point = self._progress.load_state_dict(state)
         if self._pictures is not None:
             self._pictures.policy.ledger = read_ledger(broken)
@@ -749,7 +757,12 @@ class Loader:
             rows = self._rows_for_scattered(num_slots)
             if not self._data.ring.can_hold(rows):
                 self._replace_ring(num_slots, rows)
-        return point.words
+        return "; ".join(filter(None, (note, point.words))) or None
+
+    @cached_property
+    def _data_identity(self) -> dict[str, Any] | None:
+        """Which data this is; looked up when the first state is saved or loaded."""
+        return identify(self.store)
 
 
 _KEYWORDS = tuple(

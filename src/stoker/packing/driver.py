@@ -39,6 +39,7 @@ from stoker.report import Progress, Silent
 from stoker.sources.contract import Part, PartContext, Preparation, Source, make_accounts
 from stoker.sources.dataset import samples_source
 from stoker.sources.fingerprint import difference, fingerprint
+from stoker.stalls import Waiting, start_watch
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
@@ -150,6 +151,7 @@ def pack(
     """
     options, progress, out = options or PackOptions(), progress or Silent(), Path(out)
     began = time.perf_counter()
+    start_watch()
     target = check_target(out, source.files())
     if options.cluster:
         progress.say(f"packing with {check_cluster(options.cluster, source.files())}")
@@ -348,7 +350,8 @@ def _build_part(
     source: Source, folder: Path, scratch: Path, job: str, part: Part, poison: Poison
 ) -> StagedPart:
     """Build and write one part; runs in a worker process."""
-    built = source.build(part, PartContext(scratch, current_guard(), poison))
+    with Waiting(part.label, is_work=True):
+        built = source.build(part, PartContext(scratch, current_guard(), poison))
     staged = StagedPart(
         index=part.index,
         label=part.label,

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from stoker.errors import StokerError
 from stoker.lifetime import end_with_parent
+from stoker.stalls import start_watch
 
 PARENT = "STOKER_PARENT"
 """Environment variable: the process that started this worker."""
@@ -123,6 +124,7 @@ def serve() -> None:
     os.dup2(2, 1)  # text that libraries print must not get between two answers
     if alive := os.environ.get(ALIVE):
         threading.Thread(target=_end_without, args=(alive,), daemon=True).start()
+    start_watch(lambda text: sys.stderr.write(f"warning: {text}\n"))
     known: tuple[bytes, Any] = (b"", None)
     while (message := receive(sys.stdin.buffer)) is not None:
         code, item, poison, limit_seconds = load(message)

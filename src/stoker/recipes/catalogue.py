@@ -22,7 +22,7 @@ import xxhash
 from stoker.config import Place, Problem, Settings
 from stoker.config.resolve import OPTIONS, as_error, as_key
 from stoker.display import command
-from stoker.errors import ConfigError, InputError
+from stoker.errors import ConfigError, InputError, refuse_special
 from stoker.loader.splits import SplitName
 from stoker.recipes.contract import Job, Recipe
 from stoker.recipes.options import OptionError, as_overrides, parse_options
@@ -79,6 +79,9 @@ class Chosen:
     def file_digests(self) -> dict[str, str | None]:
         """Per option that is the path of a file, the digest of its bytes."""
         paths = {name: getattr(self.options, name) for name in self.recipe.files}
+        for name, path in paths.items():
+            if path is not None:
+                refuse_special(path, name)
         return {
             name: None if path is None else xxhash.xxh3_64_hexdigest(Path(path).read_bytes())
             for name, path in paths.items()

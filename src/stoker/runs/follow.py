@@ -80,6 +80,8 @@ class LogTail:
 
     def read(self) -> list[LogLine]:
         """Return the new events; lines that are no events are passed over."""
+        if not self.path.is_file():  # to open a pipe would wait for somebody who writes
+            return []
         try:
             with self.path.open("rb", buffering=0) as file:
                 status = os.fstat(file.fileno())

@@ -16,8 +16,9 @@ import xxhash
 import stoker
 from stoker.address import masked_values, slow_digest
 from stoker.display import look_in
-from stoker.errors import SourceError, file_error
+from stoker.errors import SourceError, file_error, refuse_special
 from stoker.sources.contract import Source
+from stoker.stalls import Waiting
 from stoker.store.manifest import Provenance, SourceFile
 from stoker.strict_json import exact_text, parse_json
 
@@ -85,13 +86,14 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
         )
     if path.is_dir():
         return _describe_folder(path)
+    refuse_special(path, "source")
     stat = path.stat()
     before = old.get(str(path))
     if before and (before.size_bytes, before.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
         return before
     digest = xxhash.xxh3_128()
     try:
-        with path.open("rb") as file:
+        with Waiting(path, is_work=True), path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
     except OSError as error:

@@ -39,6 +39,7 @@ import xxhash
 from stoker.bounds import SMALL_BYTES, require_memory
 from stoker.display import command, look_in
 from stoker.errors import CorruptError, StoreError
+from stoker.stalls import Waiting
 from stoker.store.fields import Array
 from stoker.store.hdf5 import Chunk, Location, open_hdf5, read_chunk
 
@@ -106,6 +107,10 @@ class OpenFile:
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
         """Fill `out` from `offset`, or say where the file ended."""
+        with Waiting(self.path):
+            self._read(offset, out, dataset)
+
+    def _read(self, offset: int, out: memoryview, dataset: str) -> None:
         done = 0
         if self.direct and len(out) >= _DIRECT_BYTES and self._is_cold(offset):
             done = self._read_direct(offset, out)
@@ -464,7 +469,8 @@ class StoredArray:
             if self._library is None or self._library[0] != os.getpid():
                 self._library = (os.getpid(), open_hdf5(self.location.file))
             try:
-                self._library[1][self.location.dataset].read_direct(out, np.s_[start:stop])
+                with Waiting(self.location.file, is_work=True):
+                    self._library[1][self.location.dataset].read_direct(out, np.s_[start:stop])
             except (OSError, RuntimeError, KeyError) as error:
                 raise CorruptError(
                     f"{self.location.file}: dataset {self.location.dataset!r}, rows {start} to {stop}: {error}.",

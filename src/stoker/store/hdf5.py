@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 from stoker import bounds
 from stoker.display import command, look_in
 from stoker.errors import CorruptError, StokerError, StoreError
+from stoker.stalls import Waiting
 from stoker.store.fields import Array
 from stoker.store.filters import can_undo, undo_filters
 from stoker.units import format_bytes
@@ -284,6 +285,13 @@ _PACKED_BY = {
 
 def open_hdf5(path: Path) -> h5py.File:
     """Open for reading, with errors that say what to do."""
+    with suppress(OSError), Waiting(path):
+        # HDF5 keeps Python's lock while it waits for a disk, so that nobody could say so: this waits instead of it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            os.read(descriptor, 1)
+        finally:
+            os.close(descriptor)
     try:
         # Best effort: file systems without locks (read-only, network) still open.
         return h5py.File(path, "r", locking="best-effort")

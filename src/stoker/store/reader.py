@@ -25,7 +25,8 @@ import numpy as np
 from stoker.address import as_url, shown
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
-from stoker.errors import CorruptError, InputError, StokerError, StoreError
+from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
+from stoker.stalls import Waiting
 from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
@@ -71,7 +72,13 @@ def open_store(
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
-    path = Path(path)
+    with Waiting(path, is_work=True):
+        return _open_here(Path(path), threads, checksum, chosen)
+
+
+def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection) -> Store:
+    """Open a store, an HDF5 file or a Zarr folder of this machine."""
+    refuse_special(path, "the store", StoreError)
     if path.is_file() and path.name != "store.json":
         manifest, paths, aside, notes = describe_plain_file(path, chosen)
         datasets = _datasets(manifest.fields)

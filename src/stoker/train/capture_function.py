@@ -40,7 +40,7 @@ from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
-StepFunction = Callable[[Any], Any]
+StepFunction = Callable[..., Any]
 _T = TypeVar("_T")
 Several: TypeAlias = _T | Sequence[_T] | Mapping[str, _T]
 """One, a list of them, or a dict of them by name."""

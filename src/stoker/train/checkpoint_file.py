@@ -23,8 +23,16 @@ import torch
 import xxhash
 
 from stoker.display import look_in
-from stoker.errors import CorruptError, InputError, StokerError, StoreError, unwritable
+from stoker.errors import (
+    CorruptError,
+    InputError,
+    StokerError,
+    StoreError,
+    refuse_special,
+    unwritable,
+)
 from stoker.ownership import writing
+from stoker.stalls import Waiting
 from stoker.strict_json import exact_text, parse_json
 
 _END = struct.Struct("<4s4H2LH")  # zip's end record; its last number is the length of the comment
@@ -187,8 +195,9 @@ def read_file(path: Path, map_location: str | torch.device) -> tuple[Saved, dict
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
+    refuse_special(path, "the checkpoint", StoreError)
     try:
-        with path.open("rb") as file:
+        with Waiting(path, is_work=True), path.open("rb") as file:
             yield file
     except StokerError:
         raise

@@ -12,8 +12,9 @@ import contextlib
 import math
 import sys
 import time
+import weakref
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
@@ -301,3 +302,14 @@ class History:
     def is_captured(self) -> bool:
         """Whether steps run as one CUDA graph."""
         return self.step is not None and bool(self.step.values["captured"])
+
+
+def call_weakly(tell: Callable[[Note], object]) -> Callable[[Note], None]:
+    """Return a function that calls a method and does not keep its object alive."""
+    method = weakref.WeakMethod(tell)
+
+    def call(note: Note) -> None:
+        if (alive := method()) is not None:
+            alive(note)
+
+    return call

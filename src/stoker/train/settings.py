@@ -157,7 +157,9 @@ def _read_mapping(
     return TrainSettings(**values), [*notes, *_note_others(others)]
 
 
-CLIPPED = "gradients are clipped to a norm of 1.0, as by default: config={'clip_norm': None} leaves them"
+CLIPPED = (
+    "gradients are clipped to a norm of 1.0, as by default: config={'clip_norm': None} leaves them"
+)
 
 
 class Configured:

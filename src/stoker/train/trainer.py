@@ -15,7 +15,6 @@ import contextlib
 import copy
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -42,7 +41,7 @@ from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.graph import has_graphs, refuse_eager, step_note
 from stoker.train.heartbeat import HEARTBEAT
-from stoker.train.history import EpochLines, EpochReport, EpochTally, History
+from stoker.train.history import EpochLines, EpochReport, EpochTally, History, call_weakly
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import BASELINE_AFTER_SECONDS, LeakWatch, log_gpu_stats
 from stoker.train.parallel import Parallel, choose_parallel, share_statistics
@@ -164,23 +163,11 @@ class Trainer(Configured, Resumable):
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
         # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
-        told = weakref.WeakMethod(self.note)
-
-        def weak_note(note: Note) -> None:
-            if (tell := told()) is not None:
-                tell(note)
-
-        self._weak_note = weak_note
-        together = self.settings.gradient_accumulation_steps * self.ranks.world_size
+        self._weak_note = call_weakly(self.note)
         self._clipped = [CLIPPED] if clips_unasked(config) else []
-        summed = check_reduction(criterion, together)
-        for line in (
-            *unread,
-            *self._clipped,
-            *summed,
-            *self._train.notes,
-            *describe(scheduler, self._interval),
-        ):
+        together = self.settings.gradient_accumulation_steps * self.ranks.world_size
+        given = (*unread, *self._clipped, *check_reduction(criterion, together), *self._train.notes)
+        for line in (*given, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
@@ -574,9 +561,8 @@ class Trainer(Configured, Resumable):
         left_out = self._at.left_out | {found.place}
         self._update.drop()
         self.load_state_dict(self._at.good)
-        del self.history.step_losses[
-            self._at.first_loss :
-        ]  # the state is that of the epoch's beginning
+        # The state is that of the epoch's beginning.
+        del self.history.step_losses[self._at.first_loss :]
         self._at.left_out = left_out
         self._at.num_skipped = self._step.num_skipped  # the cause is known
         self.note(

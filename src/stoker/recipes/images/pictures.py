@@ -19,6 +19,7 @@ from stoker.recipes.contract import RawBatch
 from stoker.sources.images.decoding import PictureError, decode, to_pixels
 from stoker.sources.images.listing import ENDINGS, list_pictures, no_pictures
 from stoker.store.fields import Array
+from stoker.units import format_count
 
 
 class PictureReader:
@@ -89,7 +90,10 @@ class PictureReader:
         listing = list_pictures(path)
         if not listing.pictures:
             raise no_pictures(listing)
-        told = [f"{count:,} files left out: {why}" for why, count in listing.ignored.items()]
+        told = [
+            f"{format_count(count, 'file')} left out: {why}"
+            for why, count in listing.ignored.items()
+        ]
         return cls(path, listing.pictures, *more, told)
 
     def __iter__(self) -> Iterator[RawBatch]:
@@ -123,5 +127,9 @@ class PictureReader:
         refused = self._num_refused
         return [
             *self._told,
-            *([f"{refused:,} pictures have a reason instead of an answer"] if refused else []),
+            *(
+                [f"{format_count(refused, 'picture')} without an answer; see 'reason'"]
+                if refused
+                else []
+            ),
         ]

@@ -33,6 +33,7 @@ from stoker.sources.images.decoding import Decoded, PictureError, decode, to_pix
 from stoker.sources.images.listing import ENDINGS, list_pictures, no_pictures
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
+from stoker.units import format_count
 
 Tensor = torch.Tensor
 Size = tuple[int, int]
@@ -122,7 +123,10 @@ class ScenePictures:
         listing = list_pictures(path)
         if not listing.pictures:
             raise no_pictures(listing)
-        told = [f"{count:,} files left out: {why}" for why, count in listing.ignored.items()]
+        told = [
+            f"{format_count(count, 'file')} left out: {why}"
+            for why, count in listing.ignored.items()
+        ]
         return cls(path, listing.pictures, **more, told=told)
 
     def __iter__(self) -> Iterator[RawBatch]:
@@ -174,11 +178,15 @@ class ScenePictures:
         return [
             *self._told,
             *(
-                [f"{tiled:,} large pictures went through in tiles of {wide} x {high}"]
+                [f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"]
                 if tiled
                 else []
             ),
-            *([f"{refused:,} pictures have a reason instead of a mask"] if refused else []),
+            *(
+                [f"{format_count(refused, 'picture')} without a mask; see 'reason'"]
+                if refused
+                else []
+            ),
         ]
 
 
@@ -331,10 +339,19 @@ def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -
 
 
 def free_mask_name(name: str, used: set[str]) -> str:
-    """Return the name of a mask: that of the picture with .png, or with .png behind it where that is taken."""
-    target = PurePosixPath(name).with_suffix(".png").as_posix()
+    """Return the name of a mask: that of the picture with .png, or with .png behind it where that is taken.
+
+    A name in a store may be any text: its folders stay below that of the masks.
+    """
+    parts = [part for part in PurePosixPath(name).parts if part not in ("/", "..")]
+    path = PurePosixPath(*parts or ["mask"])
+    target = path.with_suffix(".png").as_posix()
     if target in used:
-        target = f"{name}.png"
+        target = f"{path}.png"
+    number = 2
+    while target in used:
+        target = f"{path}-{number}.png"
+        number += 1
     used.add(target)
     return target
 

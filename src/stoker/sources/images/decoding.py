@@ -35,7 +35,7 @@ import numpy as np
 
 from stoker import bounds
 from stoker.display import command
-from stoker.errors import MissingExtraError, SourceError
+from stoker.errors import MissingExtraError, SourceError, special_kind
 from stoker.store.fields import Array
 
 _PIXEL_BYTES = 12
@@ -144,6 +144,8 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
         data: Its bytes, where they were read already; `path` is then for messages.
     """
     image = pillow()
+    if data is None and (kind := special_kind(path)):
+        raise PictureError(f"is {kind}.", path=path)
     try:
         with warnings.catch_warnings():
             # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name. It also warns of

@@ -20,7 +20,7 @@ import numpy as np
 
 from stoker import bounds
 from stoker.display import quoted
-from stoker.errors import InputError
+from stoker.errors import InputError, special_kind
 from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
@@ -82,6 +82,8 @@ def read_encoded(
     Raises:
         PictureError: It is damaged, or of a kind that is refused.
     """
+    if kind := special_kind(path):
+        raise PictureError(f"is {kind}.", path=path)
     try:
         size = path.stat().st_size
         bounds.RECORD.check(size, str(path), "a smaller picture in its place", PictureError)

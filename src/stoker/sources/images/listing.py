@@ -15,7 +15,11 @@ from pathlib import Path, PurePosixPath
 from stoker.display import command, look_in
 from stoker.errors import SourceError
 
-ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+ENDINGS = {
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm",
+}  # fmt: skip
+# Pictures too: Pillow reads some of them here and there, and a file that it cannot read is refused by its name.
+_SOMETIMES = {".avif", ".heic", ".heif", ".jp2", ".jxl"}
 SPLIT_ALIASES = {
     "train": 0,
     "training": 0,
@@ -124,7 +128,8 @@ def _why_ignored(name: str) -> str:
     if is_system(name):
         return HIDDEN
     ending = PurePosixPath(name).suffix.lower()
-    return "" if ending in ENDINGS else f"not a picture ({ending or 'no ending'})"
+    is_picture = ending in ENDINGS or ending in _SOMETIMES
+    return "" if is_picture else f"not a picture ({ending or 'no ending'})"
 
 
 def no_pictures(listing: Listing) -> SourceError:

@@ -31,7 +31,7 @@ import numpy as np
 
 from stoker.bounds import RECORD, open_zip
 from stoker.display import command, look_in
-from stoker.errors import SourceError
+from stoker.errors import SourceError, refuse_special
 from stoker.store.fields import Array
 from stoker.units import format_bytes
 
@@ -173,6 +173,7 @@ class MolReader:
         name = os.fsdecode(self._names[record])
         try:
             if self._file is None:
+                refuse_special(self._places.path / name, "the MOL file")
                 content = (self._places.path / name).read_bytes()
             else:
                 content = self._read_place(*self._places.table[record].tolist())

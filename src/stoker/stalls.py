@@ -1,0 +1,136 @@
+"""Disks that do not answer: whoever waits long for a file is told which one.
+
+Enters: the file that a thread is about to read. Leaves: nothing; after 30 s without an answer a warning that names the
+file, and again after 5 and 50 minutes. Costs: 1 µs a read, and one thread that looks every 5 s.
+
+Contract: nothing is ended, repeated or skipped: when a network disk comes back, reading goes on. A read counts by its
+time alone. Work (`is_work`) may take long; it counts as waiting only while this process uses less than a hundredth of
+a core. The thread runs from the first `start_watch` to the end of the process; a forked child has none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from stoker.display import printable
+from stoker.units import format_seconds
+
+WAIT_SECONDS = 30.0
+_AGAIN = 10
+_LOOKS = 6  # in `WAIT_SECONDS`
+_IDLE_SHARE = 0.01
+
+
+class Waiting:
+    """Context in which the calling thread waits for a file.
+
+    Args:
+        what: The file, or work on it in words.
+        is_work: It may take long while the processor is busy with it.
+    """
+
+    __slots__ = ("is_work", "outer", "since", "told_after", "what")
+
+    def __init__(self, what: str | Path, *, is_work: bool = False) -> None:
+        self.what, self.is_work = what, is_work
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        self.outer = _waiting.get(thread)
+        self.since, self.told_after = time.monotonic(), 0.0
+        _waiting[thread] = self
+
+    def __exit__(self, *_: object) -> None:
+        if self.outer is None:
+            _waiting.pop(threading.get_ident(), None)
+        else:
+            _waiting[threading.get_ident()] = self.outer
+
+
+_waiting: dict[int, Waiting] = {}
+"""What each thread waits for, the innermost first."""
+
+
+def find_stalled(now: float, busy_at: float) -> list[tuple[str, float]]:
+    """Return what has been waited for too long, with the seconds; each once, and again after ten times as long.
+
+    Args:
+        now: Of `time.monotonic`.
+        busy_at: When this process last used its processors.
+    """
+    found: dict[str, float] = {}
+    for waiting in list(_waiting.values()):
+        seconds = now - (max(waiting.since, busy_at) if waiting.is_work else waiting.since)
+        if seconds >= max(WAIT_SECONDS, _AGAIN * waiting.told_after):
+            waiting.told_after = seconds
+            found[str(waiting.what)] = max(seconds, found.get(str(waiting.what), 0.0))
+    return sorted(found.items())
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class _Watch:
+    """The thread that looks."""
+
+    def __init__(self) -> None:
+        self._tell: Callable[[str], object] = _warn
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def start(self, tell: Callable[[str], object] | None) -> None:
+        self._tell = tell or self._tell
+        if self._thread is None:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._run, name="stoker-stalls", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop.set()
+            thread.join(1.0)
+
+    def forget(self) -> None:
+        """After a fork the thread is the parent's, and so are its reads."""
+        self._thread = None
+        _waiting.clear()
+
+    def _run(self) -> None:
+        looked_at, used = time.monotonic(), time.process_time()
+        busy_at = looked_at
+        while not self._stop.wait(WAIT_SECONDS / _LOOKS):
+            now, before = time.monotonic(), used
+            used = time.process_time()
+            if used - before > _IDLE_SHARE * (now - looked_at):
+                busy_at = now
+            looked_at = now
+            for what, seconds in find_stalled(now, busy_at):
+                text = f"still waiting for {what}, for {format_seconds(seconds)}: its disk does not answer"
+                # Where warnings are errors, the thread must live on.
+                with contextlib.suppress(Exception):
+                    self._tell(printable(text))
+
+
+_watch = _Watch()
+
+
+def start_watch(tell: Callable[[str], object] | None = None) -> None:
+    """Watch this process from now on.
+
+    Args:
+        tell: Is given each text, in the watch's thread; `warnings.warn` until somebody gives one.
+    """
+    _watch.start(tell)
+
+
+atexit.register(_watch.stop)
+os.register_at_fork(after_in_child=_watch.forget)
