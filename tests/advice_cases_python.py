@@ -494,6 +494,11 @@ def place(loader):
             TRAINING + "; x = torch.ones(9, 3); three = Loader((x, x, x[:, :2]), 4, 'cpu')",
             "Trainer(model, three, None, criterion, optimizer)",
         ),
+        Case(
+            "Trainer(model, pairs, None, torch.nn.L1Loss(reduction='sum'), optimizer, config={'gradient_accumulation_steps': 2})",
+            TRAINING,
+            at="torch.nn.L1Loss(reduction='sum')",
+        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         *_refused(
             TRAINING,

@@ -185,6 +185,7 @@ class Step:
             loss = parts.criterion(as_float32(outputs), targets)
             if not self._has_loss:
                 check_loss(loss)
+                check_gradient(loss)
                 check_shapes(parts.criterion, as_float32(outputs), targets, loss)
                 self._has_loss = True
             parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
@@ -358,8 +359,20 @@ def check_loss(loss: Any) -> None:
     raise InputError(
         f"the criterion returned {given}.",
         "the mean loss of the batch: a scalar tensor",
-        "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
+        "return loss at the end of the criterion, not loss.item()"
+        if isinstance(loss, float | int)
+        else "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
     )
+
+
+def check_gradient(loss: torch.Tensor) -> None:
+    """Raise if nothing can be learned from a loss."""
+    if not loss.requires_grad:
+        raise InputError(
+            "the criterion returned a loss without a gradient.",
+            "a loss that is computed from the model's outputs and parameters that require a gradient",
+            "leave .detach(), torch.no_grad() and .data out of the model and the criterion",
+        )
 
 
 @torch.no_grad()

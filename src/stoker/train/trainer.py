@@ -31,6 +31,7 @@ from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_optimizer,
     check_parameters,
+    check_reduction,
     check_skipping,
     check_steps,
     move_model,
@@ -43,25 +44,16 @@ from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochLines, EpochReport, EpochTally, History, call_weakly
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import BASELINE_AFTER_SECONDS, LeakWatch, log_gpu_stats
-from stoker.train.parallel import (
-    Parallel,
-    choose_parallel,
-    share_statistics,
-)
+from stoker.train.parallel import Parallel, choose_parallel, share_statistics
 from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
 from stoker.train.run_state import Place, Resumable
 from stoker.train.schedule import Interval, check_alone, choose_interval, describe, step_scheduler
-from stoker.train.settings import Configured, TrainerConfig, read_config
+from stoker.train.settings import CLIPPED, Configured, TrainerConfig, clips_unasked, read_config
 from stoker.train.shutdown import Shutdown
-from stoker.train.step import (
-    Step,
-    StepParts,
-    fill_momentum,
-    make_guarded,
-)
+from stoker.train.step import Step, StepParts, fill_momentum, make_guarded
 from stoker.train.update import Update
 from stoker.units import usable_count
 
@@ -172,7 +164,10 @@ class Trainer(Configured, Resumable):
         # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
         # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
         self._weak_note = call_weakly(self.note)
-        for line in (*unread, *self._train.notes, *describe(scheduler, self._interval)):
+        self._clipped = [CLIPPED] if clips_unasked(config) else []
+        together = self.settings.gradient_accumulation_steps * self.ranks.world_size
+        given = (*unread, *self._clipped, *check_reduction(criterion, together), *self._train.notes)
+        for line in (*given, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
@@ -339,6 +334,8 @@ class Trainer(Configured, Resumable):
             stack.push(self._keep_what_was_done)
             if isinstance(self._progress, EpochLines) and self.ranks.is_first and not quiet:
                 stack.enter_context(self._progress.shown(at.epoch))
+                for line in self._clipped:
+                    self._progress.say(line)
                 if self.history.fallback is not None:
                     self._progress.say(self.history.fallback.text)
             shutdown.agree()
