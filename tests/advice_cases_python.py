@@ -494,6 +494,11 @@ def place(loader):
             TRAINING + "; x = torch.ones(9, 3); three = Loader((x, x, x[:, :2]), 4, 'cpu')",
             "Trainer(model, three, None, criterion, optimizer)",
         ),
+        Case(
+            "Trainer(model, pairs, None, torch.nn.L1Loss(reduction='sum'), optimizer, config={'gradient_accumulation_steps': 2})",
+            TRAINING,
+            at="torch.nn.L1Loss(reduction='sum')",
+        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         *_refused(
             TRAINING,
@@ -732,6 +737,15 @@ def place(loader):
         Case(
             "list(read_molecules_of(Path('table.csv')))",
             "from stoker.recipes.massspec.molecules import read_molecules_of",
+        ),
+        Case(
+            "list(read_molecules_of(Path('no-molecules')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; Path('no-molecules').mkdir()",
+        ),
+        Case(
+            "list(read_molecules_of(Path('long.csv')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; "
+            "Path('long.csv').write_text('smiles\\n' + 'C' * 200000)",
         ),
         *_refused(
             "from stoker.recipes.images.networks import *; from stoker.recipes.images.recipe import *; "

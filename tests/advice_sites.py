@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import stoker
+from source_trees import nodes
 from source_trees import parsed as tree_of
 
 PACKAGE = Path(stoker.__file__).parent
@@ -80,13 +81,14 @@ def all_sites() -> tuple[Site, ...]:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         file = str(path.relative_to(PACKAGE))
-        tree = tree_of(path.read_text())
+        code = path.read_text()
+        tree = tree_of(code)
         named = {
             node.targets[0].id: node.value
             for node in tree.body
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         }
-        for call in ast.walk(tree):
+        for call in nodes(code):
             advice = _advice_of(call, file)
             if advice is not None:
                 said = named.get(advice.id, advice) if isinstance(advice, ast.Name) else advice

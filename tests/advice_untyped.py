@@ -5,6 +5,9 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "sources/images/masks.py: 'exchange --images and --masks, or --mask-map keep'": (
+        "which folder holds the masks is known to the user alone; test_stranger_files.py reaches it"
+    ),
     "augment/compose.py: 'RandomHorizontalFlip()'": "needs a DataLoader worker; test_augment_workers.py has one",
     "augment/compose.py: f'ids.to({str(device)!r})'": "needs a GPU",
     "augment/position.py: \"compose.load_state_dict(compose.state_dict() | {'stream': rank})\"": "needs another process; test_augment_workers.py types it there",
@@ -53,6 +56,7 @@ UNTYPED: dict[str, str] = {
     "recipes/answers.py: '--device cpu'": "needs a GPU",
     "recipes/answers.py: 'leave --split out'": "needs a run on a packed table; test_raw_tables.py refuses and answers the same call",
     "recipes/answers.py: command('stoker', 'predict', trained.loaded.saved.path, given, 'OUT.parquet')": "test_raw_tables.py types it with a store of a run",
+    "recipes/forex/raw_bars.py: look_in(Path(given) if Path(given).is_dir() else Path(given).parent)": "needs a run on bars; test_raw_bars.py reaches it",
     'recipes/forex/raw_bars.py: \'load_model("best.pt").predict("bars/")\'': "needs a run on bars; test_raw_bars.py types it",
     "recipes/raw_tables.py: 'pandas.DataFrame(...)'": "pandas is not needed by stoker",
     "recipes/raw_tables.py: f\"rename: {', '.join(close[:5])}\" if close else 'a file with these columns'": "the user's file is to be changed: no command does it",

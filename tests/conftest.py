@@ -45,6 +45,7 @@ settings.register_profile(
     "campaign", settings.get_profile("house"), max_examples=400, derandomize=False
 )
 settings.load_profile("house")
+gc.disable()  # until all is collected: what is imported and collected stays
 kept_commands.keep()
 warm_stoker.do_not_wait_for_the_disk()
 
@@ -129,6 +130,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()  # the controller collects no tests
         serving = warm_stoker.for_all_workers()
         serving.__enter__()
         config.add_cleanup(lambda: serving.__exit__(None, None, None))
@@ -169,6 +171,7 @@ def freeze() -> None:
 
 def pytest_collection_finish() -> None:
     freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:

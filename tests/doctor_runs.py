@@ -1,12 +1,12 @@
-"""Running scripts under the doctor's probe from one warm process, for the tests of the doctor."""
+"""Running scripts under the doctor's probe from one fork of this process, for the tests of the doctor."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_scripts
+from forked import Forked
 from stoker.doctor.attach import probe_variables
 from stoker.doctor.measurements import MachineFacts, Measurements
 from stoker.doctor.transcript import read_folder
@@ -22,14 +22,20 @@ def cores() -> int:
 def run_warm(names, steps, folder, crashing=frozenset()) -> dict[str, Measurements]:
     """Run cases one after the other, and return what the probe saw of each."""
     folder.mkdir()
-    lines = subprocess.run(
-        [sys.executable, str(CASES / "warm.py"), str(steps), *names],
-        env={**probe_variables(os.environ, folder), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=300,
-    ).stdout.splitlines()
+    words = [str(CASES / "warm.py"), str(steps), *names]
+    variables = {**probe_variables(os.environ, folder), "OMP_NUM_THREADS": "1"}
+    read, write = os.pipe()
+
+    def be_warm():
+        os.dup2(write, 1)
+        os.close(write)
+        forked_scripts.run(words, variables, Path.cwd())
+
+    process = Forked(words, be_warm)
+    os.close(write)
+    with open(read) as said:  # noqa: PTH123
+        lines = said.read().splitlines()
+    assert process.wait(60) == 0
     processes = read_folder(folder)
     seen = {}
     for name, pid, status in (line.split() for line in lines):

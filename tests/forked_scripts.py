@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,11 +29,11 @@ from stoker.doctor import attach
 
 def start(command, variables, cwd):
     """Stand in for `attach._start`."""
-    assert command[0] == sys.executable, command
-    return Forked(command, lambda: _run(command[1:], variables, cwd or Path.cwd()))
+    assert command[0] in (sys.executable, "python"), command
+    return Forked(command, lambda: run(command[1:], variables, cwd or Path.cwd()))
 
 
-def _run(words, variables, cwd) -> NoReturn:
+def run(words, variables, cwd) -> NoReturn:
     """Be the script; end the process."""
     code = 1
     try:
@@ -46,6 +47,9 @@ def _run(words, variables, cwd) -> NoReturn:
         os.environ.update(variables)
         tempfile.tempdir = None
         torch.set_num_threads(1)  # a pool of threads does not survive the fork
+        warnings.resetwarnings()  # which are errors in tests; below, those that Python begins with
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
         _enter()
         sys.argv = [*map(str, words)]
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

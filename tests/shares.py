@@ -15,6 +15,7 @@ TOGETHER = {
         "every_pair", "frameworks_lightning", "frameworks_capture", "frameworks_huggingface",
         "frameworks_adapted", "frameworks_accelerate",
     ),  # Lightning and transformers are 7 s of imports
+    "graphs": ("export", "recipe_images"),  # the exporter is 3 s of imports
     "sources": (
         "advice", "architecture", "ownership", "facts", "printed_commands", "registry", "terminal",
         "words", "bad_machine",
@@ -22,8 +23,8 @@ TOGETHER = {
     "watched": ("doctor_attach", "doctor_between", "doctor_endings", "doctor_samples"),  # of the same scripts
 }  # fmt: skip
 LONG_FIRST = (
-    "augment_fused", "sources", "watched", "frameworks", "export", "ranks", "cluster", "examples", "demo",
-    "docs_site", "run", "cli_doctor", "doctor_job", "doctor_cases", "tune", "recipe_images", "recipe_massspec",
+    "augment_fused", "sources", "watched", "frameworks", "graphs", "ranks", "cluster", "examples", "demo",
+    "docs_site", "run", "cli_doctor", "doctor_job", "doctor_cases", "tune", "recipe_massspec",
     "gallery", "packing", "bounds", "docs_code", "predict", "cli", "compat_massspec", "report_page",
     "shipped_configs", "msp", "lifetime", "remote_store", "trainer_edges", "recipe_tabular", "recipe_forex",
     "no_lookahead", "loader_turns", "pack_from", "doctor_benchmark", "update", "elastic", "pictures_loader", "order",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import stoker
-from source_trees import parsed
+from source_trees import nodes, parsed
 
 PACKAGE = Path(stoker.__file__).parent
 LAYERS = [
@@ -53,7 +53,7 @@ def room(path: Path) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(parsed(path.read_text())):
+    for node in nodes(path.read_text()):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"

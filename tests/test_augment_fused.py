@@ -41,7 +41,9 @@ from stoker.errors import InputError
 from warm_stoker import shared
 
 PARITY = Path(__file__).parent / "parity"
-KERNELS = [str(PARITY / "test_fused_kernels.py"), str(PARITY / "test_lstm_kernels.py")]
+KERNELS = [
+    str(PARITY / f"test_{name}.py") for name in ("fused_kernels", "lstm_kernels", "sizing_kernel")
+]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(
     fused.importlib.util.find_spec("triton") is None, reason="triton is not installed"

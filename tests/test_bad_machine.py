@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stoker
-from source_trees import parsed
+from source_trees import nodes
 from stoker import errors
 from stoker.strict_json import MAX_DEPTH, json_text, parse_json
 from stoker.units import local_time
@@ -195,7 +195,13 @@ def test_a_closed_stdout_is_not_taken_by_a_file(place):
     assert text.endswith("</html>\n") or text.rstrip().endswith("</html>")
 
 
-@pytest.mark.parametrize("words", [["demo"], ["config", "check", "c.yaml"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["demo"], marks=pytest.mark.slow),
+        ["config", "check", "c.yaml"],
+    ],  # it imports torch
+)
 def test_a_working_folder_that_is_gone(tmp_path, words):
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -359,7 +365,7 @@ def test_json_is_written_and_read_in_one_place():
         inside = path.relative_to(PACKAGE)
         if inside.parts[:2] == ("doctor", "probe") or inside.name == "strict_json.py":
             continue
-        for node in ast.walk(parsed(path.read_text())):
+        for node in nodes(path.read_text()):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert "json" not in names, f"{inside} imports json: stoker.strict_json is for that"
@@ -414,7 +420,7 @@ def deep(where, name):
 def test_deep_json_and_yaml_are_named(place, run, tmp_path):
     (tmp_path / "store").mkdir()
     deep(tmp_path / "store", "store.json")
-    (tmp_path / "deep.yaml").write_text("a: " + "[" * 1000 + "]" * 1000)
+    (tmp_path / "deep.yaml").write_text("a: " + "[" * 500 + "]" * 500)
     (tmp_path / "run").mkdir()
     log = (place / "run/run.jsonl").read_text()
     (tmp_path / "run/run.jsonl").write_text(log + "[" * 20_000 + "\n")

@@ -87,6 +87,23 @@ def test_a_captured_loop_is_the_loop(device, name):
 pytestmark = pytest.mark.filterwarnings("default:stoker.capture")
 
 
+@pytest.mark.parametrize("form", ["arguments", "tuple", "dict"])
+def test_a_step_of_several_arguments_is_captured(device, form):
+    captured, plain = (Loop(device, OPTIMIZERS["AdamW"]) for _ in range(2))
+
+    def train_step(rows, targets):
+        return captured.step((rows, targets))
+
+    step = stoker.capture(train_step, model=captured.model, optimizer=captured.optimizer)
+    for rows, targets in batches(device):
+        if form == "arguments":
+            loss = step(rows, targets)
+        else:
+            loss = step((rows, targets) if form == "tuple" else {"rows": rows, "targets": targets})
+        assert float(loss) == pytest.approx(float(plain.step((rows, targets))), rel=1e-3, abs=1e-5)
+    assert step.is_captured, step.reason
+
+
 def test_a_scheduler_is_followed(device):
     runs = []
     for is_captured in (True, False):

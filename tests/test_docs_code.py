@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -18,6 +15,8 @@ import yaml
 from docs_build.blocks import Block, code_blocks, prose, stoker_commands
 from docs_build.pages import LANGUAGES
 from docs_build.verbs import command_tree, leaves, subcommands
+
+from warm_stoker import shared
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -363,7 +362,7 @@ def test_commands_in_running_text_exist():
 
 
 def _run_line(line: str, folder: Path) -> str:
-    """Run one command of the page: stoker's own in this process, scripts and the doctor's in their own."""
+    """Run one command of the page: stoker's own in this process, scripts and the doctor's in forks."""
     from typer.testing import CliRunner
 
     from stoker.cli.main import app
@@ -373,11 +372,9 @@ def _run_line(line: str, folder: Path) -> str:
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
         return result.output
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [verb, *words], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True,
-        timeout=100, check=False,
-    )  # fmt: skip
+    script = "" if verb == "stoker" else folder / words.pop(0)
+    assert verb in ("stoker", "python"), line
+    done = shared().run(words, folder, script=script, forks_scripts=True)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

@@ -103,6 +103,27 @@ def test_the_page_is_that_of_the_result_files():
         assert (publish.DOCS / name).read_text(encoding="utf-8") == text, f"run publish.py: {name}"
 
 
+def test_merged_results_keep_the_figures_of_each_run(tmp_path):
+    machine = {"probe": {"gpus": [], "cpu": "x", "torch": "2"}, "host": "x"}
+    runs = {
+        "new": [run.judge("one", result(["no-workers"], [("no-workers", 2.0)]))],
+        "old": [
+            run.judge("one", result(["no-workers"])),
+            run.judge("two", result(["no-workers"], [("no-workers", 4.0)])),
+        ],
+    }
+    for name, rows in runs.items():
+        told = {"summary": {**run.summarise(rows), "not_run": []}, "rows": rows}
+        document = {"machine": {**machine, "commit": name}, "result": told}
+        (tmp_path / name).write_text(json.dumps(document))
+    merged = publish.merge([tmp_path / "new", tmp_path / "old"], "Not run again.")
+    assert merged["result"]["summary"]["top_right"] == {"right": 2, "of": 2}
+    page = "\n".join(publish.result_section("doctor-x", merged))
+    assert "| 1, `old` | 2 | 1 of 2 | 0 of 0 | 0.0% of 1 | 0 of 0 |" in page
+    assert "| 2, `new` | 1 | 1 of 1 | 0 of 0 | 100% of 1 | 0 of 0 |" in page
+    assert "Not run again." in page
+
+
 def test_other_tools_name_a_cause_by_rules():
     spot = {"function": "__getitem__", "line": 3}
     assert peers.named_by_line(spot, ["no-workers"])

@@ -227,3 +227,5 @@ def test_logging_is_left_out_and_loading_is_divided():
     (logs,) = diagnose(replace(between, between_loads=False))
     assert logs.gain.likely == pytest.approx(0.020 / (0.004 + 0.05 * 0.016))
     assert loads.gain.likely < 2.6
+    assert "DataLoader" in loads.remedy
+    assert "DataLoader" not in logs.remedy + logs.patch.script, "there is nothing to load"

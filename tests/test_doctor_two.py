@@ -22,7 +22,7 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     OperatorFacts,
 )
-from stoker.doctor.probe import clocks, loading, recorder, sampling
+from stoker.doctor.probe import clocks, fetching, loading, places, recorder, sampling
 from stoker.doctor.rules import diagnose, find_later, why_unjudged
 from stoker.measure.readings import Spread
 
@@ -249,6 +249,15 @@ def test_a_copy_from_pinned_memory_that_blocks_is_told_if_the_gpu_idles(busy, na
         assert one.patch.loader_arguments == {}
 
 
+def test_a_batch_is_not_too_small_for_a_gpu_that_always_computes():
+    """Measured on an H200 (healthy_class): a host that runs ahead of 10.8 ms of kernels with 32 samples."""
+    kernels = KernelFacts(28.0, 384e-6, 1.0)
+    measured = on_h200(
+        0.010756, kernels, wait_seconds=at(3.7e-4), compute_seconds=at(0.00126), operators=OperatorFacts(33, 1.5e-4)
+    )  # fmt: skip
+    assert diagnose(measured) == []
+
+
 def test_a_tiny_batch_on_a_gpu_is_too_small():
     """Measured on an H200 (tiny_batch_plain): nothing was found, because 24 operators took 43 µs each."""
     tiny = LoaderFacts(
@@ -304,3 +313,36 @@ def test_seconds_awake_are_those_on_a_core_and_queued():
         clocks._schedstats.pop(thread.ident, None)
         done.set()
         thread.join()
+
+
+# -- loops of fetches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gap", "per_run", "whole"),
+    [(2e-6, 1000, True), (2e-4, 400, True), (2e-4, 2, False), (5e-3, 400, False)],
+    ids=["values", "values of rows", "a model between", "long gaps"],
+)
+def test_the_time_between_rows_of_values_belongs_to_their_loop(monkeypatch, gap, per_run, whole):
+    """Each call takes 1 µs and follows the one before after 1 µs, but after `per_run` of them there is a gap."""
+    seen = SimpleNamespace(
+        kind="optimizer", training_thread=clocks.current_thread(), num_steps=5, sync=0.0, drawing=False, spans=[],
+        site=lambda *_: site,
+    )  # fmt: skip
+    site = recorder.Site("train.py:62", "float", None)
+    monkeypatch.setattr(recorder, "get", lambda: seen)
+    now = 1.0
+    for call in range(4 * per_run):
+        now += gap if call and call % per_run == 0 else 1e-6
+        fetching._add("sync", "float", None, now, now + 1e-6)
+        now += 1e-6
+    share = site.seconds / (now - 1.0)
+    assert share > 0.95 if whole else share < 0.75
+
+
+def test_generated_code_without_lines_is_no_place():
+    code = SimpleNamespace(co_filename="/home/me/train.py")
+    mine = SimpleNamespace(f_code=code, f_lineno=7, f_back=None)
+    made = SimpleNamespace(f_code=SimpleNamespace(co_filename="<string>"), f_lineno=0, f_back=mine)
+    assert places.place_of(made) == "/home/me/train.py:7"
+    assert places.places_of(made) == ("/home/me/train.py:7",)

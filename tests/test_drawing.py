@@ -386,7 +386,7 @@ def test_mixtures_that_cannot_be_are_refused(pair, tmp_path):
         with pytest.raises(InputError, match="a share of 0 or more"):
             mix(shares)
     write_store(tmp_path / "c", [{"y": Dense(np.arange(3.0))}]).close()
-    with pytest.raises(InputError, match="differ in the field 'y'"):
+    with pytest.raises(InputError, match=r"differ in the field 'y': dense float64"):
         mix({next(iter(pair)): 1, str(tmp_path / "c"): 1})
     with pytest.raises(InputError, match="need resident data"):
         Loader(mix(pair, per_batch=True), 16, "cpu", data_bytes=1_500)

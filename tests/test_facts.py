@@ -12,7 +12,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from source_trees import parsed
+from source_trees import nodes
 from stoker.report import INCIDENTS, LogLine, Note, RunEnd, Topic, read_note
 
 SOURCES = Path(__file__).resolve().parent.parent / "src" / "stoker"
@@ -58,7 +58,7 @@ def readings(source: str) -> Iterator[tuple[int, str]]:
     `note in notes` asks a list for a whole sentence and reads none, so names in the plural are searched only
     for literal texts.
     """
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in CUTS and is_sentence(node.func.value):
                 yield node.lineno, ast.unparse(node)

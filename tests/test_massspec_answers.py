@@ -171,7 +171,7 @@ def test_new_molecules_get_spectra_or_a_reason(trained):
     for _ in range(2):  # our own library is replaced
         report = predict_file(checkpoint, folder / "new.smi", folder / "new.msp", device="cpu")
     assert report.num_rows == 3
-    assert "1 molecules have a reason instead of a spectrum" in report.notes
+    assert "1 molecule without a spectrum; see 'reason'" in report.notes
     batches = list(read_msp(folder / "new.msp"))
     records = [record for batch in batches for record in batch.records]
     refused = [refusal for batch in batches for refusal in batch.refused]
@@ -215,6 +215,38 @@ def test_the_same_molecule_gets_the_same_spectrum_from_every_file(trained):
     assert tables["csv"][1]["reason"] == "the cell is empty"
     assert tables["msp"][1]["reason"] == "the record has neither SMILES nor InChI"
     assert tables["msp"][1]["spectrum"] is None
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet", ".msp"])
+def test_predictions_replace_their_own_file_and_no_other(trained, ending):
+    folder, _ = trained
+    checkpoint = load_trained(folder / "run" / "best.pt")
+    (folder / "two.smi").write_text("CCCCO butanol\nCCCN\n")
+    for source in ("two.smi", "two.smi", "store", "store"):
+        report = predict_file(checkpoint, folder / source, folder / f"own{ending}", device="cpu")
+        assert report.num_rows == (2 if source == "two.smi" else len(open_store(folder / "store")))
+    (folder / f"mine{ending}").write_text("name,mass,spectrum_0\na,1,2\n")
+    with pytest.raises(InputError, match="stoker did not write it"):
+        predict_file(checkpoint, folder / "two.smi", folder / f"mine{ending}", device="cpu")
+
+
+def test_a_store_is_answered_as_a_library_under_its_names(trained):
+    folder, _ = trained
+    report = predict_file(
+        load_trained(folder / "run" / "best.pt"),
+        folder / "store",
+        folder / "held-out.msp",
+        split="test",
+        device="cpu",
+    )
+    records = [each for batch in read_msp(folder / "held-out.msp") for each in batch.records]
+    with open_store(folder / "store") as store:
+        ids = [
+            each for each in range(len(store)) if store.read_rows("split", each, each + 1)[0] == 2
+        ]
+        wanted = [store.read_text("name", each) for each in ids]
+    assert [record.meta["name"] for record in records] == wanted
+    assert report.num_rows == len(wanted) > 0
 
 
 def test_a_table_without_structures_is_refused(tmp_path):

@@ -7,6 +7,8 @@ import json
 import os
 import shlex
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 import stoker
 from packing_makers import NumbersSource
-from source_trees import parsed
+from source_trees import nodes
 from stoker import ownership
 from stoker.cli.main import app
 from stoker.errors import InputError, StoreError
@@ -44,11 +46,11 @@ def offences(code: str) -> list[str]:
     found = []
     ours = {
         alias.asname or alias.name
-        for node in ast.walk(parsed(code))
+        for node in nodes(code)
         if isinstance(node, ast.ImportFrom) and node.module == "stoker.ownership"
         for alias in node.names
     }
-    for node in ast.walk(parsed(code)):
+    for node in nodes(code):
         if not isinstance(node, ast.Call):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -561,3 +563,21 @@ def test_an_input_that_links_to_itself_is_the_users_mistake(tmp_path):
     with pytest.raises(StokerError, match=r"self\.h5"):
         pack(ArraysSource((tmp_path / "self.h5",)), tmp_path / "out", PackOptions(jobs=1))
     assert not (tmp_path / "out").exists()
+
+
+def test_who_marks_a_folder_at_once_agrees(tmp_path, monkeypatch):
+    """Each of three finds no mark at first; the last to write must not replace what the others use by then."""
+    waiting, looks, read_mark = threading.Barrier(3), threading.local(), ownership.read_mark
+
+    def look(folder, kind):
+        found = read_mark(folder, kind)
+        if not getattr(looks, "done", False):
+            looks.done = True
+            waiting.wait(10)  # all have found nothing before one writes
+        return found
+
+    monkeypatch.setattr(ownership, "read_mark", look)
+    with ThreadPoolExecutor(3) as pool:
+        marks = list(pool.map(lambda _: ownership.mark_once(tmp_path, "cache").id, range(3)))
+    assert len(set(marks)) == 1
+    assert read_mark(tmp_path, "cache").id == marks[0]

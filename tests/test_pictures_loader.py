@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -123,36 +120,6 @@ def test_pillow_and_torch_resample_alike():
         by_pillow = sizing.resize_picture(Image.fromarray(array), box)
         away = np.abs(by_pillow.astype(int) - made.permute(1, 2, 0).numpy().astype(int))
         assert away.max() <= 1
-
-
-_KERNEL = """
-import numpy as np, torch
-from stoker.augment import RandomResizedCrop
-from stoker.augment.sizing import Sizing, launch
-rng = np.random.default_rng(0)
-sizing = Sizing(RandomResizedCrop((12, 20)), 0, 0)
-for channels in (1, 3):
-    sizes = rng.integers(3, 60, (2, 2))
-    boxes = sizing.boxes(sizes, 0, 0)
-    images = [torch.from_numpy(rng.integers(0, 256, (channels, *s), dtype=np.uint8)) for s in sizes]
-    out = torch.zeros((2, channels, 12, 20), dtype=torch.uint8)
-    launch(images, boxes, out)
-    away = (out.int() - sizing.resize_tensors(images, boxes).int()).abs()
-    assert away.max() <= 1, away.max()
-print("equal")
-"""
-
-
-def test_the_kernel_resamples_like_torch():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", _KERNEL],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
 # -- batches ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import stoker
-from source_trees import parsed
+from source_trees import nodes
 from stoker.cli import main
 from stoker.display import command, quoted
 from stoker.errors import StokerError
@@ -97,7 +97,7 @@ SPOKEN = {
 def unquoted_values(code: str) -> set[str]:
     """Return the texts of commands in which a value has not been quoted."""
     found = set()
-    for node in ast.walk(parsed(code)):
+    for node in nodes(code):
         if not isinstance(node, ast.JoinedStr):
             continue
         text = "".join(
@@ -155,7 +155,7 @@ def test_a_fix_names_no_path_as_it_is():
     )
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for call in ast.walk(parsed(path.read_text())):
+        for call in nodes(path.read_text()):
             if not (
                 isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("Error", "Problem"))
             ):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import stoker
-from source_trees import parsed
+from source_trees import nodes
 from stoker.errors import InputError
 from stoker.recipes.registry import find_recipe, ready_recipes
 
@@ -31,14 +31,13 @@ NAMES = re.compile(
 
 def names_in(text: str) -> list[str]:
     """Recipe names in the code of a module: texts, imports, names; not prose of docstrings."""
-    tree = parsed(text)
     prose = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes(text)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
     }
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(text):
         words = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             words = node.value

@@ -208,6 +208,24 @@ class TestReading:
         assert run.epochs[1].train_loss == 0.25
         assert "Resumed" in page_of(tmp_path)[0]
 
+    @pytest.mark.parametrize("late_seconds", [-1, 1, 3])
+    def test_telemetry_that_begins_late_is_no_resume(self, tmp_path, late_seconds):
+        clock = Clock(BEGAN + 10)
+        with (
+            RunLog(tmp_path / LOG_NAME, clock=clock) as log,
+            RunLog(tmp_path / TELEMETRY_NAME, clock=clock) as telemetry,
+        ):
+            log.write("config", {"settings": {"epochs": 3}})
+            for second, event in enumerate(("fit", "steps", "steps")):
+                clock.now = BEGAN + 20 + second
+                log.write(event, {"loss": 1.0}, step=second, epoch=0)
+            clock.now = BEGAN + 20 + late_seconds - 0.5
+            telemetry.write("begin", {"pid": 1, "host": "h"})
+            clock.now = BEGAN + 30
+            telemetry.write("telemetry", {"gpus": []})
+        run = read_run(tmp_path)
+        assert (run.num_sessions, run.seconds) == (1, 20)
+
     def test_a_note_is_an_event_or_a_choice_by_its_topic_not_by_its_words(self, tmp_path):
         with RunLog(tmp_path / LOG_NAME) as log:
             log.write("config", {"settings": {}})

@@ -110,3 +110,26 @@ def test_a_wrong_name_is_answered_with_one_that_is_not_taken():
     with pytest.raises(InputError) as caught:
         quiet({"x": FLAGS, "y": FLAGS}, as_tuple=("x", "label"))
     assert caught.value.fix == "as_tuple=('x', 'y')"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (9, 8, 8),
+        (3, 8, 8),
+        (8, 8, 3),
+        (8, 8),
+        (2, 3, 3, 8, 8),
+        (9, 8, 8, 3),
+        (9, 6, 6, 1),
+        (9, 40, 17, 3),
+    ],
+)
+def test_images_of_another_shape_are_answered_with_one_that_fits(shape):
+    images = torch.zeros(shape, dtype=torch.uint8)
+    flip = Compose([RandomHorizontalFlip(1.0)])
+    with pytest.raises(InputError, match="images of shape") as caught:
+        flip(images)
+    made = flip(eval(caught.value.fix))
+    assert made.shape[1] in (1, 3)
+    assert made.numel() == images.numel()

@@ -11,7 +11,8 @@ from torch.optim import lr_scheduler as schedules
 
 from stoker import Trainer
 from stoker.errors import InputError
-from stoker.train.schedule import choose_interval
+from stoker.train import schedule
+from stoker.train.settings import TrainSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 torch.manual_seed(0)
@@ -43,6 +44,11 @@ BY_UPDATES = {
 }
 
 
+def choose_interval(scheduler, given, epochs, updates, monitor="loss"):
+    settings = TrainSettings(epochs=epochs, monitor=monitor)
+    return schedule.choose_interval(scheduler, given, settings, updates, has_validation=False)
+
+
 def optimizer_of(model=None):
     parameters = [nn.Parameter(torch.ones(1))] if model is None else model.parameters()
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -52,7 +58,7 @@ def optimizer_of(model=None):
 def test_a_schedule_that_counts_epochs_is_not_stepped_by_updates_unasked(name):
     scheduler = BY_EPOCHS[name](optimizer_of())
     with pytest.raises(InputError, match=r"5 times an epoch") as caught:
-        choose_interval(scheduler, None, epochs=4, updates_per_epoch=5)
+        choose_interval(scheduler, None, 4, 5)
     assert caught.value.fix == "scheduler_interval='epoch'"
     for given in ("update", "epoch"):
         assert choose_interval(scheduler, given, 4, 5) == given
@@ -137,6 +143,6 @@ def test_a_metric_that_there_is_not_is_asked_for():
     with pytest.raises(InputError, match="needs 'metrics', which there is after an epoch only"):
         choose_interval(plateau(optimizer), "update", 4, 5)
     with pytest.raises(InputError, match="an epoch without validation has its loss only"):
-        choose_interval(plateau(optimizer), None, 4, 5, has_metric=False)
+        choose_interval(plateau(optimizer), None, 4, 5, "accuracy")
     with pytest.raises(InputError, match="train_epoch has no metric for ReduceLROnPlateau"):
         trainer_of(nn.Linear(6, 1), plateau).train_epoch()

@@ -281,7 +281,7 @@ def test_new_pictures_get_masks_of_their_own_size(trained):
         small.resize((200, 150)).save(new / "large.jpg")
     (new / "broken.png").write_bytes(b"no picture")
     told = run("predict", root / "run" / "best.pt", new, root / "answered", *ON_CPU)
-    assert "1 large pictures went through in tiles of 32 x 24" in told
+    assert "1 large picture went through in tiles of 32 x 24" in told
     for name, size in (("deep/a.png", (64, 48)), ("large.png", (200, 150))):
         with Image.open(root / "answered" / name) as mask:
             assert mask.size == size
@@ -319,3 +319,47 @@ def test_a_table_takes_masks_of_one_size_only(trained):
     Image.new("RGB", (31, 20)).save(mixed / "b.png")
     with pytest.raises(InputError, match="a folder"):
         model.predict(mixed, device="cpu")
+
+
+def test_a_store_gets_a_folder_of_masks_whatever_kind_it_is(trained):
+    root, _ = trained
+    checkpoint = root / "run" / "best.pt"
+    told = run("predict", checkpoint, root / "store", root / "from-pixels")
+    assert "resized" not in told
+    run(
+        *("pack", "segmentation", "--images", root / "images", "--masks", root / "masks"),
+        *(root / "encoded", "--keep-encoded", "--jobs", "1"),
+    )
+    for _ in range(2):  # our own folder is replaced
+        told = run("predict", checkpoint, root / "encoded", root / "from-files")
+    assert "pictures are resized to 24 x 32, as in training" in told
+    same = []
+    for number in range(20):
+        one, two = (
+            np.asarray(Image.open(root / folder / f"{number}.png"))
+            for folder in ("from-pixels", "from-files")
+        )
+        assert one.shape == two.shape == (24, 32)
+        same.append((one == two).mean())
+    # Packing and loading resize with the same filter; rounding may differ by one level.
+    assert np.mean(same) > 0.97
+
+
+def test_large_pictures_keep_the_scale_of_training_of_encoded_pictures(trained):
+    from stoker.recipes.segmentation.recipe import _packed_as
+    from stoker.recipes.sized import sized_store
+    from stoker.store.reader import open_store
+
+    root, _ = trained
+    with open_store(root / "store") as pixels, open_store(root / "encoded") as files:
+        wanted = _packed_as(pixels)["original_sizes"]
+        found = _packed_as(sized_store(files, (24, 32), (8, 8)))["original_sizes"]
+    assert found["most"] == wanted["most"] == [48, 64]
+    assert found["scale"] == pytest.approx(wanted["scale"])
+
+
+def test_names_in_a_store_stay_below_the_folder_of_masks():
+    used = set()
+    names = ["../../a.png", "/etc/a.png", "..", "a.png", "a.png", "a.png"]
+    made = [free_mask_name(name, used) for name in names]
+    assert made == ["a.png", "etc/a.png", "mask.png", "a.png.png", "a.png-2.png", "a.png-3.png"]

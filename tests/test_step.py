@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.losses import NonFiniteError
 from stoker.train.step import fill_momentum, make_guarded
@@ -169,3 +170,21 @@ def test_sgd_with_dampening_is_not_fused_on_a_gpu():
     optimizer = torch.optim.SGD(make_model().cuda().parameters(), 0.1, momentum=0.9, dampening=0.1)
     assert "dampening" in make_guarded(optimizer, torch.device("cuda"))
     assert not optimizer.param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize(
+    ("criterion", "words"),
+    [
+        (lambda outputs, targets: (outputs - targets).square().mean().item(), "not loss.item()"),
+        (lambda outputs, targets: (outputs - targets).detach().square().mean(), ".detach()"),
+        (lambda outputs, targets: (outputs - targets).square(), "loss.mean()"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_answered(criterion, words):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.ones(4, 3), torch.ones(4, 1))]
+    trainer = Trainer(model, batches, None, criterion, optimizer, device="cpu")
+    with pytest.raises(InputError) as caught:
+        trainer.fit(quiet=True)
+    assert words in caught.value.fix

@@ -12,7 +12,7 @@ from stoker.config.names import SYNONYMS
 from stoker.config.resolve import PLACES
 from stoker.config.tree import key_schemas
 from stoker.errors import ConfigError, InputError
-from stoker.train.settings import TrainSettings, read_config
+from stoker.train.settings import CLIPPED, TrainSettings, read_config
 from stoker.train.trainer import Trainer
 from test_config import LEAVES, another_value, nested, problems_of
 
@@ -119,3 +119,23 @@ def test_old_names_lead_to_keys_that_exist_in_a_file_on_set_and_in_python():
         assert any(key in line for line in problems_of("", [f"{section}.{word}=1"]))
         with pytest.raises(InputError, match=f"Try: {name}"):
             read_config({word: 1})
+
+
+@pytest.mark.parametrize(
+    ("config", "is_told"),
+    [
+        (None, True),
+        ({"epochs": 1}, True),
+        ({"clip_norm": None}, False),
+        ({"clip_norm": 1.0}, False),
+        (TrainSettings(), False),
+    ],
+)
+def test_gradients_that_are_clipped_by_default_alone_are_told(config, is_told, capsys):
+    trainer = make_trainer(config)
+    assert any(CLIPPED in note for note in trainer.history.notes) == is_told
+    assert capsys.readouterr().out == ""
+    trainer.fit()
+    assert (CLIPPED in capsys.readouterr().out) == is_told
+    trainer.fit(quiet=True)
+    assert capsys.readouterr().out == ""

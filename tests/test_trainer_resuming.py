@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stoker.errors import InputError
 from stoker.train.checkpoint import Checkpoints
-from stoker.train.checks import check_skipping, check_steps
+from stoker.train.checks import check_reduction, check_skipping, check_steps
 from stoker.train.trainer import Trainer
 from test_trainer_edges import make
 from training_makers import make_model, read_rows, weights, write_rows
@@ -216,6 +216,15 @@ def test_steps_that_need_more_than_there_is_are_refused_at_once():
     check_steps(plain)
     with pytest.raises(InputError, match=r"LBFGS\.step needs 'closure'"):
         check_steps(torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_loss_that_sums_is_not_averaged_over_batches():
+    assert check_reduction(torch.nn.functional.mse_loss, 4) == []
+    assert check_reduction(torch.nn.MSELoss(), 4) == []
+    sums = torch.nn.MSELoss(reduction="sum")
+    assert "the gradients grow with the batch size" in check_reduction(sums, 1)[0]
+    with pytest.raises(InputError, match="an update is made of 4 batches"):
+        check_reduction(sums, 4)
 
 
 def test_an_update_that_cannot_be_left_out_on_a_gpu_is_not_promised_to_be(path, monkeypatch):

@@ -199,6 +199,8 @@ def _run(asked: dict, main, streams: list[int]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (asked["limit"],) * 2)
     if asked["forks_ranks"]:
         _fork_ranks(main)
+    if asked["forks_scripts"]:
+        _fork_scripts()
     tempfile.tempdir = None  # found anew from this environment
     sys.argv = [asked["script"] or "stoker", *asked["words"]]
     code = 99
@@ -225,6 +227,15 @@ def _run(asked: dict, main, streams: list[int]) -> None:
         os._exit(code)
 
 
+def _fork_scripts() -> None:
+    """Have the doctor fork this process for `python script`."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import forked_scripts
+
+    sys.path.pop(0)
+    forked_scripts.attach._start = forked_scripts.start
+
+
 def _fork_ranks(main) -> None:
     """Have torch's launcher fork this process for `python -m stoker …`: each rank imports seconds of torch else."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -248,7 +259,8 @@ def _fork_ranks(main) -> None:
 
 def _asked(words, folder, environment, script) -> dict:
     asked = {"words": words, "folder": str(folder or Path.cwd()), "script": str(script)}
-    asked |= {"limit": 0, "blocked": [], "warnings": [], "beside": None, "forks_ranks": False}
+    asked |= {"limit": 0, "blocked": [], "warnings": [], "beside": None}
+    asked |= {"forks_ranks": False, "forks_scripts": False}
     return asked | {"environment": dict(os.environ if environment is None else environment)}
 
 
@@ -389,6 +401,8 @@ class Server:
         blocked=(),
         script: Path | str = "",
         warned=(),
+        *,
+        forks_scripts: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run one command, or a `script` of Python's, and return its end.
 
@@ -400,10 +414,12 @@ class Server:
             blocked: Modules that are not there.
             script: A file of Python, run as `python script words`.
             warned: What `python -W` would get.
+            forks_scripts: The doctor forks itself for the script that it watches.
         """
         words = [*map(str, words)]
         asked = _asked(words, folder, environment, script)
         asked |= {"limit": limit, "blocked": [*blocked], "warnings": [*warned]}
+        asked["forks_scripts"] = forks_scripts
         try:
             self.ask(asked)
             code, out, err = json.loads(self._answers.readline())

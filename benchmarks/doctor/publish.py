@@ -4,7 +4,7 @@
     python benchmarks/doctor/publish.py --merge NEW.json OLD.json --out BOTH.json
 
 A run on a rented machine may be cut short: `--merge` takes from older results of the same machine the scripts that the
-newer one did not run, and notes in each row which one it is from.
+newer one did not run, notes in each row which one it is from, and keeps the figures of each by itself.
 
 Enters: `doctor-*.json` of `run.py`, `doctor_peers-*.json` of `peers.py`, `doctor_overhead-*.json` of `overhead.py`.
 Leaves: Markdown and two SVG pictures for each result. Costs milliseconds.
@@ -25,8 +25,9 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE, PICTURES = "doctor-benchmark.md", "images/doctor"
 CLOSE = 0.3
 MENDED = (
-    " The scripts ran in {} runs, between which the doctor was mended; a later run began with what had not run or had "
-    "gone wrong, and its rows replace older ones."
+    "The scripts ran in {} runs, and the doctor was mended after each. A later run began with what had not run or had "
+    "gone wrong, and its rows replace older ones in the figures above, which are therefore kinder than those of any "
+    "run. Each run by itself:"
 )
 TOOLS = {
     "py_spy": "py-spy, costliest line",
@@ -141,15 +142,13 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         row for row in rows
         if row["predicted"] and row["measured"] and abs(row["predicted"] / row["measured"] - 1) > CLOSE
     ]  # fmt: skip
-    runs = {row.get("run", 1) for row in rows}
     right, both, alarms = summary["top_right"], summary["both_named"], summary["false_alarms"]
     lines = [
         f"## {where(document)}",
         "",
-        f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
+        (f"{summary['num_scripts']} scripts, {machine['probe']['cpu'] or machine['host']}, torch "
         f"{machine['probe']['torch']}, commit `{str(machine.get('commit'))[:10]}`; "
-        f"[every figure](../benchmarks/results/{name}.json)."
-        + (MENDED.format(len(runs)) if len(runs) > 1 else ""),
+        f"[every figure](../benchmarks/results/{name}.json)."),
         "",
         "| | target | measured |",
         "|---|---|---|",
@@ -165,6 +164,8 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         ("| the same script alone twice, p50 and p95: what the machine itself varies | "
         f"| {percent(quantile(rows, 0.5))}, {percent(quantile(rows, 0.95))} |"),
         "",
+        *runs_table(document["result"].get("runs", ())),
+        *([document["result"]["note"], ""] if document["result"].get("note") else []),
         f"![true cause in rows, top finding in columns]({PICTURES}/{name}-matrix.svg)",
         "",
         f"![predicted against measured gain; dashed: ± 30 %]({PICTURES}/{name}-gains.svg)",
@@ -185,6 +186,28 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
             "",
             f"Not run, because the time on that machine or a framework was missing: {missing}.",
         ]
+    return [*lines, ""]
+
+
+def runs_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the figures of each run that was merged, by itself; nothing if there is one."""
+    if len(runs) < 2:
+        return []
+    lines = [
+        MENDED.format(len(runs)),
+        "",
+        "| run, last change of the doctor | scripts | top finding right | false alarms | within ± 30 % | both of two |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for number, one in enumerate(runs, 1):
+        told = one["summary"]
+        right, alarms = told["top_right"], told["false_alarms"]
+        close, both = told["predictions"], told["both_named"]
+        lines.append(
+            f"| {number}, `{one['commit']}` | {told['num_scripts']} | {right['right']} of {right['of']} "
+            f"| {alarms['alarms']} of {alarms['of']} | {percent(close['within_30_percent'])} of {close['count']} "
+            f"| {both['right']} of {both['of']} |"
+        )
     return [*lines, ""]
 
 
@@ -219,6 +242,11 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
             f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])} | {targets.get(name, '')} "
             f"| {row['reported_ms']:.2f} ms | {percent(row['reported_error'])} |"
         )
+    if any(row.get("note") for row in document["result"].values()):
+        lines.append("")
+    for name, row in document["result"].items():
+        if row.get("note"):
+            lines.append(f"{name}: {row['note']}")
     return [*lines, ""]
 
 
@@ -349,8 +377,8 @@ def make_page(results: Path = RESULTS) -> dict[str, str]:
     return files
 
 
-def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the newest result, with rows of the others for scripts that it has not."""
+def merge(paths: Sequence[Path], note: str = "") -> dict[str, Any]:
+    """Return the newest result, with rows of the others for scripts that it has not, and each one's own figures."""
     from run import summarise
 
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -362,9 +390,13 @@ def merge(paths: Sequence[Path]) -> dict[str, Any]:
     summary = summarise(list(rows.values()))
     left = {name for document in documents for name in document["result"]["summary"]["not_run"]}
     summary["not_run"] = sorted(left - set(rows))
+    runs = [
+        {"commit": one["machine"].get("commit"), "summary": summarise(one["result"]["rows"])}
+        for one in reversed(documents)
+    ]
+    # `raw` is that of the newest only: the rows have what the page shows.
     result = {**newest["result"], "summary": summary, "rows": list(rows.values())}
-    result.pop("raw", None)  # of the newest only: the rows have what the page shows
-    return {**newest, "result": result}
+    return {**newest, "result": {**result, "runs": runs, "note": note}}
 
 
 def main() -> None:
@@ -372,10 +404,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--merge", nargs="+", type=Path, help="results, the newest first")
+    parser.add_argument("--note", default="", help="a paragraph for the merged result's section")
     parser.add_argument("--out", type=Path, help="file for the merged result")
     asked = parser.parse_args()
     if asked.merge:
-        asked.out.write_text(json.dumps(merge(asked.merge), indent=1) + "\n")
+        asked.out.write_text(json.dumps(merge(asked.merge, asked.note), indent=1) + "\n")
         return
     for name, text in make_page().items():
         path = DOCS / name

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import itertools
 import os
 import secrets
@@ -91,6 +92,22 @@ def write_mark(folder: Path, mark: Mark) -> Mark:
     return mark
 
 
+def mark_once(folder: Path, kind: str) -> Mark:
+    """Return the mark of a folder; one without gets it from the first of several processes, and keeps it.
+
+    A mark that another process replaces would disown what was named by its id meanwhile.
+    """
+    if (mark := read_mark(folder, kind)) is not None:
+        return mark
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a disk without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return read_mark(folder, kind) or write_mark(folder, Mark(kind, secrets.token_hex(16)))
+    finally:
+        os.close(descriptor)
+
+
 def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     """Make a folder of ours, or take one that has our mark or is empty.
 
@@ -113,7 +130,7 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     if others:
         raise refused(folder, f"stoker needs this name for {what}", others)
     try:
-        return write_mark(folder, Mark(kind, secrets.token_hex(16)))
+        return mark_once(folder, kind)
     except OSError:
         if not was_there:
             with contextlib.suppress(OSError):

@@ -7,6 +7,8 @@ at a later call without waiting (`FaultFlag`). Nothing moves to another device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from stoker.augment.definition import Program
@@ -122,9 +124,10 @@ def check_images(images: object) -> Tensor:
         raise InputError(
             f"images of shape {tuple(images.shape)}.",
             "(batch, channels, height, width)",
-            "images.unsqueeze(0) for one image, images.permute(0, 3, 1, 2) for NHWC arrays",
+            _as_batch(images.shape),
         )
-    if images.shape[-1] in (1, 3, 4) and min(images.shape[1:3]) > 16:
+    height, width, last = images.shape[1:]
+    if last in (1, 3, 4) and (min(height, width) > 16 or height == width > 4):
         raise InputError(
             f"images of shape {tuple(images.shape)}: channels last (HWC).",
             "(batch, channels, height, width)",
@@ -149,6 +152,17 @@ def check_images(images: object) -> Tensor:
             "images.detach()",
         )
     return images
+
+
+def _as_batch(shape: Sequence[int]) -> str:
+    """Return how to make a batch of images of what has another number of axes."""
+    if len(shape) == 3 and shape[0] in (1, 3, 4):
+        return "images.unsqueeze(0)"
+    if len(shape) == 3 and shape[2] in (1, 3, 4):
+        return "images.permute(2, 0, 1).unsqueeze(0)"
+    if len(shape) == 3:
+        return "images.unsqueeze(1)"  # grey ones
+    return "images.flatten(0, -4)" if len(shape) > 4 else "images.reshape(1, 1, *images.shape[-2:])"
 
 
 def check_masks(masks: object, images: Tensor, ignore_index: int) -> Tensor:

@@ -73,10 +73,12 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
     """Print what a model is worth: overall beside its baselines, per group, the confusion, the verdict last."""
     name, _ = made.compared_by
     heads = ("metric", "model", "95 % interval", *made.baselines)
-    table = make_table(f"{made.num_samples:,} test samples", heads)
+    table = make_table(format_count(made.num_samples, "test sample"), heads)
     for metric, value in made.metrics.items():
         span = made.intervals.get(metric)
-        spelled = "" if span is None else f"{span[0]:.4g} to {span[1]:.4g}"
+        known = span is not None and all(map(math.isfinite, span))
+        spelled = "" if span is None else "n/a"
+        spelled = f"{span[0]:.4g} to {span[1]:.4g}" if span and known else spelled
         others = [_number(metrics.get(metric)) for metrics in made.baselines.values()]
         mark = " *" if metric == name else ""
         table.add_row(f"{metric}{mark}", _number(value), spelled, *others)

@@ -290,7 +290,6 @@ def slow_between_steps(case: Case) -> Finding | None:
         rest + hand_over_seconds(LoaderFacts()),
         _OVERLAP * step * (case.measured.busy_cores or 0.0) / worth(case.cores, machine),
     )
-    ahead = ', or iterate over stoker.prefetch(batches, "cuda")' if case.on_gpu else ""
     lines = [
         f"{line.where}: {milliseconds(line.seconds_per_step)} per step "
         f"({case.share_of_step(line.seconds_per_step):.0%})"
@@ -298,11 +297,26 @@ def slow_between_steps(case: Case) -> Finding | None:
     ]
     # Work that is no loading, such as logging, may be left out of most steps.
     likely = divided if case.measured.between_loads else rest + _LIKELY * between
-    first = (
-        "Do this work while the model computes"
-        if case.measured.between_loads
-        else "Do this work in fewer steps, in one call for a whole batch, or while the model computes"
-    )
+    if not case.measured.between_loads:
+        remedy = (
+            "Do this work in fewer steps, in one call for a whole batch, or in another process while the model "
+            "computes; log every 50 steps."
+        )
+        script = ""
+    elif case.on_gpu:
+        remedy = (
+            "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
+            f'num_workers={workers}, or iterate over stoker.prefetch(batches, "cuda"); log every 50 steps.'
+        )
+        script = (
+            'for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
+        )
+    else:
+        remedy = (
+            "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
+            f"num_workers={workers}; log every 50 steps."
+        )
+        script = f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now"
     return case.advise(
         "slow-between-steps",
         "the step waits for code between the model's calls",
@@ -313,13 +327,11 @@ def slow_between_steps(case: Case) -> Finding | None:
             ),
             *lines,
         ],
-        f"{first}: move loading into a Dataset for a DataLoader with num_workers={workers}{ahead}; log every 50 steps.",
+        remedy,
         # In one background thread it still takes its time; in workers it is divided.
         gain_of_steps(step, max(rest, between), likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,
-        script='for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
-        if case.on_gpu
-        else f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now",
+        script=script,
     )
 
 

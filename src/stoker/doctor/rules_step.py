@@ -184,8 +184,12 @@ def batch_too_small(case: Case) -> Finding | None:
         times *= 2
 
     def gained(grows: float) -> float:
-        after = pace.loading(pace.load + (times - 1) * loading)
-        return times * pace.step / replace(after, compute=fixed + grows * times).step
+        after = replace(
+            pace.loading(pace.load + (times - 1) * loading),
+            compute=fixed + grows * times,
+            device_busy=pace.device_busy + (times - 1) * grows * case.on_gpu,
+        )
+        return times * pace.step / after.step
 
     low, likely, high = sorted(max(1.0, gained(growing * f)) for f in (3.0, 1.0, 0.3))
     if likely < 1.5:
@@ -230,9 +234,8 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
         calling = operators.per_step * _OPERATOR_SECONDS
     else:
         return None
-    if pace.compute - growing > calling:
-        return None  # calling operators does not explain the fixed part
-    growing = min(growing, pace.compute)
+    if growing > pace.compute or pace.compute - growing > calling:
+        return None  # the device has enough to do, or calling operators does not explain the fixed part
     return pace.compute - growing, growing
 
 

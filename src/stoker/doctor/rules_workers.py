@@ -158,8 +158,10 @@ def _slow_hand_over(case: Case) -> Finding | None:
         return None  # the workers were late because other programs had the cores
     step = pace.compute + wait.median
     alone = pace.load + pace.compute
-    if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * step:
-        return _too_many_workers(case, loader, step, alone)
+    # Workers that are not there are not started again for every epoch either.
+    again = _restart_seconds(loader) if loader.epoch_starts and not loader.persistent_workers else 0
+    if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * (step + again):
+        return _too_many_workers(case, loader, step + again, alone)
     return case.advise(
         "starved-by-loader",
         "batches take long from the workers to the step",
@@ -177,8 +179,6 @@ def _slow_hand_over(case: Case) -> Finding | None:
 
 def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding | None:
     """Making a batch takes less time than getting it from a worker."""
-    if not loader.persistent_workers and loader.epoch_starts:
-        step += _restart_seconds(loader)  # workers that are not there are not started again either
     # torch refuses the last two without workers.
     arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
     return case.advise(

@@ -440,7 +440,7 @@ def _check_budget(
         )
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
-        leave_out = f"--on-bad quarantine --bad-budget {share} (leaves them out and lists them in OUT/{REFUSED_NAME})"
+        leave_out = f"{_quarantine(share)}: leaves them out and lists them in OUT/{REFUSED_NAME}"
     else:
         leave_out = f"--bad-budget {share}, or mend the input"
     raise QualityError(
@@ -449,6 +449,12 @@ def _check_budget(
         "; or ".join([*fixes, leave_out]),
         listed,
     )
+
+
+def _quarantine(budget: str) -> str:
+    """Return how to leave bad input out, for the command and for Python."""
+    python = f"PackOptions(on_bad='quarantine', bad_budget='{budget}')"
+    return f"--on-bad quarantine --bad-budget {budget} (in Python options={python})"
 
 
 def _gate_error(inspection: Inspection) -> QualityError:
@@ -463,7 +469,7 @@ def _gate_error(inspection: Inspection) -> QualityError:
     # Each column by itself: together they touch at most as many rows.
     share = min(1.0, sum(finding.share for finding in inspection.refused))
     budget = f"{max(1.0, math.ceil(1000 * share) / 10):g}%"
-    leave_out = f"--on-bad quarantine --bad-budget {budget} (leaves the bad rows out)"
+    leave_out = f"{_quarantine(budget)}: leaves the bad rows out"
     return QualityError(
         "the quality gate refuses the data:",
         "finite values of usable size",

@@ -30,6 +30,7 @@ from stoker.store.manifest import FieldInfo
 from stoker.store.memory import memory_store
 from stoker.store.quality_page import quality_page
 from stoker.store.reader import Store
+from stoker.units import format_count
 
 MAX_DRAWN = 24
 MAX_MEASURED = 256
@@ -166,9 +167,10 @@ def _evenly(total: int, most: int) -> Array:
 def sample_facts(samples: Samples) -> dict[str, str]:
     """Return what a person should see in ten seconds: classes, value ranges, sizes, lengths."""
     facts = window_facts(samples.fields, samples.rows, samples.attributes)
+    looked: dict[str, str] = {}  # of these samples, where the other facts are of all
     images = _images(samples)
     if len(images):
-        facts |= _picture_facts(images)
+        looked |= _picture_facts(images)
     if samples.label_counts:
         facts["classes"] = _shares(samples.label_counts, _names(samples), "samples")
     if samples.mask_counts:
@@ -178,10 +180,10 @@ def sample_facts(samples: Samples) -> dict[str, str]:
         mz = np.concatenate(
             [np.asarray(row["mz"], np.float64) for row in samples.rows if "mz" in row]
         )
-        facts["peaks per spectrum"] = (
+        looked["peaks per spectrum"] = (
             f"{min(lengths)} to {max(lengths)}, median {np.median(lengths):g}"
         )
-        facts["m/z"] = f"{mz.min():g} to {mz.max():g}" if len(mz) else "no peaks"
+        looked["m/z"] = f"{mz.min():g} to {mz.max():g}" if len(mz) else "no peaks"
         kinds = samples.attributes.get("spectrum_kinds") or {}
         if kinds:
             facts["kinds of spectra"] = ", ".join(
@@ -191,8 +193,16 @@ def sample_facts(samples: Samples) -> dict[str, str]:
         float(row["mol_weight"]) for row in samples.rows if row.get("mol_weight") is not None
     ]
     if weights:
-        facts["mass of the molecules"] = f"{min(weights):.4f} to {max(weights):.4f}"
-    return facts
+        looked["mass of the molecules"] = f"{min(weights):.4f} to {max(weights):.4f}"
+    if len(samples.rows) < samples.num_samples:
+        few = format_count(len(samples.rows), "sample")
+        info = samples.fields.get("images")
+        sure = {"pictures"} if info is not None and info.kind == "dense" else set()
+        looked = {
+            name: text if name in sure else f"{text} (in {few} that were looked at)"
+            for name, text in looked.items()
+        }
+    return looked | facts
 
 
 def _picture_facts(images: Sequence[Array]) -> dict[str, str]:

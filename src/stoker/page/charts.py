@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal
 
@@ -266,7 +266,12 @@ def _along_axis(low: float, high: float, scale: Scale) -> _Axis:
 
 def line_chart(chart: Chart) -> Html:
     """Return a chart as a figure."""
-    drawn = [line for line in chart.lines if line.values]
+    # A curve of one value would be a speck as wide as its stroke.
+    drawn = [
+        replace(line, style="dots") if len(line.values) == 1 else line
+        for line in chart.lines
+        if line.values
+    ]
     if not drawn:
         return _absent(chart)
     xs = [x for line in drawn for x, _ in line.points]

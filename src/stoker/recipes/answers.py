@@ -75,7 +75,8 @@ class Model:
 
         Args:
             given: What `stoker predict` takes, as a path; for tables also a pandas, polars or pyarrow table, a mapping
-                of columns, a list of mappings, or a numpy array with the columns of training in their order.
+                of columns, a list of mappings, or a numpy array with the columns of training in their order; for
+                spectra a list of SMILES or a table with a column of them; for pictures a list of paths.
             batch_size: Rows per forward pass.
             device: The first GPU by default; int8 weights run on the CPU only.
             told: More for the recipe, by the names of the command line's options.

@@ -217,6 +217,7 @@ class Recipe(Protocol):
         raw_kinds: What `open_raw` takes, in words, for messages: "a folder of pictures".
         endings: Of outputs that `write_answers` writes besides the tables (.csv, .parquet, .jsonl): ".msp"; "/" is a
             folder.
+        label_fields: Text fields of a store that `write_answers` gets beside the answers for it.
     """
 
     name: str
@@ -228,6 +229,7 @@ class Recipe(Protocol):
     files: tuple[str, ...] = ()
     raw_kinds: str = ""
     endings: tuple[str, ...] = ()
+    label_fields: tuple[str, ...] = ()
 
     @abstractmethod
     def make_job(self, store: Store, options: Any, seed: int) -> Job:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from stoker.address import as_url
-from stoker.display import command, quoted
+from stoker.augment import Compose
+from stoker.augment.geometry import Resize
+from stoker.display import command, look_in, quoted
 from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import select_samples
@@ -37,6 +39,7 @@ from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
 from stoker.train.checkpoint_file import is_checkpoint, loadable, write_file
 from stoker.train.precision import choose_precision
 from stoker.train.predict import (
+    Predicted,
     Repairer,
     check_ending,
     evaluate,
@@ -100,8 +103,11 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         CorruptError: Bytes are missing or changed.
     """
     if Path(path).is_dir():
+        best = Path(path) / "best.pt"
         raise InputError(
-            f"{path} is a folder.", "a checkpoint in it", quoted(Path(path) / "best.pt")
+            f"{path} is a folder.",
+            "a checkpoint of a run",
+            quoted(best) if best.exists() else look_in(Path(path)),
         )
     if Path(path).suffix == ".onnx":
         raise InputError(
@@ -201,14 +207,17 @@ def predict_store(
     Args:
         trained: From `load_trained`.
         store_path: Needs the fields that the model reads; no targets.
-        out: The Parquet, CSV or JSON lines file, by its ending.
+        out: The Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending.
         split: "all", "train", "val" or "test".
         batch_size: Samples per forward pass.
         device: The first GPU by default; int8 weights run on the CPU only.
         progress: Told how far it is.
     """
-    check_ending(out)
-    check_output(out, [trained.loaded.saved.path, store_path], is_written_here)
+    recipe, out = trained.chosen.recipe, Path(out)
+    check_ending(out, recipe.endings)
+    is_own = (out.suffix.lower() or "/") in recipe.endings
+    if not is_own:
+        check_output(out, [trained.loaded.saved.path, store_path], is_written_here)
     told = progress or Silent()
     is_int8 = "int8" in trained.loaded.identity
     place = pick_device("cpu" if is_int8 and device is None else device)
@@ -219,27 +228,64 @@ def predict_store(
         check_columns(store, trained.facts)
         repairer, notes = _find_repairs(store, trained.facts)
         samples = find_samples(store, trained, split)
-        loader = stack.enter_context(_loader(store, trained, samples, batch_size, place))
+        made, resized = _resizing(store, trained)
+        notes += resized
+        loader = stack.enter_context(
+            _loader(store, replace(trained, made=made), samples, batch_size, place)
+        )
         told.start("predicting", len(samples), "samples")
-        made = trained.made
         rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
         began = time.perf_counter()
 
         def watched() -> Iterator[Any]:
             for predicted in rows:
                 columns[:] = predicted.columns
-                yield predicted
+                told.advance(len(predicted.sample_ids) if is_own else 0)
+                yield _named(store, predicted, recipe.label_fields) if is_own else predicted
 
-        with blamed(trained.chosen.recipe, "predict"):
-            num_rows = write_predictions(
-                out,
-                watched(),
-                _about(trained, store, split),
-                told,
-                classes=trained.class_names,
-            )
+        with blamed(recipe, "predict"):
+            if is_own:
+                num_rows = recipe.write_answers(out, watched(), made, trained.facts)
+            else:
+                num_rows = write_predictions(
+                    out,
+                    watched(),
+                    _about(trained, store, split),
+                    told,
+                    classes=trained.class_names,
+                )
     seconds = time.perf_counter() - began
-    return PredictReport(Path(out), num_rows, tuple(columns), seconds, (*notes, *made.notes))
+    return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *made.notes))
+
+
+def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]:
+    """Return the model with a resize in front where a store's pictures are not of the size of training."""
+    made, images = trained.made, store.fields.get("images")
+    size, augment = trained.facts.get("size"), made.augment
+    if size is None or images is None or not isinstance(augment, Compose):
+        return made, ()
+    if any(isinstance(op, Resize) for op in augment.ops):  # trained on encoded pictures
+        return made, ()
+    if images.encoding != "picture" and list(images.shape[1:]) == list(size):
+        return made, ()
+    resize = Resize((int(size[0]), int(size[1])))
+    told = f"pictures are resized to {size[0]} x {size[1]}, as in training"
+    return replace(made, augment=Compose([resize, *augment.ops])), (told,)
+
+
+def _named(store: Store, predicted: Predicted, fields: Sequence[str]) -> Predicted:
+    """Return predictions under the names that a store has, with what else it says of its samples."""
+    ids = predicted.sample_ids.tolist()
+    names = [store.read_text("name", each) for each in ids] if "name" in store.fields else []
+    keys = [
+        name or f"sample {each}" for name, each in zip(names or [""] * len(ids), ids, strict=True)
+    ]
+    labels = {
+        field: np.array([store.read_text(field, each) for each in ids], dtype=object)
+        for field in fields
+        if field in store.fields
+    }
+    return replace(predicted, sample_ids=np.array(keys, dtype=object), labels=labels)
 
 
 def _loader(

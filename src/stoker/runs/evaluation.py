@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from stoker.runs.record import as_mapping, as_mappings, as_number
 from stoker.strict_json import exact_text, parse_json
+from stoker.units import format_count
 
 Worth = Literal["better", "unclear", "worse", "unknown"]
 ExampleKind = Literal["text", "image", "spectrum", "series"]
@@ -134,9 +135,11 @@ class Evaluation:
             return f"There is no baseline to compare {name} with."
         span = self.intervals.get(name)
         shown = f"{name} {reached:.4g}"
-        if span is not None:
+        if span is not None and all(map(math.isfinite, span)):
             shown += f" ({span[0]:.4g} to {span[1]:.4g})"
-        against = f"{shown} on {self.num_samples:,} test samples, {best[0]} {best[1]:.4g}"
+        against = (
+            f"{shown} on {format_count(self.num_samples, 'test sample')}, {best[0]} {best[1]:.4g}"
+        )
         return {
             "better": f"The model is better than its baselines: {against}.",
             "unclear": f"The model may be no better than its baseline {best[0]}, which is in its interval: {against}.",

@@ -56,7 +56,9 @@ def _overall(made: Evaluation, key: str) -> Html:
     rows = []
     for name, value in made.metrics.items():
         span = made.intervals.get(name)
-        spelled = "" if span is None else f"{_number(span[0])} to {_number(span[1])}"
+        known = span is not None and all(map(math.isfinite, span))
+        spelled = "" if span is None else "n/a"
+        spelled = f"{_number(span[0])} to {_number(span[1])}" if span and known else spelled
         mark = " (compared by)" if name == made.compared_by[0] else ""
         others = (_number(metrics.get(name)) for metrics in made.baselines.values())
         rows.append((page.name(f"{_words(name)}{mark}"), _number(value), spelled, *others))

@@ -163,7 +163,8 @@ class _Clock:
     """Seconds since a run began, pauses between its processes left out.
 
     A process begins with a `config` in the log, or a `begin` in the telemetry; one of somebody's own trainer,
-    which writes neither, with a `fit`. What lies between it and the last thing heard before is a pause.
+    which writes neither, with a `fit`. What lies between it and the last thing heard before is a pause. Telemetry has a
+    thread of its own: on a busy machine its `begin` comes after the first steps of the same process.
     """
 
     def __init__(self, logs: Sequence[Sequence[LogLine]]) -> None:
@@ -172,11 +173,14 @@ class _Clock:
         self._starts, self._pauses = [-math.inf], [self.began or 0.0]
         self.num_sessions = 1 if lines else 0
         before: LogLine | None = None
-        fresh = True
+        fresh, has_telemetry = True, False
         begins = {"config", "begin"} if any(line.event == "config" for line in lines) else {"fit"}
         for line in lines:
-            if line.event in begins:
+            if line.event == "begin" and not has_telemetry:
+                has_telemetry = True
+            elif line.event in begins:
                 if not fresh and before is not None:
+                    has_telemetry = line.event == "begin"
                     self.num_sessions += 1
                     self._starts.append(line.time)
                     self._pauses.append(self._pauses[-1] + line.time - before.time)

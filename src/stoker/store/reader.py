@@ -158,6 +158,13 @@ def assemble_store(
     return Store(folder, manifest, shards, threads, notes, name)
 
 
+def _described(info: FieldInfo | None) -> str:
+    if info is None:
+        return "none"
+    window = f", windows of {info.window}" if info.window else ""
+    return f"{info.kind} {np.dtype(info.dtype)} {tuple(info.shape)}{window}"
+
+
 def join_stores(stores: Sequence[Store]) -> Store:
     """Return one store over the samples of several with the same fields, one behind the other.
 
@@ -169,7 +176,8 @@ def join_stores(stores: Sequence[Store]) -> Store:
             differ = sorted({*first.fields, *store.fields})
             name = next(n for n in differ if first.fields.get(n) != store.fields.get(n))
             raise InputError(
-                f"{store.name} and {first.name} differ in the field {name!r}.",
+                f"{store.name} and {first.name} differ in the field {name!r}: "
+                f"{_described(store.fields.get(name))} and {_described(first.fields.get(name))}.",
                 "stores with the same fields, dtypes and shapes",
                 "",
             )

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from pathlib import Path
 
 from stoker.display import command
 from stoker.errors import InputError, StoreError
-from stoker.ownership import Mark, always, open_own_file, read_mark, remove_file, write_mark
+from stoker.ownership import always, mark_once, open_own_file, remove_file
 from stoker.store.manifest import read_manifest
 from stoker.strict_json import parse_json
 from stoker.units import format_bytes, format_count, parse_bytes, parse_share
@@ -89,14 +88,10 @@ class Cache:
         """Return the cache that copies are kept in now; made where it is missing."""
         root = cache_root()
         make_folder(root)
-        mark = read_mark(root, _KIND)
         try:
-            # Two processes may write the mark at once: both read it again and use the one that stayed.
-            mark = mark or write_mark(root, Mark(_KIND, secrets.token_hex(16)))
-            mark = read_mark(root, _KIND) or mark
+            return cls(root, mark_once(root, _KIND).id)
         except OSError as error:
             raise _no_folder(root, error) from error
-        return cls(root, mark.id)
 
     def owns(self, version: Path) -> bool:
         """Whether `version` is a folder of this cache: at its place, and with the same id."""

@@ -35,12 +35,12 @@ from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.graph import GraphedStep, alike, has_graphs, step_note
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
-from stoker.train.step import fill_momentum, make_guarded
+from stoker.train.step import fill_momentum, make_guarded, num_needed
 from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
-StepFunction = Callable[[Any], Any]
+StepFunction = Callable[..., Any]
 _T = TypeVar("_T")
 Several: TypeAlias = _T | Sequence[_T] | Mapping[str, _T]
 """One, a list of them, or a dict of them by name."""
@@ -62,8 +62,8 @@ def capture(
     Others are captured as they are, and a change of their rate ends capture.
 
     Args:
-        step: Trains on one batch and returns its loss, or a nested value of tensors. It must change nothing but
-            what is given here: a moving average of the weights is one of `model`.
+        step: Trains on one batch and returns its loss, or a nested value of tensors; `step(batch)` or `step(x, y)`.
+            It must change nothing but what is given here: a moving average of the weights is one of `model`.
         example_batch: A batch as `step` gets it, to check that it can be captured. It is not trained on.
         model: Every module that `step` changes.
         optimizer: Every optimizer that it steps.
@@ -128,6 +128,7 @@ class CapturedFunction:
                 "stoker.capture(step, model=model, optimizer=optimizer)",
             )
         self._step, self._loader, self._say = step, loader, say
+        self._needs_several = num_needed(step) > 1
         self._graphs: list[_FunctionGraph] = []
         others = drawing_objects(step, *calls)
 
@@ -200,8 +201,12 @@ class CapturedFunction:
         """Time of an eager step / time of a replay, as measured while they were compared; None before."""
         return self._graphs[0].slowdown if self._graphs else None
 
-    def __call__(self, batch: Any) -> Any:
-        """Train on a batch; return what the step returns, detached. Does not wait for the device."""
+    def __call__(self, *batches: Any) -> Any:
+        """Train on a batch; return what the step returns, detached. Does not wait for the device.
+
+        A step of several arguments, `step(x, y)`, is called so, or with a tuple or dict of them.
+        """
+        batch = batches[0] if len(batches) == 1 else batches
         if self._refusal is not None:
             return self.run_eagerly(batch)
         if not isinstance(batch, IndexBatch) and not _is_plain(batch):
@@ -219,13 +224,20 @@ class CapturedFunction:
                     "stoker.capture(step, model=model, optimizer=optimizer, loader=loader)",
                 )
             batch = self._loader.assemble(batch)
-        return _checked_result(self._step(batch))
+        return _checked_result(self._call(batch))
+
+    def _call(self, batch: Any) -> Any:
+        if self._needs_several and isinstance(batch, tuple | list):
+            return self._step(*batch)
+        if self._needs_several and isinstance(batch, Mapping):
+            return self._step(**batch)
+        return self._step(batch)
 
     def run_static(self, static: Any) -> Any:
         """Call the step with the static tensors of a graph; indices are assembled first."""
         if self._loader is not None and isinstance(static, torch.Tensor):
             static = self._loader.assemble(static)
-        return _checked_result(self._step(static))
+        return _checked_result(self._call(static))
 
     def forget(self) -> None:
         """Drop all graphs; the next steps warm up and capture again. After loading an optimizer's state."""

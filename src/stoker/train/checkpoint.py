@@ -15,7 +15,6 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -27,14 +26,12 @@ import torch
 from stoker.address import masked_values
 from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import (
-    Mark,
     fsync,
+    mark_once,
     name_again,
-    read_mark,
     refused,
     remove_file,
     remove_temporaries,
-    write_mark,
 )
 from stoker.strict_json import exact_text, parse_json
 from stoker.train.checkpoint_file import (
@@ -261,9 +258,7 @@ class Checkpoints:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            mark = read_mark(self.folder, _RUN)
-            if mark is None:
-                mark = write_mark(self.folder, Mark(_RUN, secrets.token_hex(16)))
+            mark = mark_once(self.folder, _RUN)
         except OSError as error:
             raise unwritable(self.folder, error) from error
         remove_temporaries(

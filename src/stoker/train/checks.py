@@ -64,6 +64,30 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_reduction(criterion: Any, num_together: int) -> list[str]:
+    """Raise if a criterion that sums over its batch meets others in one update; return a note if it is alone.
+
+    Only torch's own losses say how they reduce. Batches are weighted by their samples, which makes the mean over all
+    of them from means, and nothing of use from sums.
+
+    Args:
+        criterion: Of the trainer.
+        num_together: Batches of an update: accumulated ones times ranks.
+    """
+    if getattr(criterion, "reduction", None) != "sum":
+        return []
+    name = type(criterion).__name__
+    if num_together > 1:
+        raise InputError(
+            f"{name} sums over a batch, and an update is made of {num_together} batches.",
+            "a criterion that returns the mean of its batch",
+            f"torch.nn.{name}(reduction='mean')",
+        )
+    return [
+        f"{name} sums over a batch: losses are those of batches, and the gradients grow with the batch size"
+    ]
+
+
 def check_steps(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer's `step` needs an argument, such as a closure."""
     if needed_argument(optimizer):

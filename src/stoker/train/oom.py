@@ -17,7 +17,6 @@ changed here: it changes results.
 from __future__ import annotations
 
 import gc
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ import torch
 import xxhash
 
 from stoker.errors import InputError
-from stoker.ownership import Mark, always, read_mark, remove_file, write_mark, write_text
+from stoker.ownership import always, mark_once, read_mark, remove_file, write_text
 from stoker.plan import FALLBACK_SHARE
 from stoker.store.remote_cache import user_cache_folder
 from stoker.strict_json import json_text, parse_json
@@ -305,8 +304,7 @@ class Remembered:
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if read_mark(self.folder, _KIND) is None:
-                write_mark(self.folder, Mark(_KIND, secrets.token_hex(16)))
+            mark_once(self.folder, _KIND)
             write_text(path, json_text(document, indent=1) + "\n", always)
         except OSError as error:
             self.notes.append(f"the setting that fits is not remembered: {path}: {error.strerror}")

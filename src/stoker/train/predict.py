@@ -41,12 +41,12 @@ from stoker.train.step import Criterion
 
 Columns = Mapping[str, torch.Tensor]
 SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN = "sample", "row", "time", "file"
-_KEYS = (SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN, "id")
-_LABELS = {FILE_COLUMN, "symbol"}
+_KEYS = (SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN, "id", "name")
+_LABELS = {FILE_COLUMN, "symbol", "formula", "smiles", "adduct", "ion_mode", "collision_energy"}
 _GROUP_BYTES = 8 << 20
 _MOST_CELLS = 4096
 _HEADER_BYTES = 1 << 20
-_ANSWERS = {"class", "value", "probability", "reason"}
+_ANSWERS = {"class", "value", "probability", "spectrum", "mask", "reason"}
 _FOREX_ANSWERS = {"down", "neutral", "up", "scalp", "swing", "trend"}
 
 
@@ -230,12 +230,12 @@ def is_written_here(path: Path) -> bool:
             return False
     else:
         names = first.removeprefix('"').removesuffix('"').split('","')
-    stems = {name.partition("_")[0] for name in names[1:]} - _LABELS
+    stems = {name.partition("_")[0] for name in names[1:] if name not in _LABELS}
     if not names or names[0] not in _KEYS:
         return False
     if stems >= _FOREX_ANSWERS:
         return stems <= _FOREX_ANSWERS | {"reason"}
-    return bool(stems & {"class", "value"}) and stems <= _ANSWERS
+    return bool(stems & {"class", "value", "spectrum", "mask"}) and stems <= _ANSWERS
 
 
 class _LinesWriter:

@@ -10,12 +10,14 @@ the first epochs, and the rest of the run trains at a rate near zero, without an
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any, Literal
 
 import torch
 from torch.optim import lr_scheduler
 
 from stoker.errors import InputError
+from stoker.train.settings import TrainSettings
 
 Interval = Literal["update", "epoch"]
 _GONE = 1e-6
@@ -25,18 +27,18 @@ _GONE = 1e-6
 def choose_interval(
     scheduler: Any,
     given: str | None,
-    epochs: int,
-    updates_per_epoch: int | None,
-    has_metric: bool = True,
+    settings: TrainSettings,
+    num_batches: int | None,
+    has_validation: bool,
 ) -> Interval:
     """Return when to step a scheduler.
 
     Args:
         scheduler: Any object with `step`, or None.
         given: "update", "epoch", or None to choose: "epoch" where `step` needs a metric, else "update".
-        epochs: Of the run.
-        updates_per_epoch: None if the loader does not know its length.
-        has_metric: Whether an epoch ends with the monitored metric.
+        settings: Of the run.
+        num_batches: Of an epoch; None if the loader does not know.
+        has_validation: Whether an epoch ends with metrics.
 
     Raises:
         InputError: The two do not fit, or nothing was given and the schedule seems to count epochs.
@@ -57,22 +59,56 @@ def choose_interval(
                 "scheduler_interval='epoch'",
                 "scheduler_interval='epoch'",
             )
-        if not has_metric:
+        if not has_validation and settings.monitor != "loss":
             raise InputError(
                 f"{name}.step needs {needed!r}, and an epoch without validation has its loss only.",
                 "a validation loader, or monitor='loss'",
                 "config={'monitor': 'loss'}",
             )
         return "epoch"
-    if given is None and updates_per_epoch is not None and updates_per_epoch > 1 < epochs:
-        reason = _counts_epochs(scheduler, epochs, updates_per_epoch)
+    updates = -(-(num_batches or 0) // settings.gradient_accumulation_steps)
+    if given is None and updates > 1 < settings.epochs:
+        reason = _counts_epochs(scheduler, settings.epochs, updates)
         if reason is not None:
             raise InputError(
-                f"{name} would move on after every update, {updates_per_epoch:,} times an epoch: {reason}.",
+                f"{name} would move on after every update, {updates:,} times an epoch: {reason}.",
                 "scheduler_interval='epoch' where it counts epochs, 'update' where it counts updates",
                 "scheduler_interval='epoch'",
             )
     return "epoch" if given == "epoch" else "update"
+
+
+def describe(scheduler: Any, interval: Interval) -> list[str]:
+    """Return a line on when the scheduler is stepped; none where there is no scheduler."""
+    kind = type(scheduler).__name__
+    return [] if scheduler is None else [f"scheduler {kind} is stepped after every {interval}"]
+
+
+def step_scheduler(scheduler: Any, score: float | None, is_first: bool) -> None:
+    """Step a scheduler. In its first step torch would warn if the update before it was skipped.
+
+    Args:
+        scheduler: Any.
+        score: The monitored metric, for a `step` that needs one.
+        is_first: Whether it was never stepped; later steps cost nothing more.
+    """
+    metric = () if score is None or needed_argument(scheduler) is None else (score,)
+    if not is_first:
+        scheduler.step(*metric)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
+        scheduler.step(*metric)
+
+
+def check_alone(scheduler: Any) -> None:
+    """Raise if a scheduler needs the metric of a validation that the caller runs."""
+    if needed_argument(scheduler):
+        raise InputError(
+            f"train_epoch has no metric for {type(scheduler).__name__}: validation is yours.",
+            "a trainer without a scheduler, which is stepped in your loop",
+            "scheduler.step(trainer.validate()['loss'])",
+        )
 
 
 def needed_argument(thing: Any) -> str | None:

@@ -111,11 +111,16 @@ def _take(training: JobOptions) -> TrainSettings:
     )
 
 
-def _read_mapping(
-    config: Mapping[str, Any], rates: Sequence[float]
-) -> tuple[TrainSettings, list[str]]:
-    """Read a mapping with names of config files and of `TrainSettings`."""
-    own = {entry.name for entry in fields(TrainSettings)}
+def clips_unasked(config: TrainerConfig) -> bool:
+    """Whether gradients are clipped by the default alone: a script that is ported here may never have clipped."""
+    if config is not None and not isinstance(config, Mapping):
+        return False
+    homes = _homes()
+    return all(homes.get(name) != "clip_norm" for name in config or ())
+
+
+def _homes() -> dict[str, str]:
+    """Return every name that a mapping may have for a setting, and the setting's own name."""
     homes = {entry.name: entry.name for entry in fields(TrainSettings)}
     for section in ("data", "training"):
         homes |= {entry.name: entry.name for entry in fields(ROOMS[section])}
@@ -125,6 +130,14 @@ def _read_mapping(
         for name, home in former.items()
         if home.partition(".")[0] in ("data", "training") and name not in (*homes, "enabled")
     }
+    return homes
+
+
+def _read_mapping(
+    config: Mapping[str, Any], rates: Sequence[float]
+) -> tuple[TrainSettings, list[str]]:
+    """Read a mapping with names of config files and of `TrainSettings`."""
+    own, homes = {entry.name for entry in fields(TrainSettings)}, _homes()
     written: dict[str, str] = {}
     for name, value in config.items():
         if name not in homes:
@@ -142,6 +155,11 @@ def _read_mapping(
     notes = _note_rate(written["lr"], config[written["lr"]], rates) if "lr" in written else []
     others = [name for home, name in written.items() if home not in (*own, "lr", "use_amp")]
     return TrainSettings(**values), [*notes, *_note_others(others)]
+
+
+CLIPPED = (
+    "gradients are clipped to a norm of 1.0, as by default: config={'clip_norm': None} leaves them"
+)
 
 
 class Configured:

@@ -16,9 +16,9 @@ recurrent state either.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,8 @@ from stoker.train.split_update import SplitUpdate, split_tensors
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 _NUM_FLAGS = 256
+# By class, and weakly: asking costs 10 us, and a class of somebody's may hold much in its closures.
+_NEEDS_SEVERAL: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -74,8 +76,9 @@ def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | Non
         inputs: Of one batch.
         model: Whose `forward` counts, where `module` wraps it.
     """
-    kind = type(module if model is None else model)
-    if not isinstance(inputs, torch.Tensor) and _needs_several(kind.forward):
+    if not isinstance(inputs, torch.Tensor) and _needs_several(
+        type(module if model is None else model)
+    ):
         if isinstance(inputs, tuple | list):
             return module(*inputs)
         if isinstance(inputs, Mapping):
@@ -83,14 +86,21 @@ def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | Non
     return module(inputs)
 
 
-@functools.lru_cache(maxsize=64)
-def _needs_several(forward: Callable[..., Any]) -> bool:
+def _needs_several(kind: type[torch.nn.Module]) -> bool:
+    found = _NEEDS_SEVERAL.get(kind)
+    if found is None:
+        found = _NEEDS_SEVERAL[kind] = num_needed(kind.forward) > 2  # one of them is `self`
+    return found
+
+
+def num_needed(function: Callable[..., Any]) -> int:
+    """Return how many arguments a function must be given by position; 0 where it does not say."""
     try:
-        _, *parameters = inspect.signature(forward).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return False
+        return 0
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in named and one.default is one.empty for one in parameters) > 1
+    return sum(one.kind in named and one.default is one.empty for one in parameters)
 
 
 class Step:
@@ -175,6 +185,7 @@ class Step:
             loss = parts.criterion(as_float32(outputs), targets)
             if not self._has_loss:
                 check_loss(loss)
+                check_gradient(loss)
                 check_shapes(parts.criterion, as_float32(outputs), targets, loss)
                 self._has_loss = True
             parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
@@ -348,8 +359,20 @@ def check_loss(loss: Any) -> None:
     raise InputError(
         f"the criterion returned {given}.",
         "the mean loss of the batch: a scalar tensor",
-        "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
+        "return loss at the end of the criterion, not loss.item()"
+        if isinstance(loss, float | int)
+        else "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
     )
+
+
+def check_gradient(loss: torch.Tensor) -> None:
+    """Raise if nothing can be learned from a loss."""
+    if not loss.requires_grad:
+        raise InputError(
+            "the criterion returned a loss without a gradient.",
+            "a loss that is computed from the model's outputs and parameters that require a gradient",
+            "leave .detach(), torch.no_grad() and .data out of the model and the criterion",
+        )
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,6 +31,7 @@ from stoker.train.capture import CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_optimizer,
     check_parameters,
+    check_reduction,
     check_skipping,
     check_steps,
     move_model,
@@ -44,25 +44,16 @@ from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochLines, EpochReport, EpochTally, History, call_weakly
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
 from stoker.train.memory import BASELINE_AFTER_SECONDS, LeakWatch, log_gpu_stats
-from stoker.train.parallel import (
-    Parallel,
-    choose_parallel,
-    share_statistics,
-)
+from stoker.train.parallel import Parallel, choose_parallel, share_statistics
 from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import make_recurrent_state
 from stoker.train.run_folder import RunFolder
 from stoker.train.run_state import Place, Resumable
-from stoker.train.schedule import Interval, choose_interval, needed_argument
-from stoker.train.settings import Configured, TrainerConfig, read_config
+from stoker.train.schedule import Interval, check_alone, choose_interval, describe, step_scheduler
+from stoker.train.settings import CLIPPED, Configured, TrainerConfig, clips_unasked, read_config
 from stoker.train.shutdown import Shutdown
-from stoker.train.step import (
-    Step,
-    StepParts,
-    fill_momentum,
-    make_guarded,
-)
+from stoker.train.step import Step, StepParts, fill_momentum, make_guarded
 from stoker.train.update import Update
 from stoker.units import usable_count
 
@@ -147,13 +138,12 @@ class Trainer(Configured, Resumable):
         self._train.check_ranks()
         self._draw_apart()
         self._train.expect_loss(self.criterion)
-        batches, settings = self._train.num_batches, self.settings
         self._interval = choose_interval(
             scheduler,
             scheduler_interval,
-            settings.epochs,
-            None if batches is None else -(-batches // settings.gradient_accumulation_steps),
-            val_loader is not None or settings.monitor == "loss",
+            self.settings,
+            self._train.num_batches,
+            val_loader is not None,
         )
         if val_loader is not None and val_loader is train_loader and self._train.is_stoker:
             raise InputError(
@@ -174,10 +164,10 @@ class Trainer(Configured, Resumable):
         # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
         # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
         self._weak_note = call_weakly(self.note)
-        if scheduler is not None:
-            name = type(scheduler).__name__
-            unread = [*unread, f"scheduler {name} is stepped after every {self._interval}"]
-        for line in (*self._train.notes, *unread):
+        self._clipped = [CLIPPED] if clips_unasked(config) else []
+        together = self.settings.gradient_accumulation_steps * self.ranks.world_size
+        given = (*unread, *self._clipped, *check_reduction(criterion, together), *self._train.notes)
+        for line in (*given, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
@@ -344,6 +334,8 @@ class Trainer(Configured, Resumable):
             stack.push(self._keep_what_was_done)
             if isinstance(self._progress, EpochLines) and self.ranks.is_first and not quiet:
                 stack.enter_context(self._progress.shown(at.epoch))
+                for line in self._clipped:
+                    self._progress.say(line)
                 if self.history.fallback is not None:
                     self._progress.say(self.history.fallback.text)
             shutdown.agree()
@@ -594,12 +586,8 @@ class Trainer(Configured, Resumable):
             Its report, which is also in `history`.
         """
         at = self._at
-        if self._val is not None and needed_argument(self.scheduler):
-            raise InputError(
-                f"train_epoch has no metric for {type(self.scheduler).__name__}: validation is yours.",
-                "a trainer without a scheduler, which is stepped in your loop",
-                "scheduler.step(trainer.validate()['loss'])",
-            )
+        if self._val is not None:
+            check_alone(self.scheduler)
         if epoch is not None and epoch != at.epoch:
             at.epoch, at.tally = usable_count("epoch", epoch, least=0), EpochTally()
         number = at.epoch
@@ -702,15 +690,9 @@ class Trainer(Configured, Resumable):
         """Step the scheduler if it is due, also after a skipped update; torch would warn about that."""
         if self.scheduler is None or interval != self._interval:
             return
-        needs = report is not None and needed_argument(self.scheduler)
-        metric = [self._score(cast(EpochReport, report))] if needs else []
-        with warnings.catch_warnings() if not self._at.has_scheduled else contextlib.nullcontext():
-            if not self._at.has_scheduled:
-                warnings.filterwarnings(
-                    "ignore", r"Detected call of `lr_scheduler\.step\(\)` before"
-                )
-            self._at.has_scheduled = True
-            self.scheduler.step(*metric)
+        score = None if report is None else self._score(report)
+        step_scheduler(self.scheduler, score, is_first=not self._at.has_scheduled)
+        self._at.has_scheduled = True
 
     def _score(self, report: EpochReport) -> float | None:
         """Return the monitored metric of an epoch; without validation the loss of training; None if there is none."""

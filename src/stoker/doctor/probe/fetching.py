@@ -20,9 +20,10 @@ from typing import Any
 
 from . import clocks, hooks, loading, places, recorder
 
-_LOOP_GAP_SECONDS = 3e-5
-"""Fetches that follow each other faster than this are a loop over values; an episode of a game, with a model and a
-world between two fetches, is not."""
+_LOOP_GAP_SECONDS, _LONG_GAP_SECONDS = 3e-5, 1e-3
+"""Fetches that follow each other faster than the first are a loop over values; an episode of a game, with a model and a
+world between two fetches, is not. A gap up to the second belongs to the loop if the fetches before it took longer: the
+next row of values was made ready."""
 _LOOP_CALLS = 3
 _SCALAR_SECONDS = 1e-4
 _SCALARS = {
@@ -90,8 +91,14 @@ def _add(
     if site.mark == seen.num_steps:
         site.num_in_step += 1
         gap = began - site.last_end
-        if site.num_in_step >= _LOOP_CALLS and gap < _LOOP_GAP_SECONDS:
+        most = _LOOP_GAP_SECONDS
+        if site.loop_seconds > gap > most:
+            most = _LONG_GAP_SECONDS
+        if site.num_in_step >= _LOOP_CALLS and gap < most:
             seconds += gap
+            site.loop_seconds += seconds
+        else:
+            site.loop_seconds = 0.0
     else:
         site.begin_step(seen.num_steps)
     site.last_end = ended

@@ -31,7 +31,8 @@ def is_foreign(filename: str) -> bool:
 def place_of(frame: Any) -> str:
     """Return file:line of the innermost frame in the user's own code; of the frame itself if there is none."""
     own = frame
-    while own is not None and is_foreign(own.f_code.co_filename):
+    # Code without lines was generated, by whomever.
+    while own is not None and (is_foreign(own.f_code.co_filename) or not own.f_lineno):
         own = own.f_back
     own = own or frame
     return f"{own.f_code.co_filename}:{own.f_lineno}"
@@ -41,7 +42,7 @@ def places_of(frame: Any) -> tuple[str, ...]:
     """Return file:line of up to four frames in the user's own code, innermost first."""
     places: list[str] = []
     while frame is not None and len(places) < 4:
-        if not is_foreign(frame.f_code.co_filename):
+        if frame.f_lineno and not is_foreign(frame.f_code.co_filename):
             places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(places)

@@ -106,12 +106,12 @@ class Fetch(NamedTuple):
 class Site:
     """A line of the user's code and the calls made there.
 
-    `mark` and `num_in_step` refer to the current step: they tell whether the line is in a loop. `before` has
-    the totals before the current step.
+    `mark` and `num_in_step` refer to the current step: they tell whether the line is in a loop. `loop_seconds` is the
+    time of the loop that runs now. `before` has the totals before the current step.
     """
 
     __slots__ = (
-        *("before", "call", "calls", "code", "last_end", "mark"),
+        *("before", "call", "calls", "code", "last_end", "loop_seconds", "mark"),
         *("num_bytes", "num_in_step", "seconds", "where"),
     )
 
@@ -123,6 +123,7 @@ class Site:
         self.seconds = 0.0
         self.num_bytes = 0
         self.last_end = 0.0
+        self.loop_seconds = 0.0
         self.mark = -1
         self.num_in_step = 0
         self.before = (0, 0.0, 0)
@@ -130,7 +131,7 @@ class Site:
     def begin_step(self, number: int) -> None:
         """Note the first call in step `number`."""
         self.before = (self.calls, self.seconds, self.num_bytes)
-        self.mark, self.num_in_step = number, 1
+        self.mark, self.num_in_step, self.loop_seconds = number, 1, 0.0
 
     def plain(self, running: int) -> dict[str, Any]:
         """Return the totals as plain values, without the unfinished step `running`: they are divided by steps."""

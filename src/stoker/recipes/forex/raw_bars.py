@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import InputError
 from stoker.recipes.contract import Facts, RawBatch
 from stoker.sources.bars import Bars, BarsSource, Naming, Scaler, apply_scaler, make_features
 from stoker.sources.bars.dialects import PRICES
 from stoker.sources.bars.features import feature_names
+from stoker.sources.bars.source import MissingBarsError
 from stoker.sources.bars.timeframes import find_windows, gap_mask
 from stoker.sources.times import SECOND_NS
 from stoker.store.fields import Array
@@ -77,7 +78,14 @@ def open_raw_bars(given: Any, facts: Facts) -> RawBars:
         symbol: {name: Scaler.from_json(each) for name, each in by_name.items()}
         for symbol, by_name in facts["bars"]["scalers"].items()
     }
-    read = dict(source.read_symbols())
+    try:
+        read = dict(source.read_symbols())
+    except MissingBarsError as error:
+        raise InputError(
+            error.given,
+            f"files of {', '.join(name for name, _ in source.windows)} for each symbol, as in training",
+            look_in(Path(given) if Path(given).is_dir() else Path(given).parent),
+        ) from error
     unknown = [symbol for symbol in read if symbol not in scalers]
     if unknown:
         raise InputError(

@@ -6,7 +6,6 @@ names. Costs one decode per file; one batch in memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 from stoker.errors import SourceError
 from stoker.recipes.contract import RawBatch
 from stoker.sources.images.decoding import PictureError, decode, to_pixels
-from stoker.sources.images.listing import ENDINGS, list_pictures, no_pictures
+from stoker.sources.images.listing import find_pictures
 from stoker.store.fields import Array
+from stoker.units import format_count
 
 
 class PictureReader:
@@ -73,24 +73,17 @@ class PictureReader:
         batch_size: int,
         classes: Sequence[str] = (),
     ) -> PictureReader | None:
-        """Return a reader of a folder of pictures or of one picture; None for anything else.
+        """Return a reader of a folder of pictures, of one picture, or of a list of their paths; None for anything else.
 
         Raises:
             SourceError: The folder holds no picture.
         """
-        if not isinstance(given, str | os.PathLike):
+        found = find_pictures(given)
+        if found is None:
             return None
-        path = Path(given)
         more = (size, channels, value_range, first_frame, normalise, batch_size, classes)
-        if path.is_file() and path.suffix.lower() in ENDINGS:
-            return cls(path.parent, [path.name], *more)
-        if not path.is_dir():
-            return None
-        listing = list_pictures(path)
-        if not listing.pictures:
-            raise no_pictures(listing)
-        told = [f"{count:,} files left out: {why}" for why, count in listing.ignored.items()]
-        return cls(path, listing.pictures, *more, told)
+        root, names, told = found
+        return cls(root, names, *more, told=told)
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names."""
@@ -123,5 +116,9 @@ class PictureReader:
         refused = self._num_refused
         return [
             *self._told,
-            *([f"{refused:,} pictures have a reason instead of an answer"] if refused else []),
+            *(
+                [f"{format_count(refused, 'picture')} without an answer; see 'reason'"]
+                if refused
+                else []
+            ),
         ]

@@ -1,54 +1,93 @@
-"""Spectra for new molecules: SMILES, SDF, MOL, MSP or CSV in; predicted spectra as MSP out.
+"""Spectra for new molecules: SMILES, SDF, MOL, CSV, spectrum libraries or frames in; predicted spectra as MSP out.
 
-Enters: a file of molecules. Leaves: batches of fingerprints (and graphs, for the teacher) under their names, each with
-an answer or a reason; a library in the NIST layout with base peak 999. Costs about 0.8 ms a molecule and the forward
-pass; one batch in memory.
+Enters: a file, a folder or a frame of molecules. Leaves: batches of fingerprints (and graphs, for the teacher) under
+their names, each with an answer or a reason; a library in the NIST layout with base peak 999. Costs about 0.8 ms a
+molecule and the forward pass; one batch in memory.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
-from stoker.display import look_in
-from stoker.errors import InputError, Refusal, unwritable
-from stoker.ownership import SIGNATURE, has_signature, writing
+from stoker.display import command, look_in
+from stoker.errors import InputError, Refusal, SourceError, unwritable
+from stoker.ownership import SIGNATURE, has_signature, temporary_folder, writing
 from stoker.recipes.contract import RawBatch
 from stoker.recipes.massspec.evaluation import peak_list
+from stoker.recipes.raw_tables import as_frame
 from stoker.sources.massspec.conditions import (
-    CONDITION_COLUMNS,
+    Ranges,
+    completed_conditions,
     conditions_in,
+    described_conditions,
     encode_conditions,
     spectrum_kind,
+    strange_conditions,
 )
+from stoker.sources.massspec.formats import UNREADABLE, as_msp
 from stoker.sources.massspec.structures import healed, own_structure
 from stoker.sources.molecules.packed import (
     ECFP_SIZE,
     PackedMolecule,
     StructureForm,
+    canonical_smiles,
     molecular_formula,
     pack_molecule,
     read_structure,
 )
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
+from stoker.sources.msp.keys import spell
+from stoker.sources.msp.text import NO_RECORD
 from stoker.train.predict import Predicted
+from stoker.units import format_count
 
 Tensor = torch.Tensor
 _SMILES = {".smi", ".smiles", ".txt"}
 _SDF = {".sdf", ".sd", ".mol"}
-_MSP = {".msp", ".msl"}
+_SPECTRA = {".msp", ".msl", ".mgf", ".mzml"}
 _CSV = {".csv", ".tsv"}
-_SMILES_NAMES = ("smiles", "canonical_smiles", "canonicalsmiles", "isomeric_smiles", "structure")
+_KNOWN = _SMILES | _SDF | _SPECTRA | _CSV
+_HEAD_CHARACTERS = 1 << 16
+_STRUCTURES = (
+    "smiles", "canonical_smiles", "canonicalsmiles", "isomeric_smiles", "structure", "inchi",
+)  # fmt: skip
+_NAMES = ("name", "title", "compound", "id", "identifier")
 _CONDITION_LABELS = ("adduct", "ion_mode", "collision_energy")
-_NAME_NAMES = ("name", "title", "compound", "id", "identifier")
+_CONDITION_KEYS = (*_CONDITION_LABELS, "precursor_type", "ms_level", "spectrum_type")
+_CONDITION_WORDS = {
+    "ion_mode": "ion mode",
+    "collision_energy": "collision energy",
+    "adduct": "adduct",
+}
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a trained model reads and predicts.
+
+    Attributes:
+        graphs: Whether it reads graphs.
+        max_mz: Its highest bin.
+        usual: The commonest conditions of training; empty where the model reads none.
+        ranges: Lowest and highest of each condition in training; empty where the checkpoint does not say.
+    """
+
+    graphs: bool
+    max_mz: int
+    usual: Sequence[float] = ()
+    ranges: Ranges = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +99,8 @@ class Wanted:
         text: Its structure, or "" where there is none.
         form: Of the text.
         why: Why there is no structure.
-        meta: More to write beside the answer.
+        meta: What the input says of the spectrum.
+        is_unnamed: Whether the name is a place in the file.
     """
 
     name: str
@@ -68,107 +108,144 @@ class Wanted:
     form: StructureForm = "smiles"
     why: str = ""
     meta: Mapping[str, str] = field(default_factory=dict)
+    is_unnamed: bool = False
 
 
 class MoleculeReader:
-    """The molecules of a file in its order; see `RawReader`.
+    """The molecules of a file, a folder or a frame, in their order; see `RawReader`.
 
     Args:
-        path: The file.
-        graphs: Whether the model reads graphs.
+        molecules: Each molecule of the input.
+        source: What to name in messages.
+        model: What the trained model reads and predicts.
         batch_size: Molecules at once.
-        usual: Conditions for molecules whose input says none; empty where the model reads none.
     """
 
     key = "name"
 
     def __init__(
-        self, path: Path, graphs: bool, batch_size: int, usual: Sequence[float] = ()
+        self, molecules: Iterable[Wanted], source: str, model: ModelInputs, batch_size: int
     ) -> None:
-        self._path, self._graphs, self._batch_size = path, graphs, batch_size
-        self._usual = list(usual)
-        self._num_usual = 0
-        self._num_refused = 0
+        self._molecules, self._source = molecules, source
+        self._model, self._batch_size = model, batch_size
+        self._num_usual = self._num_refused = self._num_odd = 0
         self.num_rows: int | None = None
 
     @classmethod
-    def open(
-        cls, given: Any, graphs: bool, batch_size: int, usual: Sequence[float] = ()
-    ) -> MoleculeReader | None:
-        """Return a reader of a file of molecules, or of a list of SMILES; None for anything else."""
-        if not isinstance(given, str | os.PathLike):
+    def open(cls, given: Any, model: ModelInputs, batch_size: int) -> MoleculeReader | None:
+        """Return a reader of a path, a list of SMILES or a table with a column of them; None for anything else."""
+        if isinstance(given, str | os.PathLike):
+            path = Path(given)
+            if path.is_dir() or (path.is_file() and _ending(path) in _KNOWN):
+                return cls(read_molecules_of(path), str(path), model, batch_size)
             return None
-        path = Path(given)
-        known = _SMILES | _SDF | _MSP | _CSV
-        if not path.is_file() or _ending(path) not in known:
-            return None
-        return cls(path, graphs, batch_size, usual)
+        found = _from_memory(given)
+        return (
+            None if found is None else cls(found, f"the {type(given).__name__}", model, batch_size)
+        )
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every molecule once."""
-        held: list[Wanted] = []
-        for wanted in read_molecules_of(self._path):
-            held.append(wanted)
-            if len(held) == self._batch_size:
-                yield self._as_batch(held)
-                held = []
-        if held:
+        molecules = iter(self._molecules)
+        while held := list(itertools.islice(molecules, self._batch_size)):
             yield self._as_batch(held)
 
     def _as_batch(self, wanted: Sequence[Wanted]) -> RawBatch:
         packed: list[PackedMolecule | None] = []
         reasons: list[str | None] = []
-        formulas: list[str] = []
+        labels: dict[str, list[str]] = {"formula": [], "smiles": []}
+        conditions: list[list[float]] = []
         for each in wanted:
             made = self._featurise(each)
-            reasons.append(made if isinstance(made, str) else None)
-            packed.append(None if isinstance(made, str) else made[0])
-            formulas.append("" if isinstance(made, str) else made[1])
-        structures = [each.text if each.form == "smiles" else "" for each in wanted]
-        labels = {
-            "formula": np.array(formulas, dtype=object),
-            "smiles": np.array(structures, dtype=object),
-        }
-        answered = np.array([each is not None for each in packed])
-        self._num_refused += int((~answered).sum())
-        names = np.array([each.name for each in wanted], dtype=object)
-        rows = as_rows(packed, self._graphs)
-        if self._usual:
-            rows["conditions"] = torch.tensor([self._conditions(each.meta) for each in wanted])
+            remarks: list[str] = []
+            if isinstance(made, str):
+                self._num_refused += 1
+                reasons.append(made)
+                packed.append(None)
+                formula, smiles = "", each.text if each.form == "smiles" else ""
+            else:
+                packed.append(made[0])
+                formula, smiles = made[1:]
+                if made[0].mol_weight > self._model.max_mz:
+                    remarks.append(
+                        f"heavier than the highest bin: peaks above m/z {self._model.max_mz} are not predicted"
+                    )
+            labels["formula"].append(formula)
+            labels["smiles"].append(smiles)
+            values, strange = self._conditions(each.meta, counted=packed[-1] is not None)
+            conditions.append(values)
+            if packed[-1] is not None:
+                remarks += [strange] if strange else []
+                reasons.append("; ".join(remarks) or None)
+                self._num_odd += bool(remarks)
+        rows = as_rows(packed, self._model.graphs)
+        if self._model.usual:
+            rows["conditions"] = torch.tensor(conditions)
+            told = [described_conditions(values) for values in conditions]
+            metas = [each.meta for each in wanted]
             for name in _CONDITION_LABELS:
-                told = conditions_in([each.meta for each in wanted], name)
-                labels[name] = np.array(told, dtype=object)
-        return RawBatch(names, rows, answered, reasons, labels)
+                given = conditions_in(metas, name)
+                labels[name] = [
+                    text or known.get(name, "") for text, known in zip(given, told, strict=True)
+                ]
+        return RawBatch(
+            np.array([each.name for each in wanted], dtype=object),
+            rows,
+            np.array([each is not None for each in packed]),
+            reasons,
+            {name: np.array(texts, dtype=object) for name, texts in labels.items()},
+        )
 
-    def _conditions(self, meta: Mapping[str, str]) -> list[float]:
-        """Return the conditions that the input says, or the usual ones of training."""
-        if any(meta.get(key) for key in (*_CONDITION_LABELS, "precursor_type", "ms_level")):
-            return encode_conditions(spectrum_kind(meta), meta)
-        self._num_usual += 1
-        return self._usual
+    def _conditions(self, meta: Mapping[str, str], counted: bool) -> tuple[list[float], str]:
+        """Return the conditions of a molecule, and what of them the model was not trained on."""
+        is_told = any(meta.get(key) for key in _CONDITION_KEYS)
+        kind = spectrum_kind(meta)
+        if not self._model.usual:
+            is_other = is_told and kind != "EI"
+            return (
+                [],
+                f"the record is of an {kind} spectrum, and the model was trained on EI"
+                if is_other
+                else "",
+            )
+        values = encode_conditions(kind, meta) if is_told else list(self._model.usual)
+        if not self._model.ranges:  # of a checkpoint that does not record them
+            self._num_usual += counted and not is_told
+            return values, ""
+        full = completed_conditions(values, self._model.usual, self._model.ranges)
+        self._num_usual += counted and (not is_told or full != values)
+        strange = strange_conditions(full, self._model.ranges)
+        return full, f"training did not have {strange}" if strange else ""
 
-    def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str] | str:
-        """Return a molecule with its formula, or why there is none."""
+    def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str, str] | str:
+        """Return a molecule with its formula and SMILES, or why there is none."""
         if wanted.why:
             return wanted.why
-        found = read_structure(wanted.text, wanted.form, file=str(self._path))
+        found = read_structure(wanted.text, wanted.form, file=self._source)
         if isinstance(found, Refusal):
             return found.reason
         try:
-            return pack_molecule(found), molecular_formula(found)
+            smiles = wanted.text if wanted.form == "smiles" else canonical_smiles(found)
+            return pack_molecule(found), molecular_formula(found), smiles
         except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
             return f"RDKit: {next(iter(str(error).splitlines()), '')}"
 
     def notes(self) -> Sequence[str]:
-        """Return how many molecules have no answer."""
-        refused = self._num_refused
-        notes = [f"{refused:,} molecules have a reason instead of a spectrum"] if refused else []
+        """Return how many molecules have no answer, or one with a remark."""
+        notes = []
+        if self._num_refused:
+            count = format_count(self._num_refused, "molecule")
+            notes.append(f"{count} without a spectrum; see 'reason'")
+        if self._num_odd:
+            count = format_count(self._num_odd, "molecule")
+            notes.append(f"{count} unlike those of training; see 'reason'")
         if self._num_usual:
-            named = zip(CONDITION_COLUMNS, self._usual, strict=True)
-            shown = ", ".join(f"{name} {value:g}" for name, value in named if value) or "EI"
-            notes.append(
-                f"{self._num_usual:,} molecules without conditions have those usual in training: {shown}"
+            known = described_conditions(self._model.usual)
+            shown = ", ".join(
+                f"{_CONDITION_WORDS.get(name, '')} {text}".strip() for name, text in known.items()
             )
+            count = format_count(self._num_usual, "molecule")
+            notes.append(f"what the input does not say of {count} is as usual in training: {shown}")
         return notes
 
 
@@ -217,94 +294,195 @@ def _ending(path: Path) -> str:
 
 
 def read_molecules_of(path: Path) -> Iterator[Wanted]:
-    """Yield the molecules of a file, by its ending: .smi, .sdf, .mol, .msp or .csv, perhaps with .gz."""
+    """Yield the molecules of a file, or of all files of a folder in the order of their names.
+
+    The ending decides: .smi, .txt, .sdf, .mol, .csv, .tsv, and spectra as packing reads them (MSP, MGF, MassBank
+    records, mzML); each perhaps with .gz.
+    """
+    if path.is_dir():
+        return _from_folder(path)
     ending = _ending(path)
-    if ending in _MSP:
-        return _from_msp(path)
+    if ending in _SPECTRA:
+        return _from_spectra(path)
     if ending in _SDF:
         return _from_sdf(path)
     return _from_csv(path) if ending in _CSV else _from_smiles(path)
 
 
+def _from_folder(folder: Path) -> Iterator[Wanted]:
+    files = [
+        file
+        for file in sorted(each for each in folder.rglob("*") if each.is_file())
+        if not any(part[:1] == "." for part in file.relative_to(folder).parts)
+    ]
+    if not any(_ending(file) in _KNOWN for file in files):
+        raise InputError(
+            f"{folder} holds no molecules.",
+            f"files ending in {', '.join(sorted(_KNOWN))}",
+            command("ls", folder),
+        )
+    for file in files:
+        place = str(file.relative_to(folder))
+        if _ending(file) not in _KNOWN:
+            yield Wanted(place, why=f"not a file of molecules ({_ending(file) or 'no ending'})")
+            continue
+        for each in read_molecules_of(file):
+            # Names that were made from a place are not unique in a folder.
+            yield replace(each, name=f"{place} {each.name}") if each.is_unnamed else each
+
+
 def _open_text(path: Path) -> IO[str]:
     if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace", newline="")
+    return path.open(encoding="utf-8-sig", errors="replace", newline="")
+
+
+def _unnamed(place: str, text: str, form: StructureForm = "smiles", **more: Any) -> Wanted:
+    return Wanted(place, text, form, is_unnamed=True, **more)
 
 
 def _from_smiles(path: Path) -> Iterator[Wanted]:
     with _open_text(path) as file:
+        head = file.read(_HEAD_CHARACTERS)
+    if re.search(r"^(?:ACCESSION: |BEGIN IONS)", head, re.MULTILINE):  # what others call .txt
+        yield from _from_spectra(path)
+        return
+    first = next((line for line in head.splitlines() if line.strip()), "")
+    if _separator(first) is not None:
+        yield from _from_csv(path)
+        return
+    with _open_text(path) as file:
         for number, line in enumerate(file, 1):
-            text, _, name = (
-                line.strip().partition(" ") if "\t" not in line else line.strip().partition("\t")
-            )
-            if text and not text.startswith("#"):
-                yield Wanted(name.strip() or f"line {number}", text)
+            # No SMILES has a comma; a blank may follow it in a list with separators.
+            text, *rest = re.split(r"\t|,| ", line.strip(), maxsplit=1)
+            is_header = line.strip() == first.strip() and spell(text).canonical == "smiles"
+            if not text or text[0] == "#" or is_header:
+                continue
+            name = rest[0].strip() if rest else ""
+            yield Wanted(name, text) if name else _unnamed(f"line {number}", text)
 
 
 def _from_sdf(path: Path) -> Iterator[Wanted]:
     lines: list[str] = []
     number = 0
     with _open_text(path) as file:
-        for line in [*file, "$$$$\n"] if _ending(path) == ".mol" else _closed(file):
+        for line in itertools.chain(file, ["$$$$\n"]):  # a last record may have no end
             if line[:4] != "$$$$":
                 lines.append(line)
                 continue
             if any(each.strip() for each in lines):
                 number += 1
                 text, _ = healed("".join(lines))
-                yield Wanted(lines[0].strip() or f"record {number}", text, "mol")
+                name = lines[0].strip()
+                yield (
+                    Wanted(name, text, "mol") if name else _unnamed(f"record {number}", text, "mol")
+                )
             lines = []
 
 
-def _closed(file: Iterable[str]) -> Iterator[str]:
-    """Yield the lines, and an end for a last record that has none."""
-    yield from file
-    yield "$$$$\n"
+def _from_spectra(path: Path) -> Iterator[Wanted]:
+    """Yield the records of a library; a record that cannot be read is a molecule with a reason."""
+    with temporary_folder() as scratch:
+        made = as_msp(path, scratch)
+        unread = [each for each in made.refused if each.kind == UNREADABLE]
+        for batch in read_msp(made.path):
+            found = [(int(each.meta.get("source_line", each.line)), each) for each in batch.records]
+            lost = [each for each in batch.refused if each.kind == NO_RECORD]
+            # Of the lines of one such record the first stands for all.
+            lines = {each.line for each in lost}
+            lost = [each for each in lost if (each.line or 0) - 1 not in lines]
+            rows: list[tuple[int, Record | Refusal]] = [*found]
+            rows += [(each.line or 0, each) for each in lost]
+            for line, each in sorted(rows, key=itemgetter(0)):
+                yield _of_record(line, each)
+        for refusal in unread:
+            yield _of_record(refusal.line or 0, refusal)
 
 
-def _from_msp(path: Path) -> Iterator[Wanted]:
-    for batch in read_msp(path):
-        for record in batch.records:
-            name = record.meta.get("name") or f"line {record.line}"
-            found = own_structure(record.meta)
-            if found is None:
-                yield Wanted(name, why="the record has neither SMILES nor InChI")
-            else:
-                yield Wanted(name, *found, meta=record.meta)
+def _of_record(line: int, given: Record | Refusal) -> Wanted:
+    if isinstance(given, Refusal):
+        return _unnamed(f"line {line}", "", why=given.reason)
+    name = given.meta.get("name", "")
+    found = own_structure(given.meta)
+    why = "" if found else "the record has neither SMILES nor InChI"
+    text, form = found or ("", "smiles")
+    return Wanted(name or f"line {line}", text, form, why, meta=given.meta, is_unnamed=not name)
+
+
+def _cells(line: str, separator: str) -> list[str]:
+    return next(csv.reader([line], delimiter=separator), [])
+
+
+def _separator(header: str) -> str | None:
+    """Return the separator that leaves a column of structures in a header; None where none does."""
+    for separator in ",\t;|":
+        names = _cells(header, separator)
+        if len(names) > 1 and _place(names, _STRUCTURES) is not None:
+            return separator
+    return None
+
+
+def _place(names: Sequence[str], wanted: Sequence[str]) -> int | None:
+    """Return where the first of the wanted columns is, by the same other words as in a library."""
+    spelled = [spell(name.strip()).canonical for name in names]
+    return next((spelled.index(name) for name in wanted if name in spelled), None)
 
 
 def _from_csv(path: Path) -> Iterator[Wanted]:
     with _open_text(path) as file:
         first = file.readline()
-        # The header says which separator it has: the one that leaves a column of structures.
-        headers = {sep: _cells(first, sep) for sep in ",\t;|"}
-        fits = [sep for sep, names in headers.items() if set(names) & set(_SMILES_NAMES)]
-        separator = fits[0] if fits else ","
-        header = headers[separator]
+        separator = _separator(first) or ","
         rows = csv.reader(file, delimiter=separator)
-        place = next((header.index(name) for name in _SMILES_NAMES if name in header), None)
-        if place is None:
-            raise InputError(
-                f"{path} has the columns {', '.join(header) or 'none'}.",
-                f"a column of structures: {', '.join(_SMILES_NAMES)}",
+        try:
+            yield from _from_rows(_cells(first, separator), rows, path)
+        except csv.Error as error:
+            raise SourceError(
+                f"{path} is no table of text at line {rows.line_num + 1}: {error}.",
+                "a CSV file with a header",
                 look_in(path.parent),
-            )
-        named = next((header.index(name) for name in _NAME_NAMES if name in header), None)
-        for number, row in enumerate(rows, 1):
-            text = row[place].strip() if place < len(row) else ""
-            name = row[named].strip() if named is not None and named < len(row) else ""
-            cells = dict(zip(header, map(str.strip, row), strict=False))
-            meta = {
-                key: value for key, value in cells.items() if value and key in _CONDITION_LABELS
-            }
-            why = "" if text else "the cell is empty"
-            yield Wanted(name or f"row {number}", text, why=why, meta=meta)
+            ) from error
 
 
-def _cells(line: str, separator: str) -> list[str]:
-    cells = next(csv.reader([line], delimiter=separator), [])
-    return [name.strip().lstrip("\ufeff").casefold() for name in cells]
+def _from_rows(
+    header: Sequence[str], rows: Iterable[Sequence[Any]], source: Any
+) -> Iterator[Wanted]:
+    place = _place(header, _STRUCTURES)
+    if place is None:
+        raise InputError(
+            f"{source} has the columns {', '.join(header) or 'none'}.",
+            f"a column of structures: {', '.join(_STRUCTURES)}",
+            look_in(source.parent) if isinstance(source, Path) else "{'smiles': ['CCO']}",
+        )
+    form: StructureForm = "inchi" if spell(header[place].strip()).canonical == "inchi" else "smiles"
+    named = _place(header, _NAMES)
+    keys = [spell(name.strip()).canonical for name in header]
+    for number, row in enumerate(rows, 1):
+        cells = ["" if cell is None else str(cell).strip() for cell in row]
+        cells += [""] * (len(header) - len(cells))
+        meta = {
+            key: cell
+            for key, cell in zip(keys, cells, strict=False)
+            if key in _CONDITION_KEYS
+            and cell
+            and cell.casefold() not in ("nan", "na", "n/a", "none")
+        }
+        name = cells[named] if named is not None else ""
+        why = "" if cells[place] else "the cell is empty"
+        yield Wanted(name or f"row {number}", cells[place], form, why, meta, is_unnamed=not name)
+
+
+def _from_memory(given: Any) -> Iterator[Wanted] | None:
+    """Yield the molecules of a list of SMILES or of a table; None for what is neither."""
+    if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.names is None:
+        given = given.tolist()
+    if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
+        return _from_rows(["smiles"], ([each] for each in given), "the list")
+    is_table = isinstance(given, Mapping | list | tuple | np.ndarray) or hasattr(given, "columns")
+    if not is_table:
+        return None
+    table = as_frame(given, ["smiles"])
+    rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+    return _from_rows(table.column_names, rows, f"the {type(given).__name__}")
 
 
 # -- spectra out ---------------------------------------------------------------------------------
@@ -352,7 +530,10 @@ def as_spectra(predicted: Predicted, about: str) -> SpectrumBatch:
         reason = (
             predicted.reasons[row] if predicted.reasons is not None else None
         ) or "no structure"
-        meta["comment"] = f"{SIGNATURE}: {about if known else f'no spectrum: {reason}'}"
+        remark = (
+            f"; {predicted.reasons[row]}" if predicted.reasons and predicted.reasons[row] else ""
+        )
+        meta["comment"] = f"{SIGNATURE}: {about + remark if known else f'no spectrum: {reason}'}"
         spectrum = torch.from_numpy(np.ascontiguousarray(predicted.columns["spectrum"][row]))
         records.append(Record(0, meta))
         peaks.append(peak_list(spectrum, len(spectrum)) if known else [])

@@ -14,6 +14,7 @@ everything here leaves the padding out, by the offsets.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,7 +56,7 @@ from stoker.recipes.massspec.metrics import (
     root_spectra,
 )
 from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
-from stoker.recipes.massspec.molecules import MoleculeReader, as_ragged, write_spectra
+from stoker.recipes.massspec.molecules import ModelInputs, MoleculeReader, as_ragged, write_spectra
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.schedule import warmup_cosine
 from stoker.sources.massspec import MassSpecSource
@@ -208,11 +209,13 @@ class Binning:
         max_mz: Last bin.
         rounding: How an m/z finds its bin.
         usual_conditions: The commonest conditions of the store's spectra; empty where it has none.
+        condition_ranges: Lowest and highest value of each condition in the store.
     """
 
     max_mz: int
     rounding: Rounding
     usual_conditions: tuple[float, ...] = ()
+    condition_ranges: tuple[tuple[float, float], ...] = ()
 
     @property
     def condition_fields(self) -> list[str]:
@@ -220,12 +223,16 @@ class Binning:
         return ["conditions"] if self.usual_conditions else []
 
 
+_SPECTRA_AT_ONCE = 65_536
+
+
 class _SpectrumRecipe(Recipe):
     """What both recipes share: the store, the rate, and what is predicted."""
 
     pack_command = "stoker pack massspec --help"
-    raw_kinds = "molecules as SMILES, SDF, MSP or CSV"
+    raw_kinds = "molecules as SMILES, SDF, MOL, CSV, MSP, MGF or MassBank records"
     endings = (".msp",)
+    label_fields = ("formula", "adduct", "ion_mode", "collision_energy")
     defaults = (
         Default("training.lr", LEARNING_RATE, "Adam, as NEIMS trains"),
         Default("training.epochs", 30, "as in the config that ships"),
@@ -250,6 +257,7 @@ class _SpectrumRecipe(Recipe):
             "inputs": ["ecfp_bits", "ecfp_counts", "mol_weight", *graphs, *bins.condition_fields],
             "num_bins": int(cast(Any, job.model).num_bins),
             "usual_conditions": list(bins.usual_conditions),
+            "condition_ranges": [list(pair) for pair in bins.condition_ranges],
         }
 
     def rebuild(self, options: MassSpecOptions, facts: Facts) -> Rebuilt:
@@ -294,14 +302,15 @@ class _SpectrumRecipe(Recipe):
     def open_raw(
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
-        """Open a file of molecules: SMILES, SDF, MOL, MSP or CSV."""
+        """Open molecules: SMILES, SDF, MOL, CSV, spectrum libraries, folders of them, or a frame."""
         del made
-        return MoleculeReader.open(
-            given,
+        reads = ModelInputs(
             "atoms" in facts["inputs"],
-            int(told.get("batch_size", 256)),
+            int(facts["num_bins"]) - 1,
             facts.get("usual_conditions", ()),
+            facts.get("condition_ranges", ()),
         )
+        return MoleculeReader.open(given, reads, int(told.get("batch_size", 256)))
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
@@ -459,9 +468,26 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, B
             f"{bins.max_mz + 1} bins ({bins.rounding}); square roots of intensities, each spectrum of length 1",
             f"recall@k: held-out spectra among {len(library.groups):,} measured training compounds and all predictions",
             *told,
+            *_peaks_above(store, bins),
         ),
     )
     return job, bins
+
+
+def _peaks_above(store: Store, bins: Binning) -> list[str]:
+    """Say how many peaks the bins leave out; packing keeps all of them."""
+    end = bins.max_mz + (0.5 if bins.rounding == "nearest" else 1.0)
+    above = found = 0
+    highest = 0.0
+    for low in range(0, store.num_samples, _SPECTRA_AT_ONCE):
+        mz, _ = store.read_ragged("mz", low, min(low + _SPECTRA_AT_ONCE, store.num_samples))
+        above += int((mz >= end).sum())
+        found += len(mz)
+        highest = max(highest, float(mz.max(initial=0)))
+    if not above:
+        return []
+    told = f"{above:,} of {found:,} peaks lie above m/z {bins.max_mz} and are neither learned nor counted"
+    return [f"{told}; --set recipe.options.max_mz={math.ceil(highest)} takes all"]
 
 
 def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], list[str]]:
@@ -649,8 +675,11 @@ def _find_bins(store: Store, options: MassSpecOptions) -> Binning:
     about = store.manifest.attributes
     max_mz = options.max_mz or about.get("max_mz", 500)
     usual: tuple[float, ...] = ()
+    ranges: tuple[tuple[float, float], ...] = ()
     if "conditions" in store.fields:
         rows = store.read_rows("conditions", 0, store.num_samples)
         known, counts = np.unique(rows, axis=0, return_counts=True)
         usual = tuple(known[counts.argmax()].tolist()) if len(known) else (0.0,) * rows.shape[1]
-    return Binning(int(max_mz), about.get("rounding", "nearest"), usual)
+        if len(known):
+            ranges = tuple(zip(known.min(0).tolist(), known.max(0).tolist(), strict=True))
+    return Binning(int(max_mz), about.get("rounding", "nearest"), usual, ranges)

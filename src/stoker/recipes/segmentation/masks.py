@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,9 +29,10 @@ from stoker.ownership import SIGNATURE, claim_folder, has_signature, write_text,
 from stoker.recipes.contract import RawBatch
 from stoker.recipes.segmentation.evaluation import legend, palette
 from stoker.sources.images.decoding import Decoded, PictureError, decode, to_pixels
-from stoker.sources.images.listing import ENDINGS, list_pictures, no_pictures
+from stoker.sources.images.listing import find_pictures
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
+from stoker.units import format_count
 
 Tensor = torch.Tensor
 Size = tuple[int, int]
@@ -111,19 +111,9 @@ class ScenePictures:
 
     @classmethod
     def open(cls, given: Any, **more: Any) -> ScenePictures | None:
-        """Return a reader of a folder of pictures or of one picture; None for anything else."""
-        if not isinstance(given, str | os.PathLike):
-            return None
-        path = Path(given)
-        if path.is_file() and path.suffix.lower() in ENDINGS:
-            return cls(path.parent, [path.name], **more)
-        if not path.is_dir():
-            return None
-        listing = list_pictures(path)
-        if not listing.pictures:
-            raise no_pictures(listing)
-        told = [f"{count:,} files left out: {why}" for why, count in listing.ignored.items()]
-        return cls(path, listing.pictures, **more, told=told)
+        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else."""
+        found = find_pictures(given)
+        return None if found is None else cls(*found[:2], **more, told=found[2])
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names; those of one size together."""
@@ -174,11 +164,15 @@ class ScenePictures:
         return [
             *self._told,
             *(
-                [f"{tiled:,} large pictures went through in tiles of {wide} x {high}"]
+                [f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"]
                 if tiled
                 else []
             ),
-            *([f"{refused:,} pictures have a reason instead of a mask"] if refused else []),
+            *(
+                [f"{format_count(refused, 'picture')} without a mask; see 'reason'"]
+                if refused
+                else []
+            ),
         ]
 
 
@@ -331,10 +325,19 @@ def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -
 
 
 def free_mask_name(name: str, used: set[str]) -> str:
-    """Return the name of a mask: that of the picture with .png, or with .png behind it where that is taken."""
-    target = PurePosixPath(name).with_suffix(".png").as_posix()
+    """Return the name of a mask: that of the picture with .png, or with .png behind it where that is taken.
+
+    A name in a store may be any text: its folders stay below that of the masks.
+    """
+    parts = [part for part in PurePosixPath(name).parts if part not in ("/", "..")]
+    path = PurePosixPath(*parts or ["mask"])
+    target = path.with_suffix(".png").as_posix()
     if target in used:
-        target = f"{name}.png"
+        target = f"{path}.png"
+    number = 2
+    while target in used:
+        target = f"{path}-{number}.png"
+        number += 1
     used.add(target)
     return target
 

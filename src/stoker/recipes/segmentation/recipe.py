@@ -404,10 +404,15 @@ def unpack_images(
 def _packed_as(store: Store) -> dict[str, Any]:
     """Return how the pictures were packed, for new ones."""
     options = {} if store.manifest.provenance is None else store.manifest.provenance.options
+    size = list(store.fields["images"].shape[1:])
+    sizes = store.manifest.attributes.get("original_sizes")
+    if sizes is not None and "per_pixel" in sizes:
+        scale = [side * share for side, share in zip(size, sizes["per_pixel"], strict=True)]
+        sizes = {"least": sizes["least"], "most": sizes["most"], "scale": scale}
     return {
-        "size": list(store.fields["images"].shape[1:]),
+        "size": size,
         **({"encoded": True} if is_encoded(store) else {}),
-        "original_sizes": store.manifest.attributes.get("original_sizes"),
+        "original_sizes": sizes,
         "value_range": options.get("range"),
         "first_frame": bool(options.get("first_frame", False)),
     }

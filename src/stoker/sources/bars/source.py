@@ -66,6 +66,11 @@ from stoker.sources.contract import (
 )
 from stoker.sources.times import SECOND_NS, parse_time
 from stoker.store.fields import Array, Dense, FieldData, Series
+from stoker.units import format_count
+
+
+class MissingBarsError(SourceError):
+    """A timeframe that has a window has no file."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +314,8 @@ class BarsSource(PlainSource):
         ]
         if not wanted:
             there = sorted({file.timeframe for file in found})
-            raise SourceError(
-                f"no file of bars for {', '.join(sorted(names))} among {len(found)} files.",
+            raise MissingBarsError(
+                f"no file of bars for {', '.join(sorted(names))} among {format_count(len(found), 'file')}.",
                 "files named by symbol and timeframe, such as EURUSD_M5.csv.gz",
                 f"--windows {quoted(','.join(f'{name}=96' for name in there))}"
                 if there
@@ -327,7 +332,7 @@ class BarsSource(PlainSource):
         if missing:
             add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
             rest = ",".join(f"{name}={length}" for name, length in self.windows if grouped[name])
-            raise SourceError(
+            raise MissingBarsError(
                 f"{symbol} has no file for {', '.join(missing)}.",
                 "a file per window",
                 f"--windows {quoted(rest)}, or {add}" if rest else add,

@@ -10,6 +10,7 @@ at t sees, per timeframe, the last L bars known at t. Its label begins after t.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     """Return symbol and timeframe from a file's name; None for what it does not say.
 
     Reads EURUSD_M15.csv.gz, EURUSD-M5.csv, EURUSD_M5_202001020000_202010152355.csv (MT5),
-    EURUSD15.csv (MT4), DAT_ASCII_EURUSD_M1_2020.csv (histdata), BTCUSDT-5m-2020-10.csv.
+    EURUSD15.csv and EURUSDh1.csv (MT4), DAT_ASCII_EURUSD_M1_2020.csv (histdata), BTCUSDT-5m-2020-10.csv.
     """
     stem = PurePath(path).name
     while _SUFFIXES.search(stem):
@@ -103,9 +104,15 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
             timeframe = parse_timeframe(word)
         except InputError:
             continue
-        symbol = words[0] if place else next(iter(words[1:2]), None)
+        # EUR_USD_H1 and EUR_GBP_H1 are two symbols, and so are Binance_BTCUSDT_1h and Binance_ETHUSDT_1h.
+        symbol = "_".join(words[:place]) if place else next(iter(words[1:2]), None)
         return (symbol.upper() if symbol else None), timeframe
     # MT4 appends minutes. Six letters at least, or US30 would be thirty minutes of "US".
+    # Others append the timeframe itself; EURUSDh1 is not one minute of EURUSDH.
+    glued = re.fullmatch(r"([A-Za-z]{6,}?)([mhdw][0-9]+)", stem, re.IGNORECASE)
+    if glued:
+        with contextlib.suppress(InputError):
+            return glued[1].upper(), parse_timeframe(glued[2])
     match = re.fullmatch(r"([A-Za-z]{6,}[A-Za-z.#]*?)([0-9]+)", stem)
     if match and int(match[2]) in _MT4_MINUTES:
         return match[1].upper(), _MT4_MINUTES[int(match[2])]

@@ -11,11 +11,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from stoker.display import command, look_in
 from stoker.errors import SourceError
+from stoker.units import format_count
 
-ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+ENDINGS = {
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm",
+}  # fmt: skip
+# Pictures too: Pillow reads some of them here and there, and a file that it cannot read is refused by its name.
+_SOMETIMES = {".avif", ".heic", ".heif", ".jp2", ".jxl"}
 SPLIT_ALIASES = {
     "train": 0,
     "training": 0,
@@ -124,7 +130,34 @@ def _why_ignored(name: str) -> str:
     if is_system(name):
         return HIDDEN
     ending = PurePosixPath(name).suffix.lower()
-    return "" if ending in ENDINGS else f"not a picture ({ending or 'no ending'})"
+    is_picture = ending in ENDINGS or ending in _SOMETIMES
+    return "" if is_picture else f"not a picture ({ending or 'no ending'})"
+
+
+def find_pictures(given: Any) -> tuple[Path, Sequence[str], list[str]] | None:
+    """Return folder, relative names and remarks for a folder of pictures, one picture, or a list of their paths.
+
+    None for anything else.
+
+    Raises:
+        SourceError: The folder holds no picture.
+    """
+    if isinstance(given, list | tuple) and given:
+        is_list = all(isinstance(each, str | os.PathLike) for each in given)
+        return (Path(), [os.fspath(each) for each in given], []) if is_list else None
+    if not isinstance(given, str | os.PathLike):
+        return None
+    path = Path(given)
+    if path.is_file() and not _why_ignored(path.name):
+        return path.parent, [path.name], []
+    if not path.is_dir():
+        return None
+    listing = list_pictures(path)
+    if not listing.pictures:
+        raise no_pictures(listing)
+    left_out = listing.ignored.items()
+    told = [f"{format_count(count, 'file')} left out: {why}" for why, count in left_out]
+    return path, listing.pictures, told
 
 
 def no_pictures(listing: Listing) -> SourceError:

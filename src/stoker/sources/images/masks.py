@@ -29,6 +29,8 @@ IGNORE = 255
 _ENTRY = re.compile(r"(?:(\d{1,5})(?:-(\d{1,5}))?|#([0-9a-fA-F]{6})|other)=(\d{1,3})")
 _HINT = "--mask-map 255=1"
 _SPREAD, _FEW, _LOOK_AT = 63, 16, 16
+_MANY = 200  # COCO-Stuff, the most of the usual sets, has 182 classes
+_MOST_COLOURS = 64
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,7 @@ def _by_colour(values: Array, path: Path, chosen: MaskMap) -> Array:
                 f"mask {path} has the colour #{worst:06x} ({int(counts.max()):,} pixels; "
                 f"{len(strange)} such colours), which the table does not name.",
                 "colours of the table, or other=CLASS",
-                "--mask-map other=255",
+                f"--mask-map other={IGNORE}",
                 kind="colour that the table does not name",
             )
         return np.where(known, classes[at], np.uint8(chosen.other)).astype(np.uint8)
@@ -330,9 +332,11 @@ def _codes(values: Array) -> Array:
 
 def _colours_without_table(values: Array, path: Path) -> PictureError:
     colours, counts = np.unique(_codes(values), return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:6]
-    listed = ", ".join(f"#{int(colours[n]):06x}" for n in order)
-    entries = ",".join(f"#{int(colours[n]):06x}={place}" for place, n in enumerate(order))
+    order = np.argsort(-counts, kind="stable")
+    listed = ", ".join(f"#{int(colours[n]):06x}" for n in order[:6])
+    # Other masks may have further colours; `other` takes them, so that the command works as it is.
+    named = [f"#{int(colours[n]):06x}={place}" for place, n in enumerate(order[:_MOST_COLOURS])]
+    entries = ",".join([*named, f"other={IGNORE}"])
     return PictureError(
         f"mask {path} has {len(colours)} colours, and nothing says which class each is: {listed}.",
         "--mask-colors FILE (r, g, b and a name a line), or --mask-map with colours",
@@ -388,10 +392,16 @@ def check_values(pixels: Mapping[int, int]) -> None:
         pixels: Mask value to number of pixels, of the whole store.
 
     Raises:
-        SourceError: A few values, far apart, such as 0, 128 and 255.
+        SourceError: A few values, far apart, such as 0, 128 and 255; or nearly all that there are.
     """
     values = sorted(pixels)
     inner = [value for value in values if value != IGNORE]
+    if len(inner) > _MANY:
+        raise SourceError(
+            f"the masks hold {len(inner)} different values: these look like pictures, or like numbers of objects.",
+            "masks whose values are classes; or --mask-map, which says what each value is: keep takes them as classes",
+            "exchange --images and --masks, or --mask-map keep",
+        )
     nothing_left = inner in ([], [0]) and IGNORE in values
     if nothing_left or (max(inner, default=0) > _SPREAD and len(inner) <= _FEW):
         entries = ",".join(f"{value}={number}" for number, value in enumerate(values))

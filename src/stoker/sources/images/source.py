@@ -192,6 +192,8 @@ class Columns:
         self.splits.append(split)
         self.kinds[_kind(decoded)] += 1
         self.num_turned += decoded.orientation != 1
+        wide, high = decoded.size
+        self.sizes.append((high, wide))
 
     def refuse(self, path: Path, error: SourceError) -> None:
         """List a picture that is not taken, under the kind of its error."""
@@ -500,7 +502,10 @@ def _summed_sizes(sizes: Sequence[tuple[int, int]]) -> list[float]:
 def _original_sizes(
     source: PictureFolder, extras: Sequence[Mapping[str, Json]]
 ) -> dict[str, Any] | None:
-    """Return how large the pictures were, and the mean share to which each side was resized."""
+    """Return how large the pictures were, and the mean share to which each side was resized.
+
+    Encoded pictures are resized by who reads them: of these, the share for a side of one pixel.
+    """
     rows = np.array([extra["sizes"] for extra in extras if extra.get("sizes")], dtype=np.float64)
     if not len(rows):
         return None
@@ -508,9 +513,13 @@ def _original_sizes(
     return {
         "least": [int(side) for side in rows[:, 1:3].min(axis=0)],
         "most": [int(side) for side in rows[:, 3:5].max(axis=0)],
-        "scale": [
+        "per_pixel" if source.keep_encoded else "scale": [
             float(side * total / count)
-            for side, total in zip(source.size, rows[:, 5:7].sum(axis=0), strict=True)
+            for side, total in zip(
+                (1, 1) if source.keep_encoded else source.size,
+                rows[:, 5:7].sum(axis=0),
+                strict=True,
+            )
         ],
     }
 

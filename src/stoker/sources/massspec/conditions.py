@@ -109,6 +109,64 @@ def encode_conditions(kind: SpectrumKind, meta: Mapping[str, str]) -> list[float
     ]
 
 
+_ENERGY, _FIRST_ADDUCT = CONDITION_COLUMNS.index("energy"), 6
+Ranges = Sequence[Sequence[float]]
+
+
+def described_conditions(values: Sequence[float]) -> dict[str, str]:
+    """Return encoded conditions as texts: kind, ion_mode, collision_energy and adduct, each where it is known."""
+    kind = "MS/MS" if values[0] else "MS1" if values[1] else "EI"
+    mode = "positive" if values[2] else "negative" if values[3] else ""
+    energy = f"{values[_ENERGY] * 100:g}" if values[_ENERGY + 1] else ""
+    adducts = zip(ADDUCTS, values[_FIRST_ADDUCT:], strict=False)
+    adduct = next((name for name, is_it in adducts if is_it), "")
+    found = {"kind": kind, "ion_mode": mode, "collision_energy": energy, "adduct": adduct}
+    return {name: text for name, text in found.items() if text}
+
+
+def completed_conditions(
+    values: Sequence[float], usual: Sequence[float], ranges: Ranges
+) -> list[float]:
+    """Return conditions whose unknown parts are the usual ones, where training always knew them.
+
+    Args:
+        values: From `encode_conditions`.
+        usual: The commonest conditions of training.
+        ranges: Lowest and highest value of each column in training.
+    """
+    made = list(values)
+    if made[:2] != list(usual[:2]):
+        return made  # of another kind of spectrum, which has other conditions
+    modes, adducts = slice(2, 4), slice(_FIRST_ADDUCT, len(made))
+    if not any(made[modes]) and any(usual[modes]):
+        made[modes] = usual[modes]
+    if not made[_ENERGY + 1] and ranges[_ENERGY + 1][0]:
+        made[_ENERGY : _ENERGY + 2] = usual[_ENERGY : _ENERGY + 2]
+    if not any(made[adducts]) and made[modes] == list(usual[modes]):
+        made[adducts] = usual[adducts]
+    return made
+
+
+def strange_conditions(values: Sequence[float], ranges: Ranges) -> str:
+    """Return which conditions lie outside of those of training, in words; empty where none does."""
+    wrong = [not low <= value <= high for value, (low, high) in zip(values, ranges, strict=True)]
+    told = described_conditions(values)
+    # EI has neither flag: the column of the kind that training had is then too low.
+    if any(wrong[:2]):
+        return f"{told['kind']} spectra"
+    parts = []
+    if any(wrong[2:4]):
+        parts.append(f"ion mode {told.get('ion_mode', 'unknown')}")
+    if wrong[_ENERGY + 1]:
+        parts.append("a collision energy" if values[_ENERGY + 1] else "no collision energy")
+    elif wrong[_ENERGY]:
+        low, high = (100 * end for end in ranges[_ENERGY])
+        parts.append(f"collision energy {told['collision_energy']} (it had {low:g} to {high:g})")
+    if any(wrong[_FIRST_ADDUCT:]):
+        parts.append(f"adduct {told.get('adduct', 'of another kind')}")
+    return ", ".join(parts)
+
+
 def conditions_in(metas: Sequence[Mapping[str, str]], name: str) -> list[str]:
     """Return one condition of each record as it is written there; empty where there is none."""
     first, *others = CONDITIONS[name]

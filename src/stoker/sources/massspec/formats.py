@@ -36,6 +36,8 @@ SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
 SDF_RECORD = "sdf_record"
 """Metadata key: number of the record in the SDF, from 0; its own MOL block is the structure."""
 
+UNREADABLE = "unreadable record"
+"""Kind of refused records of which nothing was taken."""
 _HEAD_BYTES = 1 << 16
 _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
 _PEAKS_ITEM = "mass spectral peaks"
@@ -265,7 +267,7 @@ class _Draft:
 def _taken(draft: _Draft, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
     """Yield a finished record of a file as `write_msp` takes it; one that cannot be read is refused."""
     if reason := draft.problem or _bad_peaks(draft):
-        made.refused.append(Refusal(str(path), draft.line, reason, kind="unreadable record"))
+        made.refused.append(Refusal(str(path), draft.line, reason, kind=UNREADABLE))
         made.num_unread += 1
         return
     folded = fold_header(draft.fields, strict=False)

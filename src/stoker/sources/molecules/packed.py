@@ -462,6 +462,11 @@ def molecular_formula(mol: Mol) -> str:
     return _toolkit().formula(mol)
 
 
+def canonical_smiles(mol: Mol) -> str:
+    """Return RDKit's own spelling of a molecule."""
+    return str(_toolkit().chem.MolToSmiles(mol))
+
+
 def compound_key(mol: Mol) -> str:
     """Return a key that stereoisomers and isotopologues share, for records without an InChIKey.
 

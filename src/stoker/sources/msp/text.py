@@ -32,6 +32,8 @@ from stoker.sources.msp.keys import (
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+NO_RECORD = "no record"
+"""Kind of refused lines that would be a record if they had a name, a peak count or peaks."""
 MAX_INTENSITY = float(np.finfo(np.float32).max)
 _PSI_MARK = b"#psi spectral library format"
 _PSI_FIELD = re.compile(rb"ms:([0-9]{1,9})\|", re.IGNORECASE)
@@ -304,7 +306,7 @@ class CarefulParser:
             for number, parts in draft.header:
                 self._parsed.tally.metadata -= len(parts)
                 self._parsed.tally.refused += len(parts) - 1
-                self._refuse(number, "metadata without a name, a peak count or peaks")
+                self._refuse(number, "metadata without a name, a peak count or peaks", NO_RECORD)
 
     def _finish(self, draft: _Draft) -> None:
         header = b"\n".join(b" ".join(parts) for _, parts in draft.header)
@@ -471,6 +473,6 @@ class CarefulParser:
             self._draft(number).header[-1][1].append(text)
             self._parsed.tally.metadata += 1
 
-    def _refuse(self, number: int, reason: str) -> None:
+    def _refuse(self, number: int, reason: str, kind: str = "") -> None:
         self._parsed.tally.refused += 1
-        self._parsed.refused.append(Refusal(self._file, number, reason))
+        self._parsed.refused.append(Refusal(self._file, number, reason, kind=kind))

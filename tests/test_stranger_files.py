@@ -1,0 +1,165 @@
+"""Files as people have them, and what stoker answered wrongly or not at all when strangers brought theirs."""
+
+import math
+import re
+import shlex
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stoker.errors import InputError, QualityError, SourceError
+from stoker.packing import PackOptions, pack
+from stoker.recipes.images.pictures import PictureReader
+from stoker.recipes.inference import load_trained
+from stoker.runs.evaluation import Evaluation
+from stoker.sources.bars.timeframes import name_file
+from stoker.sources.images.listing import list_pictures
+from stoker.sources.images.masks import check_values, parse_mask_map
+from stoker.sources.images.segmentation import SegmentationSource
+from stoker.store.reader import open_store
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("AUDJPYh1.csv", ("AUDJPY", "H1")),
+        ("AUDJPYd1.csv", ("AUDJPY", "D1")),
+        ("XAUUSDM15.csv.gz", ("XAUUSD", "M15")),
+        ("EURUSD60.csv", ("EURUSD", "H1")),
+        ("EURUSDm7.csv", ("EURUSDM7", None)),
+        ("US30.csv", ("US30", None)),
+        ("BTC_USDT_1h.csv", ("BTC_USDT", "H1")),
+        ("Binance_ETHUSDT_1h.csv", ("BINANCE_ETHUSDT", "H1")),
+        ("EUR_USD_M5_2020.csv", ("EUR_USD", "M5")),
+        ("eurusd-m1-bid-2020-01-01.csv", ("EURUSD", "M1")),
+    ],
+)
+def test_a_timeframe_behind_the_symbol_is_not_minutes(name, wanted):
+    assert name_file(name) == wanted
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def test_pictures_that_cannot_be_read_have_a_reason_each(tmp_path):
+    Image.new("RGB", (8, 6), "red").save(tmp_path / "a.jpg")
+    (tmp_path / "a.jpg").rename(tmp_path / "saved.jfif")
+    (tmp_path / "phone.HEIC").write_bytes(b"\0\0\0\x18ftypheic" + bytes(99))
+    (tmp_path / "notes.txt").write_text("x")
+    listing = list_pictures(tmp_path)
+    assert listing.pictures == ["phone.HEIC", "saved.jfif"]
+    reader = PictureReader.open(tmp_path, (4, 4), 3, None, False, lambda x: x.float(), 8)
+    (batch,) = reader
+    assert batch.keys.tolist() == ["phone.HEIC", "saved.jfif"]
+    assert batch.answered.tolist() == [False, True]
+    assert batch.reasons == ["cannot be opened as an image: of no known kind.", None]
+    assert reader.notes() == [
+        "1 file left out: not a picture (.txt)",
+        "1 picture without an answer; see 'reason'",
+    ]
+
+
+def test_a_list_of_paths_is_answered_in_its_order(tmp_path):
+    for name in ("b", "a"):
+        Image.new("RGB", (8, 6), "red").save(tmp_path / f"{name}.png")
+    given = [tmp_path / "b.png", str(tmp_path / "a.png"), tmp_path / "none.png"]
+    (batch,) = PictureReader.open(given, (4, 4), 3, None, False, lambda x: x.float(), 8)
+    assert batch.keys.tolist() == list(map(str, given))
+    assert batch.answered.tolist() == [True, True, False]
+    assert "No such file" in batch.reasons[2]
+    assert PictureReader.open([1, 2], (4, 4), 3, None, False, lambda x: x, 8) is None
+
+
+def test_what_was_seen_of_some_pictures_is_not_said_of_all(tmp_path):
+    from stoker.packing.samples import sample_facts, samples_of
+    from stoker.sources.images.encoded import KeepEncoded
+    from stoker.sources.images.source import ImagesSource
+
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for number in range(60):
+        picture = Image.new("RGB", (8 + number % 7, 6), (number, 0, 0))
+        picture.save(tmp_path / "in" / "a" / f"{number}.png")
+    for name, keep in (("pixels", None), ("files", KeepEncoded())):
+        source = ImagesSource(folder=tmp_path / "in", size=(4, 4), keep_encoded=keep)
+        pack(source, tmp_path / name, PackOptions(jobs=1))
+        with open_store(tmp_path / name) as store:
+            facts = sample_facts(samples_of(store))
+        some = re.search(r" \(in \d+ samples that were looked at\)$", facts["pixel values"])
+        assert (some is None) == (keep is None)  # sixty small rows of pixels are all measured
+        assert (facts["pictures"] == "4 x 4, 3 channels") == (keep is None)
+        assert "looked" not in facts["classes"]
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+def write_coloured(folder, colours):
+    """Write three pictures whose masks have the colours; the last mask has one more."""
+    rng = np.random.default_rng(0)
+    for part in ("images", "masks"):
+        (folder / part).mkdir()
+    for number in range(3):
+        known = colours if number < 2 else [*colours, (1, 2, 3)]
+        pixels = np.array(known, np.uint8)[rng.integers(0, len(known), (16, 16))]
+        pixels.reshape(-1, 3)[: len(known)] = known
+        Image.fromarray(pixels).save(folder / "masks" / f"{number}.png")
+        Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(
+            folder / "images" / f"{number}.png"
+        )
+
+
+def test_the_advice_for_colours_names_all_and_works(tmp_path):
+    write_coloured(tmp_path, [(10 * n, 255 - n, n) for n in range(11)])
+    source = {"images": tmp_path / "images", "masks": tmp_path / "masks", "size": (8, 8)}
+    with pytest.raises(QualityError, match="11 colours") as found:
+        pack(SegmentationSource(**source), tmp_path / "store", PackOptions(jobs=1))
+    option, entries = shlex.split(found.value.fix)
+    assert option == "--mask-map"
+    made = SegmentationSource(**source, mask_map=(entries,))
+    pack(made, tmp_path / "store", PackOptions(jobs=1))
+    with open_store(tmp_path / "store") as store:
+        assert store.num_samples == 3
+        assert store.manifest.attributes["mask_values"] == [*range(11), 255]
+    assert parse_mask_map([entries]).other == 255
+
+
+def test_masks_that_are_pictures_are_refused():
+    check_values(dict.fromkeys(range(182), 5))
+    with pytest.raises(SourceError, match="253 different values: these look like pictures"):
+        check_values(dict.fromkeys(range(253), 5))
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def test_one_test_sample_has_no_interval():
+    made = Evaluation(
+        1, ("miou", True), {"miou": 0.5}, {"miou": (math.nan, math.nan)}, {"prior": {"miou": 0.25}}
+    )
+    assert "miou 0.5 on 1 test sample, prior 0.25" in made.verdict
+    assert "nan" not in made.verdict
+
+
+def test_a_store_given_as_a_checkpoint_is_not_sent_to_a_file_that_is_not_there(tmp_path):
+    (tmp_path / "store.json").write_text("{}")
+    with pytest.raises(InputError) as found:
+        load_trained(tmp_path)
+    assert found.value.fix == f"ls {tmp_path}"
+    (tmp_path / "best.pt").write_bytes(b"")
+    with pytest.raises(InputError) as found:
+        load_trained(tmp_path)
+    assert found.value.fix == str(tmp_path / "best.pt")
+
+
+def test_a_curve_of_one_value_is_drawn_as_a_dot():
+    from stoker.page.charts import Chart, Line, line_chart
+
+    points = [(0.0, None), (0.5, 0.4), (1.0, None)]
+    chart = Chart(
+        "key", "Calibration", [Line("model", points), Line("best", [(0.0, 0.0), (1.0, 1.0)])], ""
+    )
+    drawn = str(line_chart(chart))
+    assert drawn.count('class="curve c0 dots"') == 2  # in the legend and in the picture
