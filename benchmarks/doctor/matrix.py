@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent)]
 
 from harness import machine_facts  # noqa: E402
 
-STEPS, SECONDS, LOADING = 70, 60, ("slow-between-steps", "no-workers", "starved-by-loader")
+STEPS, SECONDS, LOADING = 70, 170, ("slow-between-steps", "no-workers", "starved-by-loader")
 LOADING += ("decode-bound", "disk-bound", "augment-on-cpu", "python-collate")
 
 HEAD = """

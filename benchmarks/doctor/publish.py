@@ -267,6 +267,7 @@ def matrix_section(document: Mapping[str, Any]) -> list[str]:
             f"{ran.count('right')} right, {ran.count('cannot judge')} cannot judge, {wrong} wrong."
         ),
         "",
+        *([document["note"], ""] if document.get("note") else []),
         "| | " + " | ".join(conditions) + " |",
         "|---" * (len(conditions) + 1) + "|",
     ]
