@@ -344,6 +344,9 @@ def test_other_files_are_refused_by_name(made, tmp_path):
 
 
 def test_a_folder_and_a_graph_are_no_checkpoints(tmp_path):
+    with pytest.raises(InputError, match=r"is a folder(.|\n)*Try: ls "):
+        load_trained(tmp_path)
+    (tmp_path / "best.pt").touch()
     with pytest.raises(InputError, match=r"is a folder(.|\n)*best\.pt"):
         load_trained(tmp_path)
     with pytest.raises(InputError, match=r"a graph for other programs(.|\n)*m\.safetensors"):
