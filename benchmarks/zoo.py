@@ -7,6 +7,8 @@ turns. `plain` is the eager loop that people write. `compiled` adds torch.compil
 model, if it compiles in time: in a process of its own, which then waits and is timed when no other works. `graph` is
 the whole step as one CUDA graph, made by hand with torch alone: the limit. `stoker` is `Trainer`, or `stoker.capture`
 for a step with several optimizers, with what it decided in `step`.
+
+Published after each model; rows of models that are not named are kept, and each row says at which commit it was made.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import os
 import queue
 import statistics
@@ -27,7 +30,7 @@ from functools import partial
 import torch
 
 import stoker
-from harness import publish, side_by_side
+from harness import RESULTS, current_commit, machine_name, publish, side_by_side
 from stoker.report import Topic
 from stoker.train.trainer import Trainer
 from zoo_models import BUILDERS, Entry, Loop
@@ -336,7 +339,8 @@ def main() -> None:
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
             made = pool.map(lambda name: Compiled(name, until), names)
             compiled = dict(zip(names, made, strict=True))
-    results = {}
+    path = RESULTS / f"zoo-{machine_name()}.json"
+    results = json.loads(path.read_text())["result"]["models"] if path.exists() else {}
     for name in names:
         try:
             found = results[name] = measure(name, device)
@@ -353,17 +357,21 @@ def main() -> None:
         for other in ("plain", "graph", "compiled"):
             if ours and f"{other}_per_second" in found:
                 found[f"times_{other}"] = ours / found[f"{other}_per_second"]
+        found["commit"] = current_commit()
         print(name, found, flush=True)
         torch.cuda.empty_cache()
+        publish("zoo", {"summary": summary_of(results), "models": results})
+
+
+def summary_of(results: dict[str, dict]) -> dict:
     ratios = [found["times_plain"] for found in results.values() if "times_plain" in found]
     limits = [found["times_graph"] for found in results.values() if "times_graph" in found]
-    summary = {
+    return {
         "models": len(results),
         "median_times_plain": statistics.median(ratios) if ratios else None,
         "worst_times_plain": min(ratios, default=None),
         "worst_times_graph": min(limits, default=None),
     }
-    publish("zoo", {"summary": summary, "models": results})
 
 
 if __name__ == "__main__":
