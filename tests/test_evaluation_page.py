@@ -105,3 +105,11 @@ def test_a_first_run_and_one_of_another_recipe_have_no_last_run(tmp_path):
     page = run_page([read_run(tmp_path / "a")], None)
     assert 'id="since"' not in page
     assert 'id="worth"' in page
+
+
+def test_a_bar_stands_below_shares_only():
+    rows = {"1 bar": {"samples": 1.0, "gross_pips": 0.4, "hit_rate": 0.5}}
+    made = replace(MADE, confusion=None, importance={}, groups={"horizon": rows})
+    text = evaluation_section(made, "worth")
+    assert 'class="meter" style="--share:50%"' in text
+    assert "--share:40%" not in text

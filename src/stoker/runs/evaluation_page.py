@@ -94,6 +94,10 @@ def _shaded(count: int, share: float) -> Html:
     return Html(f'<span class="share" style="--share:{100 * share:.0f}%">{count:,}</span>')
 
 
+_AMOUNTS = ("samples", "trades", "pips", "mae", "rmse", "loss")
+"""Ends of names of metrics that are no shares, whatever their values in one run."""
+
+
 def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html:
     """Return a table with a row per class or group; shares from 0 to 1 get a bar."""
     # What is not known of a row is missing in it: the longest row has the right order.
@@ -102,7 +106,7 @@ def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html
     shown = list(rows.items())[:_MOST_GROUPS]
     is_share = {
         name: all(0 <= row[name] <= 1 for _, row in shown if math.isfinite(row.get(name, math.nan)))
-        and name not in ("samples", "trades")
+        and not name.endswith(_AMOUNTS)
         for name in metrics
     }
     cells = [
