@@ -33,7 +33,7 @@ class Net(pl.LightningModule):
 x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(0))
 loader = DataLoader(TensorDataset(x, x[:, :1].sin()), 100, num_workers=0)
 capture = CaptureCallback()
-off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)  # fmt: skip
-trainer = pl.Trainer(max_epochs=2, gradient_clip_val=1.0, callbacks=[capture], **off)
+quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+trainer = pl.Trainer(max_epochs=2, gradient_clip_val=1.0, callbacks=[capture], **quiet)
 trainer.fit(Net(), loader)
 print(f"loss {trainer.callback_metrics['loss']:.4f}; {capture.reason}")
