@@ -23,6 +23,7 @@ from stoker.recipes.answers import load_model, predict_file
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.evaluation import (
     NEAREST,
+    _by_label,
     cosines,
     element_class,
     entropy_similarity,
@@ -360,3 +361,15 @@ def test_conditions_are_alike_more_loosely_from_level_to_level(tmp_path):
         levels = condition_levels(store)
     as_groups = [[codes.tolist().index(code) for code in codes] for codes in levels]
     assert as_groups == [[0, 0, 2, 3, 4], [0, 0, 0, 3, 4], [0, 0, 0, 0, 4], [0, 0, 0, 0, 0]]
+
+
+def test_samples_of_rare_groups_stand_in_a_row_of_their_own():
+    labels = np.array(["a"] * 7 + ["b"] * 6 + ["c", "d", "d"], dtype=object)
+    rows = _by_label(labels, {"cosine": np.arange(16.0)})
+    assert [(name, row["samples"]) for name, row in rows.items()] == [
+        ("a", 7.0),
+        ("b", 6.0),
+        ("2 more", 3.0),
+    ]
+    assert rows["2 more"]["cosine"] == 14.0
+    assert _by_label(labels[-3:], {"cosine": np.ones(3)}) == {}

@@ -292,15 +292,21 @@ def _means(values: Mapping[str, Array]) -> dict[str, float]:
 
 
 def _by_label(labels: Array, values: Mapping[str, Array]) -> dict[str, dict[str, float]]:
-    """Return the metrics of every label with enough samples to say something, the commonest first."""
+    """Return the metrics of every label with enough samples to say something, the commonest first; then of the rest."""
     known, counts = np.unique(labels.astype(str), return_counts=True)
-    rows = {}
-    for place in np.argsort(-counts, kind="stable")[:_MOST_GROUPS].tolist():
-        if counts[place] >= _LEAST_OF_A_GROUP:
-            mine = labels == known[place]
-            means = _means({name: each[mine] for name, each in values.items()})
-            rows[str(known[place])] = {**means, "samples": float(counts[place])}
-    return rows
+    large = np.argsort(-counts, kind="stable")[:_MOST_GROUPS]
+    large = large[counts[large] >= _LEAST_OF_A_GROUP]
+    chosen = {str(known[place]): labels == known[place] for place in large.tolist()}
+    rest = ~np.isin(labels.astype(str), known[large])
+    if chosen and rest.any():
+        chosen[f"{len(known) - len(large)} more"] = rest
+    return {
+        name: {
+            **_means({metric: each[mine] for metric, each in values.items()}),
+            "samples": float(mine.sum()),
+        }
+        for name, mine in chosen.items()
+    }
 
 
 def peak_list(root: Tensor, most: int = _SHOWN_PEAKS) -> list[tuple[float, float]]:
