@@ -577,6 +577,19 @@ def test_somebody_elses_best_is_refused_by_name_and_never_replaced(tmp_path):
 # -- identity ------------------------------------------------------------------------------------
 
 
+def test_facts_that_a_later_version_adds_do_not_keep_an_older_run_from_going_on(tmp_path):
+    kept = Checkpoints(tmp_path)
+    kept.save({"v": 1}, 1, 0, identity={"recipe": "massspec", "facts": {"num_bins": 10}})
+    more = {"recipe": "massspec", "facts": {"num_bins": 10, "condition_ranges": [[0.0, 1.0]]}}
+    assert kept.load_for(more).changes == ()
+    for other in (
+        {"num_bins": 20, "condition_ranges": []},
+        {"condition_ranges": [[0.0, 1.0]]},
+    ):
+        with pytest.raises(InputError, match="of another run"):
+            kept.load_for({"recipe": "massspec", "facts": other})
+
+
 def test_a_checkpoint_of_another_run_is_refused_key_by_key(tmp_path):
     kept = Checkpoints(tmp_path)
     old = {"train": {"lr": 0.1, "betas": (0.9, 0.999), "seed": 0}, "model": {"width": 128}, "a": 1}

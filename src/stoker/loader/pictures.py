@@ -415,9 +415,11 @@ class Pictures:
         finally:
             # The files' bytes, and pictures that torchvision decodes on a stream of its own, must not be freed before
             # they were read.
-            with torch.cuda.stream(stream):
-                _wait()
-            self._streams.put(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    _wait()
+            finally:
+                self._streams.put(stream)  # else another thread waits for it without end
 
     def _batch_on_stream(self, one: Work, epoch: int) -> Made:
         planned = one.planned

@@ -226,7 +226,11 @@ class Checkpoints:
         """
         loaded = self.load(path, map_location)
         changes = differences(masked_values(present_names(loaded.identity)), _as_json(identity))
-        refused = [str(change) for change in changes if change.place not in free]
+        refused = [
+            str(change)
+            for change in changes
+            if change.place not in free and not _is_new_fact(change)
+        ]
         if refused:
             raise InputError(
                 f"{loaded.saved.path} is of another run:",
@@ -371,6 +375,11 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.place}: {_shown(self.old)} in the checkpoint, {_shown(self.new)} now"
+
+
+def _is_new_fact(change: Difference) -> bool:
+    """Whether a recipe now describes its data by more than when the checkpoint was written; the data has a digest."""
+    return change.old is _ABSENT and change.place.startswith("facts.")
 
 
 def differences(old: Any, new: Any, place: str = "") -> list[Difference]:
