@@ -48,13 +48,9 @@ def rank_of(file: str) -> tuple[int, str]:
     return (LONG_FIRST.index(share) if share in LONG_FIRST else len(LONG_FIRST)), share
 
 
-def make_scheduler(config, log):
-    """Return what hands shares to the workers, one after the other."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByShare(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return share_of(nodeid.partition("::")[0])
-
-    config.option.loadscopereorder = False  # our own order, not by the number of tests
-    return ByShare(config, log)
+def shares_of(nodeids: list[str]) -> list[list[int]]:
+    """Return the places of the tests, share by share, in the order in which the workers take them."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for number, nodeid in enumerate(nodeids):
+        found.setdefault(rank_of(nodeid.partition("::")[0]), []).append(number)
+    return [found[rank] for rank in sorted(found)]

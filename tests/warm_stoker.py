@@ -32,6 +32,7 @@ import warnings
 from pathlib import Path
 
 from forked import Forked
+from forked_packers import fork_packers
 
 FIRST_USE = (
     "h5py", "pyarrow.csv", "pyarrow.parquet", "torch._dynamo", "torch.onnx", "torch.utils.data",
@@ -90,6 +91,7 @@ def _load():
     whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
     typer.main.get_command = lambda app: whole
     do_not_wait_for_the_disk()
+    fork_packers()
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
     return stoker.cli.main.run
