@@ -27,8 +27,10 @@ sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts this in the background has SIGINT ignored, also in the processes that tests
-    # start and interrupt.
+    # start and interrupt; `nohup` has SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile(
     "house",

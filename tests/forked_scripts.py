@@ -37,7 +37,7 @@ def run(words, variables, cwd) -> NoReturn:
         _enter()
         sys.argv = [*map(str, words)]
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(str(Path(sys.argv[0]).absolute()), run_name="__main__")  # as Python does
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -132,13 +132,15 @@ class _Fork:
         self.session._setupstate.teardown_exact(None)
         self.session.config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
         threading._shutdown()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton tells at length what it leaves
         atexit._run_exitfuncs()
         os._exit(code)
 
 
 def run(session: pytest.Session, number: int) -> None:
     """Run all that is collected in that many workers."""
-    waiting = deque(shares.shares_of([item.nodeid for item in session.items]))
+    files = [item.nodeid.partition("::")[0] for item in session.items]
+    waiting = deque(shares.shares_of(files))
     workers: list[Worker] = []
     session.config._tmp_path_factory.getbasetemp()
     try:
