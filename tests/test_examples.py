@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from warm_stoker import run_script_here
 
@@ -49,8 +52,19 @@ def test_every_example_is_listed_here():
     assert sorted(path.name for path in FOLDER.glob("*.py")) == sorted(SAYS)
 
 
+@pytest.fixture(scope="module")
+def imported():
+    """Have here what the examples import, so that none of their forks imports it for seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("torch._dynamo", "accelerate", "lightning.pytorch", "transformers.trainer"):
+            if importlib.util.find_spec(name.partition(".")[0]):
+                importlib.import_module(name)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+
+
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_example_runs_and_says_what_it_did(name, tmp_path):
+def test_example_runs_and_says_what_it_did(name, tmp_path, imported):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
