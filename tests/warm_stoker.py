@@ -382,7 +382,7 @@ def for_all_workers():
     try:
         yield
     finally:
-        del os.environ[ADDRESS]
+        os.environ.pop(ADDRESS, None)
         process.stdin.close()
         process.wait(30)
         shutil.rmtree(folder)
