@@ -67,7 +67,12 @@ def _fetch_ahead(image, rows, sample, tile, num_tiles, num_images, image_n, SIZE
         at = tile * part + step * 16384 + lines * 128
         at = tl.where(at < num_bytes, at, 0)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [start + at], dtype=tl.int32, is_pure=False, pack=1
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [start + at],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 

@@ -155,6 +155,7 @@ class Decoder:
 
     def __init__(self, path: Path, device_index: int, channels: int, planes: bool = False) -> None:
         self.device_index, self.channels, self.planes = device_index, channels, planes
+        self._device = torch.device("cuda", device_index)
         self._library = ctypes.CDLL(str(path))
         # Headers are looked at without letting go of the interpreter's lock: 256 calls of a microsecond each, after
         # every one of which another thread could take it for milliseconds.
@@ -212,7 +213,7 @@ class Decoder:
         plane = sizes.astype(np.int64).prod(axis=1)
         ends = np.cumsum(-(-plane * self.channels // _ALIGNED) * _ALIGNED)
         starts = np.concatenate([[0], ends[:-1]])
-        block = torch.empty(int(ends[-1]), dtype=torch.uint8, device=f"cuda:{self.device_index}")
+        block = torch.empty(int(ends[-1]), dtype=torch.uint8, device=self._device)
         images = np.zeros((len(data), 2 * _PLANES), np.uint64)
         for channel in range(self.channels):
             images[:, channel] = block.data_ptr() + starts + channel * plane
@@ -241,7 +242,7 @@ class Decoder:
         plane, colours = height * width, np.where(coloured, colour_w * colour_h, 0)
         ends = np.cumsum(-(-(plane + 2 * colours) // _ALIGNED) * _ALIGNED)
         starts = np.concatenate([[0], ends[:-1]])
-        block = torch.empty(int(ends[-1]), dtype=torch.uint8, device=f"cuda:{self.device_index}")
+        block = torch.empty(int(ends[-1]), dtype=torch.uint8, device=self._device)
         table = np.ones((len(data), 9), np.int64)
         table[:, 0] = block.data_ptr() + starts
         table[:, 1] = table[:, 0] + plane
