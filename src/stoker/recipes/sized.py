@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from stoker.errors import InputError
+from stoker.recipes.options import Range
 from stoker.sources.images.decoding import pillow
 from stoker.sources.images.encoded import decode_bytes, turned_pixels
 from stoker.store.fields import Array
@@ -20,6 +21,11 @@ from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
 
 Size = tuple[int, int]
+IMAGE_SIZE = Range(
+    "height and width, 1 to 16384",
+    lambda size: 1 <= min(size) <= max(size) <= 16384,
+    (224, 224),
+)
 
 
 class SizedStore:

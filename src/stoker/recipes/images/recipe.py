@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -51,10 +51,10 @@ from stoker.recipes.images.networks import (
 )
 from stoker.recipes.images.pictures import PictureReader
 from stoker.recipes.metrics import majority_baseline
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import AtLeastOne, CheckedOptions, Range, Share, parse_options
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
-from stoker.recipes.sized import is_encoded, sized_store
+from stoker.recipes.sized import IMAGE_SIZE, is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -63,10 +63,11 @@ _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _LOOK_IMAGES = 512
 _HELD_BACK = 0.1
 _ENCODED_SIZE = (224, 224)
+_ALPHA = Range("0, or 0.001 to 100", lambda alpha: alpha == 0 or 1e-3 <= alpha <= 100, 0.2)
 
 
 @dataclass(frozen=True)
-class ImagesOptions:
+class ImagesOptions(CheckedOptions):
     """What the images recipe may be told.
 
     Attributes:
@@ -89,40 +90,20 @@ class ImagesOptions:
     """
 
     network: str = "auto"
-    width: int = 64
+    width: AtLeastOne = 64
     weights: str | None = None
     augmentation: Literal["none", "light", "standard", "strong"] = "standard"
     horizontal_flip: bool = True
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_share: float = 1.0
-    label_smoothing: float = 0.1
+    mixup: Annotated[float, _ALPHA] = 0.0
+    cutmix: Annotated[float, _ALPHA] = 0.0
+    mix_share: Annotated[float, Range("0 to 1", lambda share: 0 <= share <= 1)] = 1.0
+    label_smoothing: Share = 0.1
     balance: Literal["none", "weights", "sampling"] = "none"
-    ema: float = 0.999
+    ema: Share = 0.999
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    size: tuple[int, int] | None = None
+    size: Annotated[tuple[int, int] | None, IMAGE_SIZE] = None
     weight_decay: float = 0.05
-    warmup_share: float = 0.15
-
-    def __post_init__(self) -> None:
-        require(self.width >= 1, "width", self.width, "1 or more", "width=64")
-        for name in ("mixup", "cutmix"):
-            value = getattr(self, name)
-            require(
-                value == 0 or 1e-3 <= value <= 100, name, value, "0, or 0.001 to 100", f"{name}=0.2"
-            )
-        require(0 <= self.mix_share <= 1, "mix_share", self.mix_share, "0 to 1", "mix_share=1.0")
-        for name in ("label_smoothing", "ema", "warmup_share"):
-            value = getattr(self, name)
-            fix = f"{name}={getattr(type(self), name)}"
-            require(0 <= value < 1, name, value, "0 or more, below 1", fix)
-        require(
-            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
-            "size",
-            self.size,
-            "height and width, 1 to 16384",
-            "size=[224, 224]",
-        )
+    warmup_share: Share = 0.15
 
 
 @dataclass(frozen=True)

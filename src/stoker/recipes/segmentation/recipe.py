@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,14 @@ from stoker.recipes.contract import (
     Tensors,
 )
 from stoker.recipes.export.ports import BATCH, IMAGE_SIZES, Layout, Port
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import (
+    AtLeastOne,
+    CheckedOptions,
+    Range,
+    Share,
+    parse_options,
+    require,
+)
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import FinalSegmentationMetrics, class_names
@@ -48,7 +55,7 @@ from stoker.recipes.segmentation.metrics import (
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
-from stoker.recipes.sized import is_encoded, sized_store
+from stoker.recipes.sized import IMAGE_SIZE, is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.predict import Predicted
@@ -62,10 +69,11 @@ _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast",
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
 _READ_BYTES = 64 << 20
+_STAGES = Range("four numbers of 1 or more", lambda four: min(four) >= 1, (2, 2, 2, 2))
 
 
 @dataclass(frozen=True)
-class SegmentationOptions:
+class SegmentationOptions(CheckedOptions):
     """What the segmentation recipe may be told.
 
     Attributes:
@@ -95,18 +103,21 @@ class SegmentationOptions:
         epochs: Of the run: what the trainer gets.
     """
 
-    num_classes: int | None = None
-    ignore_values: tuple[int, ...] = ()
-    widths: Four = (32, 64, 128, 192)
-    depths: Four = (2, 2, 2, 2)
-    heads: Four = (1, 2, 4, 6)
-    expansion: int = 3
-    head_width: int = 128
-    dropout: float = 0.1
+    num_classes: Annotated[int | None, Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)] = None
+    ignore_values: Annotated[
+        tuple[int, ...],
+        Range("mask values, 0 to 255", lambda all_: all(0 <= n <= IGNORE for n in all_), (11,)),
+    ] = ()
+    widths: Annotated[Four, _STAGES] = (32, 64, 128, 192)
+    depths: Annotated[Four, _STAGES] = (2, 2, 2, 2)
+    heads: Annotated[Four, _STAGES] = (1, 2, 4, 6)
+    expansion: AtLeastOne = 3
+    head_width: AtLeastOne = 128
+    dropout: Share = 0.1
     ce_weight: float = 1.0
     dice_weight: float = 1.5
     augmentation: Literal["standard", "minimal", "strong", "progressive", "none"] = "standard"
-    strong_from_epoch: int = 50
+    strong_from_epoch: AtLeastOne = 50
     horizontal_flip_prob: float | None = None
     rotation_degrees: float | None = None
     brightness: float | None = None
@@ -114,20 +125,13 @@ class SegmentationOptions:
     saturation: float | None = None
     split: Literal["random", "ordered"] = "random"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    size: tuple[int, int] | None = None
+    size: Annotated[tuple[int, int] | None, IMAGE_SIZE] = None
     weight_decay: float = 0.01
-    warmup_epochs: int = 5
-    epochs: int = 100
+    warmup_epochs: Annotated[int, Range("0 or more", lambda epochs: epochs >= 0)] = 5
+    epochs: AtLeastOne = 100
 
     def __post_init__(self) -> None:
-        for name in ("expansion", "head_width", "epochs", "strong_from_epoch"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
-        for name in ("widths", "depths", "heads"):
-            value = getattr(self, name)
-            require(
-                min(value) >= 1, name, value, "four numbers of 1 or more", f"{name}=[2, 2, 2, 2]"
-            )
+        super().__post_init__()
         whole = all(
             width % heads == 0 for width, heads in zip(self.widths, self.heads, strict=True)
         )
@@ -138,7 +142,6 @@ class SegmentationOptions:
             f"divisors of the widths {self.widths}",
             "heads=[1, 2, 4, 6]",
         )
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "0 or more, below 1", "dropout=0.1")
         weights = (self.ce_weight, self.dice_weight)
         require(
             min(weights) >= 0 and sum(weights) > 0,
@@ -146,36 +149,6 @@ class SegmentationOptions:
             weights,
             "0 or more, not both 0",
             "ce_weight=1, dice_weight=1.5",
-        )
-        require(
-            self.warmup_epochs >= 0,
-            "warmup_epochs",
-            self.warmup_epochs,
-            "0 or more",
-            "warmup_epochs=5",
-        )
-        inside = all(0 <= value <= IGNORE for value in self.ignore_values)
-        require(
-            inside,
-            "ignore_values",
-            self.ignore_values,
-            "mask values, 0 to 255",
-            "ignore_values=[11]",
-        )
-        require(
-            self.num_classes is None or 2 <= self.num_classes <= IGNORE,
-            "num_classes",
-            self.num_classes,
-            "2 to 255",
-            "num_classes=19",
-        )
-
-        require(
-            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
-            "size",
-            self.size,
-            "height and width, 1 to 16384",
-            "size=[512, 512]",
         )
 
     @property
