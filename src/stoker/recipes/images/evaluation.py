@@ -16,7 +16,7 @@ import torch
 
 from stoker.packing.samples import encode_png
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
-from stoker.recipes.metrics import add_up, bootstrap
+from stoker.recipes.metrics import Counted, bootstrap
 from stoker.recipes.scaling import evenly
 from stoker.runs.evaluation import Evaluation, Example
 from stoker.store.fields import Array
@@ -32,7 +32,7 @@ _TOP = 5
 _OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
-class ImageMetrics:
+class ImageMetrics(Counted):
     """Counts classes against answers, and hits among the five best, on the device.
 
     Args:
@@ -41,14 +41,13 @@ class ImageMetrics:
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
-        self._counts: Tensor | None = None
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take scores and class numbers of a batch."""
         num = self._num_classes
-        if self._counts is None:
+        if self.counts is None:
             # Per class its samples, its answers and its hits; then the hits among the five best.
-            self._counts = torch.zeros(4, num, dtype=torch.int64, device=outputs.device)
+            self.counts = torch.zeros(4, num, dtype=torch.int64, device=outputs.device)
         labels, answers = targets.long(), outputs.argmax(dim=1)
         ones = torch.ones_like(labels)
         for row, places, seen in (
@@ -57,21 +56,13 @@ class ImageMetrics:
             (2, labels, (labels == answers).long()),
             (3, labels, hits_in_top(outputs, labels).long()),
         ):
-            self._counts[row].index_add_(0, places, seen)
-
-    def state(self) -> Tensor | None:
-        """Return what was counted, for `merge`."""
-        return self._counts
-
-    def merge(self, states: Sequence[Tensor | None]) -> None:
-        """Become what all of these have counted together."""
-        self._counts = add_up(states)
+            self.counts[row].index_add_(0, places, seen)
 
     def compute(self) -> dict[str, float]:
         """Return accuracy, balanced accuracy, macro F1, and top-5 accuracy where there are more classes."""
-        if self._counts is None:
+        if self.counts is None:
             return {}
-        seen, answered, hits, near = self._counts.cpu().double().numpy()
+        seen, answered, hits, near = self.counts.cpu().double().numpy()
         occurs = seen > 0
         found = {
             "accuracy": float(hits.sum() / seen.sum()),

@@ -8,7 +8,6 @@ training a gather of a small constant, copied to the device once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +17,11 @@ from torch.nn import functional
 from stoker.recipes.contract import Metrics
 from stoker.recipes.metrics import (
     ClassCounts,
+    CountedParts,
     MaskedMean,
-    Mergeable,
     class_priors,
     constant_mae,
     majority_baseline,
-    merge_each,
 )
 from stoker.recipes.options import require
 from stoker.recipes.scaling import OnDevice, fit_robust
@@ -160,7 +158,7 @@ class Regress:
         return {"mae": constant_mae(self._center, val), "r2": 0.0, "loss": loss}
 
 
-class RegressionMetrics:
+class RegressionMetrics(CountedParts):
     """Mean absolute error in the targets' units, and R2 against the training mean.
 
     Args:
@@ -170,7 +168,7 @@ class RegressionMetrics:
 
     def __init__(self, scale: OnDevice, mean: OnDevice) -> None:
         self._scale, self._mean = scale, mean
-        self._absolute, self._squares, self._spread = MaskedMean(), MaskedMean(), MaskedMean()
+        self._absolute, self._squares, self._spread = self.parts = [MaskedMean() for _ in range(3)]
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take a batch; no host synchronisation."""
@@ -178,18 +176,6 @@ class RegressionMetrics:
         self._absolute.update(errors.abs() * self._scale.on(errors.device))
         self._squares.update(errors.square())
         self._spread.update((targets.double() - self._mean.on(errors.device)).square())
-
-    @property
-    def _parts(self) -> list[Mergeable]:
-        return [self._absolute, self._squares, self._spread]
-
-    def state(self) -> list[Any]:
-        """Return what was counted, for `merge`."""
-        return [part.state() for part in self._parts]
-
-    def merge(self, states: Sequence[list[Any]]) -> None:
-        """Become what all of these have counted together."""
-        merge_each(self._parts, states)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen."""
