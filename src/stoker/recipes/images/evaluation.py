@@ -8,15 +8,14 @@ pictures and of the test pictures.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from stoker.packing.samples import encode_png
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
 from stoker.recipes.metrics import Counted, bootstrap
+from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
 from stoker.runs.evaluation import Evaluation, Example
 from stoker.store.fields import Array
@@ -24,7 +23,6 @@ from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _FIT_IMAGES = 20_000
-_READ_BYTES = 64 << 20
 _THUMBNAIL = 8
 _SHOWN = 12
 _SHOWN_SIDE = 72
@@ -114,14 +112,10 @@ class FinalImageMetrics:
             intervals["top5_accuracy"] = bootstrap(near)
         baselines, note = self._baselines(samples, labels)
         return Evaluation(
-            num_samples=len(labels),
-            compared_by=("accuracy", True),
-            metrics=metrics,
-            intervals=intervals,
+            len(labels),
+            ("accuracy", True),
+            **vars(report) | {"metrics": metrics, "intervals": intervals},
             baselines=baselines,
-            groups=report.groups,
-            confusion=report.confusion,
-            curves=report.curves,
             examples=tuple(self._mistakes(samples, labels, shares)),
             notes=(note, "pictures: the mistakes that the model was surest of"),
         )
@@ -142,7 +136,7 @@ class FinalImageMetrics:
 
     def _features(self, samples: Array) -> Array:
         return np.concatenate(
-            [thumbnails(images) for _, images in read_images(self._store, samples)]
+            [thumbnails(images) for images in read_rows(self._store, "images", samples)]
         )
 
     def _mistakes(self, samples: Array, labels: Array, shares: Array) -> Iterator[Example]:
@@ -151,14 +145,13 @@ class FinalImageMetrics:
         wrong = np.flatnonzero(labels != answers)
         for place in wrong[np.argsort(-sure[wrong], kind="stable")[:_SHOWN]].tolist():
             sample = int(samples[place])
-            is_named = "name" in self._store.fields
             image = self._store.gather("images", np.array([sample]))[0]
             yield Example(
                 "image",
-                self._store.read_text("name", sample) if is_named else f"sample {sample}",
+                sample_name(self._store, sample),
                 self._names[labels[place]],
                 f"{self._names[answers[place]]} ({sure[place]:.0%})",
-                {"picture": as_data_url(image)},
+                {"picture": as_data_url(image, _SHOWN_SIDE)},
             )
 
 
@@ -184,20 +177,3 @@ def fit_ridge(features: Array, labels: Array, num_classes: int, strength: float 
     gram = rows.T @ rows / len(rows) + strength * np.eye(rows.shape[1])
     made: Array = np.linalg.solve(gram, rows.T @ wanted / len(rows))
     return made
-
-
-def read_images(store: Store, samples: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield samples and their pictures, 64 MB at a time."""
-    row_bytes = int(np.prod(store.fields["images"].shape, dtype=np.int64))
-    step = max(1, _READ_BYTES // max(1, row_bytes))
-    for low in range(0, len(samples), step):
-        part = samples[low : low + step]
-        yield part, store.gather("images", part)
-
-
-def as_data_url(image: Array, side: int = _SHOWN_SIDE) -> str:
-    """Return a picture `(channels, height, width)` as a small PNG for a page."""
-    pixels = np.moveaxis(np.broadcast_to(image, (3, *image.shape[1:])), 0, -1)
-    step = max(1, -(-max(pixels.shape[:2]) // side))
-    small = np.ascontiguousarray(pixels[::step, ::step])
-    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"

@@ -10,7 +10,7 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,15 @@ from stoker.recipes.options import (
     parse_options,
     require,
 )
+from stoker.recipes.pictures import (
+    IMAGE_SIZE,
+    channel_statistics,
+    is_encoded,
+    make_normaliser,
+    packed_as,
+    read_rows,
+    sized_store,
+)
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import FinalSegmentationMetrics, class_names
@@ -55,7 +64,6 @@ from stoker.recipes.segmentation.metrics import (
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
-from stoker.recipes.sized import IMAGE_SIZE, is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.predict import Predicted
@@ -68,7 +76,6 @@ _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
-_READ_BYTES = 64 << 20
 _STAGES = Range("four numbers of 1 or more", lambda four: min(four) >= 1, (2, 2, 2, 2))
 
 
@@ -348,18 +355,6 @@ def build_network(num_classes: int, channels: int, options: SegmentationOptions)
 # -- batches -------------------------------------------------------------------------------------
 
 
-def make_normaliser(mean: list[float], std: list[float]) -> Callable[[Tensor], Tensor]:
-    """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
-    means, deviations = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
-
-    def normalise(pixels: Tensor) -> Tensor:
-        on = pixels.device
-        normal: Tensor = (pixels.float() * (1 / 255) - means.to(on)) * (1 / deviations.to(on))
-        return normal
-
-    return normalise
-
-
 def unpack_images(
     batch: Tensors, ignore_values: tuple[int, ...], packed: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -376,7 +371,7 @@ def unpack_images(
 
 def _packed_as(store: Store) -> dict[str, Any]:
     """Return how the pictures were packed, for new ones."""
-    options = {} if store.manifest.provenance is None else store.manifest.provenance.options
+    value_range, first_frame = packed_as(store)
     size = list(store.fields["images"].shape[1:])
     sizes = store.manifest.attributes.get("original_sizes")
     if sizes is not None and "per_pixel" in sizes:
@@ -386,8 +381,8 @@ def _packed_as(store: Store) -> dict[str, Any]:
         "size": size,
         **({"encoded": True} if is_encoded(store) else {}),
         "original_sizes": sizes,
-        "value_range": options.get("range"),
-        "first_frame": bool(options.get("first_frame", False)),
+        "value_range": value_range,
+        "first_frame": first_frame,
     }
 
 
@@ -449,25 +444,6 @@ def split_images(
             "ratios=[0.8, 0.1, 0.1]",
         )
     return samples, f"{note}; " + ", ".join(f"{name} {len(ids):,}" for name, ids in samples.items())
-
-
-def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of training images, scaled to [0, 1].
-
-    Exact over at most 512 images, evenly spaced: counts of the 256 values, no running sums.
-    """
-    channels = store.fields["images"].shape[0]
-    counts = np.zeros((channels, 256), dtype=np.int64)
-    for images in _read(store, "images", evenly(train, _LOOK_IMAGES)):
-        for channel in range(channels):
-            counts[channel] += np.bincount(images[:, channel].ravel(), minlength=256)
-    values = np.arange(256) / 255
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    mean = shares @ values
-    variance = shares @ values**2 - mean**2
-    # One grey for all images must not divide by nothing: the smallest step is 1 / 255.
-    std = np.maximum(np.sqrt(np.maximum(variance, 0)), 1 / 255)
-    return mean.tolist(), std.tolist()
 
 
 def make_augmentation(
@@ -532,16 +508,9 @@ def majority_metrics(
 def count_pixels(store: Store, samples: Array) -> Array:
     """Return `(256,)` pixels of each mask value."""
     counts = np.zeros(256, dtype=np.int64)
-    for masks in _read(store, "masks", samples):
+    for masks in read_rows(store, "masks", samples):
         counts += np.bincount(masks.ravel(), minlength=256)
     return counts
-
-
-def _read(store: Store, field: str, samples: Array) -> Iterator[Array]:
-    row_bytes = int(np.prod(store.fields[field].shape, dtype=np.int64))
-    step = max(1, _READ_BYTES // max(1, row_bytes))
-    for low in range(0, len(samples), step):
-        yield store.gather(field, samples[low : low + step])
 
 
 def _check_fields(store: Store) -> int:
