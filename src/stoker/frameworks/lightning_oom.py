@@ -158,11 +158,6 @@ def _no_criterion(*_: Any) -> torch.Tensor:
 class _Call:
     """One call of `training_step`. Not a dataclass, whose tensors would be cut with the batch.
 
-    Args:
-        loop: Lightning's loop, which calls it.
-        kwargs: Its arguments.
-        backward: Lightning's backward pass.
-
     Attributes:
         kwargs: As given.
         output: Of the last call.

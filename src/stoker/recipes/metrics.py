@@ -55,11 +55,7 @@ class CountedParts:
 
 
 class ClassCounts(Counted):
-    """Samples and hits per class.
-
-    Args:
-        num_classes: Labels are 0 to num_classes - 1.
-    """
+    """Samples and hits per class."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
@@ -67,13 +63,7 @@ class ClassCounts(Counted):
     def update(
         self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
     ) -> None:
-        """Take a batch.
-
-        Args:
-            scores: `(batch, classes)`; the largest is the answer.
-            labels: `(batch,)` whole numbers.
-            valid: `(batch,)` bool, rows that count; None for all.
-        """
+        """Take a batch. Scores are `(batch, classes)`; `valid` marks the rows that count."""
         if self.counts is None:
             shape = (2, self._num_classes)
             self.counts = torch.zeros(shape, dtype=torch.int64, device=scores.device)
@@ -101,12 +91,7 @@ class MaskedMean(Counted):
     """Mean over the samples of a pass; a sample's own values are averaged first."""
 
     def update(self, values: torch.Tensor, valid: torch.Tensor | None = None) -> None:
-        """Take a batch.
-
-        Args:
-            values: `(batch, ...)`.
-            valid: `(batch,)` bool, rows that count; None for all.
-        """
+        """Take a batch. Values are `(batch, ...)`; `valid` marks the rows that count."""
         per_sample = values.detach().double().reshape(len(values), -1).mean(dim=1)
         seen = torch.ones_like(per_sample) if valid is None else valid.double()
         # Where, not a product: a row that does not count may hold anything, NaN included.
@@ -122,13 +107,7 @@ class MaskedMean(Counted):
 
 
 def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, float]:
-    """Return what always answering the commonest training class reaches on `val`.
-
-    Args:
-        train: `(n,)` labels of training samples.
-        val: `(m,)` labels of the validation samples.
-        num_classes: Labels are 0 to num_classes - 1.
-    """
+    """Return what always answering the commonest training class reaches on `val`."""
     if not len(val):
         return {}
     majority = int(np.argmax(np.bincount(train, minlength=num_classes)))
@@ -197,10 +176,7 @@ def bootstrap_counts(
 ) -> tuple[float, float]:
     """Return the 95 % confidence interval of a statistic of a table of counts, such as a confusion matrix.
 
-    Args:
-        counts: Whole numbers of samples per cell; any shape.
-        statistic: `(draws, *shape)` counts to `(draws,)` numbers.
-        seed: Of the draws.
+    `statistic` turns `(draws, *shape)` counts into `(draws,)` numbers.
     """
     total = int(counts.sum())
     if total < 2:

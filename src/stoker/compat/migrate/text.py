@@ -68,10 +68,6 @@ class Dropped:
 class Comments:
     """Which comment belongs to which key.
 
-    Args:
-        text: Of the old file.
-        document: What was read from it.
-
     Attributes:
         header: Lines of comment that the file begins with.
     """

@@ -103,12 +103,7 @@ def _step_near(moves: Array, band: tuple[float, float]) -> int:
 
 
 def make_labels(returns: torch.Tensor, plan: LabelPlan) -> dict[str, torch.Tensor]:
-    """Return the four labels of a batch, on its device, without asking the host.
-
-    Args:
-        returns: `(batch, horizon)` log returns.
-        plan: From `plan_labels`.
-    """
+    """Return the four labels of a batch, on its device, without asking the host."""
     returns = returns.float()
     last = returns[:, plan.direction_step - 1]
     steps = torch.diff(returns, dim=1, prepend=torch.zeros_like(returns[:, :1]))

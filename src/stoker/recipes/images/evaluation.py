@@ -82,13 +82,7 @@ def hits_in_top(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 class FinalImageMetrics:
-    """Evaluates the best weights on the test pictures.
-
-    Args:
-        store: Open; its training pictures fit the baselines, its test pictures are shown.
-        train: Training samples.
-        names: Of the classes.
-    """
+    """Evaluates the best weights on the test pictures. Training pictures of the store fit the baselines."""
 
     def __init__(self, store: Store, train: Array, names: Sequence[str]) -> None:
         self._store, self._train, self._names = store, train, list(names)

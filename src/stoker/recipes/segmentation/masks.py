@@ -243,11 +243,6 @@ def _ramp(side: int, device: torch.device) -> Tensor:
 def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -> int:
     """Write every mask as a PNG below a folder of ours; return how many pictures there were.
 
-    Args:
-        out: Made where it is missing; an older one of masks is taken.
-        answers: With the column "mask".
-        names: Of the classes.
-
     Raises:
         InputError: The folder holds what stoker did not write.
         FileError: A file cannot be written.

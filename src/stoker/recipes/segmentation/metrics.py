@@ -26,12 +26,6 @@ def segmentation_loss(
 
     Both are taken per sample and then averaged, so accumulated batches equal one big batch. A sample
     without a pixel that counts adds nothing but its place in the mean.
-
-    Args:
-        logits: `(batch, classes, height, width)`.
-        masks: `(batch, height, width)` whole numbers, 255 where a pixel counts nowhere.
-        ce_weight: Of the cross-entropy.
-        dice_weight: Of the Dice loss.
     """
     counts = masks != IGNORE
     labels = masks.masked_fill(~counts, 0).long()
@@ -49,10 +43,7 @@ def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     Dice of a class is `(2 * overlap + 1) / (predicted + true + 1)`, in pixels. Classes that the mask
     does not show are left to the cross-entropy: their Dice is next to 0 for any prediction.
 
-    Args:
-        shares: `(batch, classes, height, width)` probabilities, 0 where a pixel does not count.
-        labels: `(batch, height, width)`.
-        counts: `(batch, height, width)` bool.
+    Shares are probabilities, 0 where a pixel does not count.
     """
     classes = torch.arange(shares.shape[1], device=shares.device)[:, None, None]
     true = (labels[:, None] == classes) & counts[:, None]
@@ -64,11 +55,7 @@ def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 
 class SegmentationMetrics(Counted):
-    """Counts every pixel's class against its prediction, on the device.
-
-    Args:
-        num_classes: Classes are 0 to num_classes - 1.
-    """
+    """Counts every pixel's class against its prediction, on the device."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes

@@ -63,13 +63,7 @@ class Inputs:
 
 
 def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
-    """Decide which field is learned from.
-
-    Args:
-        store: Open.
-        wanted: Its name, if the user gave one.
-        target: The field to be predicted, which is none.
-    """
+    """Decide which field is learned from."""
     usable = {
         name: info for name, info in store.fields.items() if name != target and _is_usable(info)
     }
@@ -134,11 +128,7 @@ class Task:
 def find_task(store: Store, target: str, values: Array, wanted: TaskName | None) -> Task:
     """Decide what is predicted, from the type of the targets.
 
-    Args:
-        store: Open.
-        target: Field of the targets.
-        values: Targets of all samples that are used, to find the classes.
-        wanted: If the user said so.
+    `values` are those of all samples that are used, to find the classes.
     """
     whole = values.dtype.kind in "iu"
     # A packed table says what its target is; other floats are classes where they are a few whole numbers.

@@ -157,10 +157,7 @@ class ClassTable:
 class ValueTable:
     """Final metrics of a regression, in the units of the targets.
 
-    Args:
-        data: Of the job.
-        center: `(values,)` that scaled targets are counted from.
-        scale: `(values,)` one unit of them.
+    `center` and `scale` are what targets were scaled by.
     """
 
     def __init__(self, data: TableData, center: Array, scale: Array) -> None:

@@ -33,14 +33,7 @@ RegressionLoss = Literal["huber", "mse"]
 
 
 class Classify:
-    """Targets as places in the list of classes; cross-entropy, the mean over samples.
-
-    Args:
-        classes: `(classes,)` rising, the targets' own numbers.
-        train: `(n,)` training targets.
-        val: `(m,)` targets that the baseline is evaluated on.
-        weights: Of the classes in the loss.
-    """
+    """Targets as places in the list of classes; cross-entropy, the mean over samples."""
 
     def __init__(self, classes: Array, train: Array, val: Array, weights: ClassWeights) -> None:
         self._classes = classes
@@ -105,13 +98,7 @@ class Classify:
 
 
 class Regress:
-    """Targets scaled by their training spread; errors reported in their own units.
-
-    Args:
-        train: `(n, ...)` training targets.
-        val: `(m, ...)` targets that the baseline is evaluated on.
-        loss: "huber" with delta 1, or "mse", of scaled targets.
-    """
+    """Targets scaled by their training spread; errors reported in their own units."""
 
     def __init__(self, train: Array, val: Array, loss: RegressionLoss) -> None:
         flat = train.reshape(len(train), -1).astype(np.float64)
@@ -159,12 +146,7 @@ class Regress:
 
 
 class RegressionMetrics(CountedParts):
-    """Mean absolute error in the targets' units, and R2 against the training mean.
-
-    Args:
-        scale: `(values,)` of the targets.
-        mean: `(values,)` training mean in scaled units.
-    """
+    """Mean absolute error in the targets' units, and R2 against the training mean."""
 
     def __init__(self, scale: OnDevice, mean: OnDevice) -> None:
         self._scale, self._mean = scale, mean

@@ -185,11 +185,7 @@ def as_text(column: Any) -> Any:
 def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column | Unusable:
     """Decide what a column becomes, from a sample of its rows.
 
-    Args:
-        name: Of the column.
-        sample: Arrow column.
-        decimal: The decimal sign of text cells.
-        asked: The user's word, one of `KINDS`; None decides by the values.
+    `asked` is the user's word, one of `KINDS`; None decides by the values.
     """
     refused = _refuse_type(name, sample.type)
     if refused is not None:

@@ -343,14 +343,7 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
 
 
 def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
-    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers.
-
-    Args:
-        table: Arrow table with the target's column.
-        target: What it becomes.
-        decimal: The decimal sign of text cells.
-        faults: Gets the rows without a usable target.
-    """
+    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers."""
     column = table.column(target.name)
     missing = Fault(
         target.name, f"no value in the target column {target.name!r}", "no value in the target"
