@@ -31,11 +31,7 @@ T = TypeVar("T")
 
 
 class OptionError(InputError):
-    """An option of a recipe that cannot be used.
-
-    Attributes:
-        option: Its name.
-    """
+    """An option of a recipe that cannot be used."""
 
     option = ""
 

@@ -45,12 +45,7 @@ _TINY_PATH = 1e-12
 class LabelPlan:
     """How returns become labels; every number comes from training samples or from the options.
 
-    Attributes:
-        pip: Log return of one pip.
-        neutral: Returns within plus or minus this are NEUTRAL.
-        direction_step: Bars ahead, from 1.
-        scalp_step: Bars ahead.
-        swing_step: Bars ahead.
+    Steps are bars ahead, from 1; returns within plus or minus `neutral` are NEUTRAL.
     """
 
     pip: float

@@ -82,13 +82,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How predictions are ranked.
-
-    Attributes:
-        recall_at: The k of recall@k.
-        tolerance: Of the mass filter, in dalton.
-        mass_power: Of the mass weights.
-    """
+    """How predictions are ranked. `tolerance` of the mass filter is in dalton."""
 
     recall_at: tuple[int, ...] = (1, 10)
     tolerance: float = 5.0

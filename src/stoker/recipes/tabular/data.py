@@ -40,15 +40,7 @@ _HASH_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Inputs:
-    """The field that is learned from.
-
-    Attributes:
-        field: Its name.
-        is_series: Whether windows are cut from a series.
-        window: Rows of a window; None for single rows.
-        num_features: Columns as stored.
-        reason: Why this one.
-    """
+    """The field that is learned from. `window` is None for single rows."""
 
     field: str
     is_series: bool
@@ -110,14 +102,7 @@ def _is_usable(info: FieldInfo) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is predicted.
-
-    Attributes:
-        name: Classification or regression.
-        classes: `(classes,)` rising, the targets' own numbers; None for regression.
-        num_outputs: Classes, or values per sample.
-        reason: Why.
-    """
+    """What is predicted. `classes` are the targets' own numbers, rising; None for regression."""
 
     name: TaskName
     classes: Array | None

@@ -52,16 +52,7 @@ _QUIET = {
 class TableData:
     """What the evaluation needs of the job.
 
-    Attributes:
-        store: Open while the run goes on.
-        inputs: What is learned from.
-        target_field: What is predicted.
-        task: Classes or values.
-        samples: Of the splits.
-        targets: Of the splits, as stored.
-        quiet_class: Name of the class that should raise no alarm; None finds it by its name.
-        unpack: Batch to the model's inputs.
-        seed: Of draws and permutations.
+    `quiet_class` is the name of the class that should raise no alarm; None finds it by its name.
     """
 
     store: Store

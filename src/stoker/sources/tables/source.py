@@ -257,13 +257,7 @@ class TableSource(PlainSource):
 class _Piece:
     """Rows of one file, as they wait in the scratch folder.
 
-    Attributes:
-        path: The user's file.
-        file: The Arrow file's name.
-        row: First row within the user's file.
-        first: First row within the whole table.
-        count: Rows.
-        decimal: The decimal sign of text cells.
+    `row` is its first row within the user's file, `first` within the whole table.
     """
 
     path: str
