@@ -1,4 +1,4 @@
-"""The kernels that crop and resize pictures = torch and Pillow. On a GPU as they are; elsewhere in Triton's interpreter.
+"""The kernels that crop and resize pictures = torch and Pillow. On a GPU as they are, else in Triton's interpreter.
 
 `tests/test_augment_fused.py` runs this file in a process of its own with TRITON_INTERPRET=1; in any other process
 this is a `gpu` test.
@@ -21,7 +21,7 @@ from jpeg_planes import read_planes
 from stoker.augment import Compose, RandomResizedCrop
 from stoker.augment.sizing import Sizing, launch, launch_planes
 from stoker.loader import nvjpeg, pictures
-from stoker.loader.order import PlannedBatch
+from stoker.loader.planned import PlannedBatch
 from stoker.sources.images.decoding import turned
 from stoker.sources.images.encoded import picture_field
 from stoker.store.fields import Dense

@@ -35,7 +35,8 @@ import xxhash
 
 from stoker.errors import InputError
 from stoker.loader.epochs import BlockEpoch, DealtEpoch, Deck, LaneEpoch
-from stoker.loader.order import EpochOrder, Order, Share
+from stoker.loader.order import Order
+from stoker.loader.planned import EpochOrder, Share
 from stoker.loader.positions import PositionSet, Subset
 from stoker.store.fields import Array
 
