@@ -59,6 +59,13 @@ def lone_worker(address: str, *prefix: str):
         process.wait(10)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_workers():
+    """Have one process import distributed for all workers, which are its forks."""
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        yield
+
+
 @pytest.fixture(scope="module")
 def address():
     with start_cluster() as running:
