@@ -76,6 +76,10 @@ _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
+_CLASSES = Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)
+_MASK_VALUES = Range(
+    "mask values, 0 to 255", lambda values: all(0 <= value <= IGNORE for value in values), (11,)
+)
 _STAGES = Range("four numbers of 1 or more", lambda four: min(four) >= 1, (2, 2, 2, 2))
 
 
@@ -110,11 +114,8 @@ class SegmentationOptions(CheckedOptions):
         epochs: Of the run: what the trainer gets.
     """
 
-    num_classes: Annotated[int | None, Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)] = None
-    ignore_values: Annotated[
-        tuple[int, ...],
-        Range("mask values, 0 to 255", lambda all_: all(0 <= n <= IGNORE for n in all_), (11,)),
-    ] = ()
+    num_classes: Annotated[int | None, _CLASSES] = None
+    ignore_values: Annotated[tuple[int, ...], _MASK_VALUES] = ()
     widths: Annotated[Four, _STAGES] = (32, 64, 128, 192)
     depths: Annotated[Four, _STAGES] = (2, 2, 2, 2)
     heads: Annotated[Four, _STAGES] = (1, 2, 4, 6)
