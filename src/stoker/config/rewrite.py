@@ -95,7 +95,9 @@ def _edit(text: str, path: tuple[str, ...], value: Any) -> str | None:
         if isinstance(spot.leaf, yaml.CollectionNode) and not spot.leaf.flow_style:
             return None
         word = _in_brackets(value) if spot.mapping.flow_style else _yaml_word(value)
-        return _splice(text, spot.leaf.start_mark.index, spot.leaf.end_mark.index, word)
+        start, end = spot.leaf.start_mark.index, spot.leaf.end_mark.index
+        # Nothing stands there when a key has no value.
+        return f"{text[:start]}{'' if end > start else ' '}{word}{text[end:]}"
     if spot.mapping.flow_style:
         return _add_to_brackets(text, spot, value)
     return _add_line(text, spot, value)
@@ -111,11 +113,6 @@ def _find(root: yaml.MappingNode, path: tuple[str, ...]) -> _Spot:
             return _Spot(mapping, (), below)
         mapping = below
     raise AssertionError(path)
-
-
-def _splice(text: str, start: int, end: int, word: str) -> str:
-    """Put a word in the place of another; nothing stood there when a key has no value."""
-    return f"{text[:start]}{'' if end > start else ' '}{word}{text[end:]}"
 
 
 def _add_to_brackets(text: str, spot: _Spot, value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ class RawTable:
                 made = self._make(piece, table, numbered, wrong)
                 if len(self._pieces) > 1:
                     named = np.full(len(made.keys), piece.label, dtype=object)
-                    made = _with_labels(made, {FILE_COLUMN: named})
+                    made = replace(made, labels={FILE_COLUMN: named})
                 if len(made.keys):
                     yield made
 
@@ -321,10 +321,6 @@ class RawTable:
             center, spread = self._ranges
             limit = _FAR_SPREADS_OF_FEW if len(features) < _FEW_ROWS else _FAR_SPREADS
             self._num_far += (np.abs(features - center) > limit * spread).sum(axis=0)
-
-
-def _with_labels(made: RawBatch, labels: Mapping[str, Array]) -> RawBatch:
-    return RawBatch(made.keys, made.batch, made.answered, made.reasons, labels, made.truth)
 
 
 def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:

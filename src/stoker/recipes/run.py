@@ -425,7 +425,8 @@ class Run:
         ranks = shared if lanes is None and len(samples) >= 2 * shared.world_size else Ranks()
         return Loader(
             self.store,
-            lanes.num_lanes if lanes is not None else _judged_batch(self.rank_batch, ranks),
+            # Batches of one cannot go round evenly among ranks.
+            lanes.num_lanes if lanes else max(1 + ranks.are_several, self.rank_batch),
             self.device,
             order="sequential" if lanes is None else "lanes",
             seed=self.settings.training.seed,
@@ -549,11 +550,6 @@ def share_batch(settings: Settings, world_size: int) -> int:
         f"a multiple of {world_size}: the batch is the same on any number of ranks",
         f"--set training.batch_size={near}, or --set training.batch_size={near + world_size}",
     )
-
-
-def _judged_batch(size: int, ranks: Ranks) -> int:
-    """Return the batch of an evaluation; batches of one cannot go round evenly."""
-    return max(2, size) if ranks.are_several else size
 
 
 def _draws(augmentation: Compose | ProgressiveAugmentation | None) -> bool:

@@ -186,10 +186,18 @@ def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
 
 
 class PlainSource:
-    """What most sources have in common: nothing can hang in them, and nothing is added to the manifest."""
+    """What most sources have in common: files named by `paths`, nothing that hangs, nothing added to the manifest."""
 
     version: ClassVar[int] = 1
     row_limit_seconds: ClassVar[float | None] = None
+
+    def files(self) -> Sequence[Path]:
+        """Return the files as they were named."""
+        return tuple(getattr(self, "paths", ()))
+
+    def options(self) -> Mapping[str, Json]:
+        """Return every option but the paths."""
+        return recorded_options(self, "paths")
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Add nothing."""

@@ -101,17 +101,12 @@ def migrate_config(
     if loose:
         raise as_error(loose)
     comments = Comments(text, document)
-    work = _Work(document, comments, accepts or _take_all_options)
+    work = _Work(document, comments, accepts or (lambda *_: None))
     work.take_all(recipe)
     moved = work.settle()
     dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
     new = render_text(moved, comments.header, dropped)
     return Migration(new, moved, dropped)
-
-
-def _take_all_options(recipe: str, option: str, value: Any) -> str | None:
-    del recipe, option, value
-    return None
 
 
 def _is_about_a_value(problem: Problem, document: Document) -> bool:
@@ -173,18 +168,14 @@ class _Work:
                 self._take(path, value)
         for path, value in leaves:
             if path[-2:] == ("model", "name") and str(value).lower() in MODELS and not self.taken:
-                self._take_model(path, str(value))
+                made = self._moved(path, NAME, MODELS[str(value).lower()])
+                note = f"{value} is a model of the recipe {made.value}"
+                self.taken[NAME] = replace(made, note=note)
         self.recipe = self.taken[NAME].value if NAME in self.taken else None
         for path, value in leaves:
-            if ".".join(path) != NAME and not self._is_taken(path):
+            key = ".".join(path)
+            if key != NAME and all(moved.old != key for moved in self.taken.values()):
                 self._take(path, value)
-
-    def _is_taken(self, path: KeyPath) -> bool:
-        return any(moved.old == ".".join(path) for moved in self.taken.values())
-
-    def _take_model(self, path: KeyPath, value: str) -> None:
-        made = self._moved(path, NAME, MODELS[value.lower()])
-        self.taken[NAME] = replace(made, note=f"{value} is a model of the recipe {made.value}")
 
     def _take(self, path: KeyPath, value: Any) -> None:
         if ".".join(path[:2]) == OPTIONS and len(path) > 2:
@@ -273,7 +264,9 @@ class _Work:
         winners = {home: key for key, home in homes.items()}
         for key, moved in self.taken.items():
             if key not in homes:
-                self._drop_moved(moved, answers.unused.get(key) or self._same_as(key, winners))
+                why = answers.unused.get(key)
+                why = why or f"says the same as {self.taken[winners[home_of(key)]].old}"
+                self._drop_moved(moved, why)
         kept = [
             replace(self.taken[key], new=home) for key, home in homes.items() if key in self.taken
         ]
@@ -284,9 +277,6 @@ class _Work:
                 self._drop_moved(moved, "no recipe is named")
         order = {key: number for number, key in enumerate(key_schemas())}
         return tuple(sorted(kept, key=lambda moved: order.get(moved.new, order[OPTIONS])))
-
-    def _same_as(self, key: str, winners: Mapping[str, str]) -> str:
-        return f"says the same as {self.taken[winners[home_of(key)]].old}"
 
     def _config(self) -> Config:
         tree: dict[str, Any] = {}

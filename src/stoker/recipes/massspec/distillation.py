@@ -63,7 +63,8 @@ class DistillationLoss:
     def __call__(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
         """Return the mean over samples."""
         student, teacher = outputs["spectrum"], targets["teacher"]
-        temperature = self._on(student.device)
+        # Moved by the first call, which is before any capture.
+        temperature = self._temperature = self._temperature.to(student.device)
         softened = soften(student, temperature), soften(teacher, temperature)
         hard, soft, shape = self.weights
         return (
@@ -80,12 +81,6 @@ class DistillationLoss:
     def temperature(self) -> float:
         """The current temperature; waits for the device."""
         return float(self._temperature)
-
-    def _on(self, device: torch.device) -> Tensor:
-        # Moved by the first call, which is before any capture.
-        if self._temperature.device != device:
-            self._temperature = self._temperature.to(device)
-        return self._temperature
 
 
 def temperature_at(update: int, num_updates: int, start: float, end: float) -> float:

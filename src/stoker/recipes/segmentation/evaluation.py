@@ -72,7 +72,7 @@ class FinalSegmentationMetrics:
         total = each.sum(axis=0)
         ious, dices = class_scores(total[None].astype(np.float64))
         by_class = _known_mean(edges, axis=0)
-        metrics = {**compute_metrics(total), "boundary_f1": _mean(by_class)}
+        metrics = {**compute_metrics(total), "boundary_f1": float(_known_mean(by_class, axis=0))}
         rows = each.reshape(len(each), -1)
         num = len(self._names)
         baselines, note = self._baselines(samples)
@@ -216,11 +216,6 @@ def _known_mean(values: Array, axis: int) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         made: Array = np.where(known, values, 0.0).sum(axis=axis) / np.where(count, count, np.nan)
     return made
-
-
-def _mean(values: Array) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
 
 
 # -- edges ---------------------------------------------------------------------------------------

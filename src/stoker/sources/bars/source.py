@@ -62,6 +62,7 @@ from stoker.sources.contract import (
     PartData,
     PlainSource,
     Preparation,
+    check_shares,
     recorded_options,
 )
 from stoker.sources.times import SECOND_NS, parse_time
@@ -126,12 +127,7 @@ class BarsSource(PlainSource):
                 "a horizon of at least 1, an embargo and a latency of at least 0",
                 "--horizon 1 --embargo 0 --latency 0 (horizon=1, embargo=0, latency_seconds=0)",
             )
-        if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
-            raise InputError(
-                f"ratios {self.ratios} do not share out the samples.",
-                "three shares that sum to 1",
-                "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
-            )
+        check_shares(self.ratios)
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
         if self.decimal not in (None, ".", ","):

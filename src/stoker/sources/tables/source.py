@@ -34,7 +34,6 @@ from stoker.sources.contract import (
     PlainSource,
     Preparation,
     check_shares,
-    recorded_options,
 )
 from stoker.sources.tables.columns import (
     KINDS,
@@ -103,10 +102,6 @@ class TableSource(PlainSource):
     def files(self) -> Sequence[Path]:
         """Every table file, also those of folders and patterns."""
         return [path for path, _ in find_files(self.paths)[0]] if self.paths else []
-
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return recorded_options(self, "paths")
 
     def prepare(self, scratch: Path) -> Preparation:
         """Read the files once as a stream, leaving Arrow pieces in `scratch` for `build`.
