@@ -48,7 +48,6 @@ from stoker.sources.tables.layout import TextOptions, parse_number
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
 from stoker.sources.tables.survey import Survey, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
-from stoker.store.rewrite import keep_samples
 from stoker.units import format_count
 
 _PART_ROWS = 200_000
@@ -212,9 +211,8 @@ class TableSource(PlainSource):
                 "classes": list(plan.target.classes) if plan.target else [],
                 "text": asdict(self.text),
             }
-        return PartData(
-            keep_samples(fields, keep), [reasons[row] for row in sorted(reasons)], extra
-        )
+        kept = {name: data.keep(keep) for name, data in fields.items()}
+        return PartData(kept, [reasons[row] for row in sorted(reasons)], extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record what the columns became, and the class names in the order of their numbers."""
