@@ -13,7 +13,7 @@ from recipe_loops import NoWaiting, train_job
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
-from stoker.recipes.segmentation.metrics import (
+from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     SegmentationMetrics,
     compute_metrics,

@@ -371,8 +371,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
 
     from stoker.compat.massspec import NISTDataLoader
     from stoker.machine.process import peak_rss_bytes
-    from stoker.recipes.massspec.distillation import cosine_loss
-    from stoker.recipes.massspec.models import Student
+    from stoker.recipes.massspec.models import Student, cosine_loss
     from stoker.recipes.massspec.recipe import LEARNING_RATE, MassSpecOptions, make_adam
     from stoker.train.trainer import Trainer
 

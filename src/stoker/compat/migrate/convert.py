@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.compat.migrate.names import (
+from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
+from stoker.compat.migrate.values import (
     AUGMENT_NAMES,
     MODELS,
     NAMES,
     REASONS,
     RECIPE_OPTIONS,
     SECTIONS,
+    correct,
 )
-from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
-from stoker.compat.migrate.values import correct
 from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections

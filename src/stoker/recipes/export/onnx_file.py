@@ -22,8 +22,8 @@ import torch
 
 from stoker.errors import InputError, MissingExtraError, require_utf8, unwritable
 from stoker.ownership import SIGNATURE, writing
+from stoker.recipes.contract import IMAGE_SIZES
 from stoker.recipes.export.graph import Deployed
-from stoker.recipes.export.ports import IMAGE_SIZES
 
 OPSETS = (18, 23)
 """First and last: what torch writes and converts to."""

@@ -15,8 +15,8 @@ import stoker
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.ownership import check_output, has_signature
+from stoker.recipes.contract import Sizes
 from stoker.recipes.export.graph import Deployed, deploy
-from stoker.recipes.export.ports import Sizes
 from stoker.recipes.export.weights_file import SUFFIX, is_weights, write_weights
 from stoker.recipes.inference import Trained, find_training_store
 from stoker.store.reader import open_store

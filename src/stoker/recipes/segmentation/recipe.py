@@ -26,16 +26,19 @@ from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
 from stoker.recipes.contract import (
+    BATCH,
+    IMAGE_SIZES,
     Columns,
     Default,
     Facts,
     Job,
+    Layout,
+    Port,
     RawReader,
     Rebuilt,
     Recipe,
     Tensors,
 )
-from stoker.recipes.export.ports import BATCH, IMAGE_SIZES, Layout, Port
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -55,14 +58,15 @@ from stoker.recipes.pictures import (
 )
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
-from stoker.recipes.segmentation.evaluation import FinalSegmentationMetrics, class_names
-from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
-from stoker.recipes.segmentation.metrics import (
+from stoker.recipes.segmentation.evaluation import (
     IGNORE,
+    FinalSegmentationMetrics,
     SegmentationMetrics,
+    class_names,
     compute_metrics,
     segmentation_loss,
 )
+from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
 from stoker.store.fields import Array
 from stoker.store.reader import Store

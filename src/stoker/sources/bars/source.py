@@ -26,6 +26,7 @@ import numpy as np
 
 from stoker.display import look_in, quoted
 from stoker.errors import InputError, SourceError, count_kinds
+from stoker.sources.bars.dialects import Naming
 from stoker.sources.bars.features import (
     Features,
     Scaler,
@@ -35,7 +36,6 @@ from stoker.sources.bars.features import (
     make_features,
 )
 from stoker.sources.bars.files import BarFile, find_files, look, shared_extras, split_symbols
-from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.reading import OTHER_SYMBOLS, Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
