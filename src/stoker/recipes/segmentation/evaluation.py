@@ -352,14 +352,11 @@ def compute_metrics(confusion: Array) -> dict[str, float]:
     mIoU is the mean of `both / either` over the classes that are true or predicted somewhere; the mean Dice is that of
     `2 both / (true + predicted)`.
     """
-    both = np.diag(confusion).astype(np.float64)
-    sizes = confusion.sum(axis=0) + confusion.sum(axis=1)
-    occurs = sizes > 0
-    if not occurs.any():
+    ious, dices = class_scores(confusion[None].astype(np.float64))
+    if not np.isfinite(ious).any():
         return dict.fromkeys(("miou", "mean_dice", "pixel_accuracy"), float("nan"))
-    both_known, sizes_known = both[occurs], sizes[occurs]
     return {
-        "miou": float((both_known / (sizes_known - both_known)).mean()),
-        "mean_dice": float((2 * both_known / sizes_known).mean()),
-        "pixel_accuracy": float(both.sum() / confusion.sum()),
+        "miou": float(np.nanmean(ious)),
+        "mean_dice": float(np.nanmean(dices)),
+        "pixel_accuracy": float(np.trace(confusion) / confusion.sum()),
     }
