@@ -30,14 +30,7 @@ def rewrite_config(
 ) -> str:
     """Return `text` with the dotted keys of `changes` at their new values.
 
-    Args:
-        text: Of a sound config file.
-        changes: Dotted keys, such as "training.batch_size", and plain values.
-        file: Name used in messages.
-        notes: Lines of comment to put below those at the top.
-
-    Raises:
-        ConfigError: The text, or a change, is not a sound config.
+    `notes` become lines of comment below those at the top.
     """
     overrides = [f"{key}={_yaml_word(value)}" for key, value in changes.items()]
     wanted = parse_config(text, file, overrides)

@@ -131,12 +131,7 @@ def restore(key: str, options: Mapping[str, Any]) -> Chosen:
 
 
 def choose_recipe(settings: Settings) -> Chosen:
-    """Return the recipe that a config asks for, with its options.
-
-    Raises:
-        ConfigError: No recipe is named, there is none of that name, or an option is unknown, of a wrong
-            type or out of range.
-    """
+    """Return the recipe that a config asks for, with its options."""
     if settings.recipe.name is None:
         ready = ready_recipes()
         raise ConfigError(
@@ -246,11 +241,7 @@ _TABLE_FIELD, _BARS = "features", "bars"
 
 
 def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
-    """Return what `rebuild` needs besides the options, as JSON would give it back.
-
-    Raises:
-        InputError: The recipe names no inputs of this store, or values that JSON does not know.
-    """
+    """Return what `rebuild` needs besides the options, as JSON would give it back."""
     with blamed(recipe, "describe"):
         facts = dict(recipe.describe(job))
         named = list(facts["inputs"])
@@ -312,11 +303,7 @@ def code_digest(recipe: Recipe) -> str:
 
 
 def check_columns(store: Store, facts: Facts) -> None:
-    """Raise when a store does not hold what the model was trained on, in the same order.
-
-    Raises:
-        InputError: A field is missing, or its columns are others; both are shown.
-    """
+    """Raise when a store does not hold what the model was trained on, in the same order."""
     for name, trained in facts["columns"].items():
         if name not in store.fields:
             raise InputError(

@@ -151,9 +151,6 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         store: To be predicted.
         trained: Its recipe divides a store that has no split.
         split: "all", "train", "val" or "test".
-
-    Raises:
-        InputError: There is no such split, or nobody knows it.
     """
     if split == "all":
         return np.arange(store.num_samples, dtype=np.int64)

@@ -48,10 +48,6 @@ def open_raw_table(
         facts: Of the checkpoint.
         told: "text": how a text file is written; by default as when the training table was packed.
         ranges: Middle and spread of each feature in training, to notice other units; None leaves that out.
-
-    Raises:
-        InputError: Columns are missing; all are named.
-        SourceError: A file cannot be read.
     """
     recorded = facts["table"]
     columns = [Column.from_json(each) for each in recorded["columns"]]
@@ -77,9 +73,6 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
     Args:
         given: A pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or a numpy array.
         names: Columns of training, for an array without names.
-
-    Raises:
-        InputError: It is of another kind, or an array has another number of columns.
     """
     try:
         if isinstance(given, pa.Table):

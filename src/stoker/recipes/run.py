@@ -162,12 +162,7 @@ def open_run(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Run]:
-    """Lend a run before its first step: its store is open, its job is made, nothing is written.
-
-    Raises:
-        ConfigError: The config and the recipe do not fit.
-        InputError: The store or the device cannot be used.
-    """
+    """Lend a run before its first step: its store is open, its job is made, nothing is written."""
     chosen = chosen or choose_recipe(settings)
     settings = chosen.settings or settings
     if settings.recipe.store is None:

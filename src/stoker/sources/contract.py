@@ -173,11 +173,7 @@ def recorded_options(source: Any, *without: str) -> dict[str, Json]:
 def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
     """Return parts of `rows` rows each, the last one shorter; of no rows, one part without any.
 
-    Args:
-        num_rows: In all; the payload of a part is its first row.
-        rows: Of a part.
-        label: For people, before the numbers of the rows: "x.npy rows".
-        file: The input file.
+    The payload of a part is its first row; `label` stands before the numbers of the rows: "x.npy rows".
     """
     return [
         Part(number, f"{label} {low}-{min(low + rows, num_rows)}", min(rows, num_rows - low), low, file, low)

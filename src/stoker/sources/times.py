@@ -171,8 +171,7 @@ def to_utc(local_ns: Array, zone: str) -> Array:
 def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bool:
     """Decide over a whole file whether "10/11/2020" is the tenth or October.
 
-    Raises:
-        SourceError: No date, or dates of both kinds, can be read only one way.
+    Refused where no date, or dates of both kinds, can be read only one way.
     """
     cell = re.escape(delimiter)
     before = rf"(?m)^(?:[^{cell}\n]*{cell}){{{date_cell}}}[ \t]*"

@@ -199,9 +199,6 @@ def choose(
         prefix: Of the group, which names of `chosen.fields` leave out.
         own: What counts samples in a file of a known kind.
         foreign: Set for a file that must not be opened without an explicit choice.
-
-    Raises:
-        StoreError: As for `describe_plain_file`.
     """
     if not lengths:
         raise StoreError(

@@ -55,12 +55,7 @@ class Migration:
 def migrate_file(
     path: str | Path, recipe: str | None = None, accepts: Accepts | None = None
 ) -> Migration:
-    """Return an old config file in today's layout; see `migrate_config`.
-
-    Raises:
-        SourceError: There is no such file.
-        ConfigError: It is no text, or `migrate_config` refuses it.
-    """
+    """Return an old config file in today's layout; see `migrate_config`."""
     text = decode(require_file(path, "config").read_bytes(), str(path))
     if isinstance(text, Problem):
         raise as_error([text])

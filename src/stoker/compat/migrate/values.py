@@ -57,14 +57,7 @@ class Corrected:
 
 
 def correct(key: str, value: Any, place: Place, unreadable: bool = False) -> Corrected:
-    """Return what was meant by a value.
-
-    Args:
-        key: A leaf of the tree, which is to have it.
-        value: As YAML read it.
-        place: Where it stood, with its text.
-        unreadable: YAML 1.1 reads another number than its text shows.
-    """
+    """Return what was meant by a value. `unreadable`: YAML 1.1 reads another number than its text shows."""
     schema = key_schemas()[key]
     if not unreadable and fits(key, value):
         return Corrected(value)

@@ -91,9 +91,6 @@ def deploy(trained: Trained, sizes: Sizes, *, repairs: bool = True) -> Deployed:
         trained: Of float weights.
         sizes: What shall be fixed.
         repairs: Make the repairs of the training store inside; without, inputs must come repaired.
-
-    Raises:
-        InputError: The recipe has no graph, or not this size; or a size below 1.
     """
     recipe = trained.chosen.recipe
     if sizes.batch is not None and sizes.batch < 1:

@@ -51,11 +51,6 @@ def write_onnx(
     """Write a graph; replaces an older file of this name when all is well.
 
     `about` becomes the metadata of the file; `opset` None is torch's own.
-
-    Raises:
-        InputError: The opset is not one that torch writes.
-        MissingExtraError: ONNX's packages are not installed.
-        StoreError: The place cannot be written.
     """
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
         raise InputError(f"--opset is {opset}.", f"{OPSETS[0]} to {OPSETS[1]}", "leave --opset out")

@@ -67,11 +67,6 @@ def export_trained(
         sizes: Sizes that shall be fixed; free where nothing is given.
         opset: Version of ONNX's operators; None is torch's own.
         repairs: Put the repairs of the training store into the graph.
-
-    Raises:
-        InputError: Another ending, int8 weights, or sizes that do not fit the recipe.
-        MissingExtraError: The packages for this file are not installed.
-        StoreError: The place cannot be written.
     """
     path = Path(out)
     if path.suffix not in (ONNX_SUFFIX, SUFFIX):

@@ -158,10 +158,6 @@ def make_network(
         channels: Of the pictures.
         width: Of our own networks' first layer.
         size: Height and width of the pictures.
-
-    Raises:
-        InputError: There is no such network, or it does not take these pictures.
-        MissingExtraError: Its library is not installed.
     """
     if name in OWN:
         least = 16 if name == "resnet9" else 32
@@ -264,9 +260,6 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
         network: Changed in place.
         path: `.safetensors`, or a file of `torch.save` that holds tensors by name (perhaps under "model" or
             "state_dict"). Pickled objects are refused.
-
-    Raises:
-        InputError: The file cannot be read safely, or does not fit the network.
     """
     given = {name.removeprefix("module."): value for name, value in read_tensors(path).items()}
     # Our own checkpoints hold the network and perhaps its average, which is the better one.

@@ -580,9 +580,6 @@ def split_compounds(
         store: With `group`; with `split`, which then decides.
         ratios: Expected shares of compounds, for a store without a split.
         seed: Of such a split.
-
-    Raises:
-        InputError: A compound stands on two sides, or nothing is left to train on.
     """
     groups = store.read_rows("group", 0, store.num_samples)
     samples: dict[str, Array]

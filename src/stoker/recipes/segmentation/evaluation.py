@@ -35,15 +35,7 @@ _SHOWN_SIDE = 120
 
 
 class FinalSegmentationMetrics:
-    """Evaluates the best weights on the test images.
-
-    Args:
-        store: Open; its training masks fit the baselines, its test images are shown.
-        train: Training samples.
-        names: Of the classes.
-        ignore_values: Mask values that count nowhere, besides 255.
-        normalise: Images `(n, channels, height, width)` uint8 to what the network takes.
-    """
+    """Evaluates the best weights on the test images. Training masks of the store fit the baselines."""
 
     def __init__(
         self,

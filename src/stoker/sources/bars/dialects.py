@@ -157,9 +157,6 @@ def find_dialect(
         file: For errors.
         day_first: The user's word on "10/11/2020"; None looks for proof in the file.
         naming: The user's word on columns.
-
-    Raises:
-        SourceError: No way reads a single line, the header has no prices, or day and month cannot be told apart.
     """
     naming = naming or Naming()
     lines = _sample(text)

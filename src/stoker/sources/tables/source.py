@@ -288,19 +288,10 @@ def make_features(
 ) -> tuple[Array, dict[str, Array]]:
     """Return the numbers of a table's rows, `(rows, outputs)`; for packing and, the same way, for prediction.
 
-    Args:
-        table: Arrow table with these columns, in any order.
-        columns: What each becomes.
-        dtype: Of the result.
-        decimal: The decimal sign of text cells.
-        faults: Gets the rows that cannot be read, with the reason.
-        path: For errors.
+    `faults` gets the rows that cannot be read, with the reason.
 
     Returns:
         The numbers, and per column the rows with a text that the training rows did not have.
-
-    Raises:
-        SourceError: A column needs float64, which the first rows did not show.
     """
     made = np.empty((table.num_rows, sum(len(column.outputs) for column in columns)), dtype)
     unseen: dict[str, Array] = {}
