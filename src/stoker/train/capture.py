@@ -345,7 +345,7 @@ class CapturedPass(CapturedStep):
     def _graphed_part(self) -> torch.Tensor:
         return self._run_pass(*self._static)
 
-    def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
+    def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:  # noqa: ARG002
         return self._run_pass(work.inputs, work.targets)
 
     def _run_as_if_captured(self, work: Work) -> torch.Tensor:
