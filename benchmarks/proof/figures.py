@@ -132,10 +132,16 @@ def soaks() -> list[str]:
         ),
         "|---|---:|---:|---|---:|---:|---|",
     ]
-    for host, result in load("soak").items():
-        for part in ("one long run", "short runs"):
-            entry = result[part]
-            about = (f"{host}, {part}", f"{entry['seconds'] / 60:.0f}", f"{entry['steps']:,}")
+    parts = [(host, part) for host, result in load("soak").items() for part in result["parts"]]
+    for host, part in parts:
+        for half in ("one long run", "short runs"):
+            if (entry := part.get(half)) is None:
+                continue  # it was ended before
+            about = (
+                f"{host}, {part['begun'][:10]}, {half}",
+                f"{entry['seconds'] / 60:.0f}",
+                f"{entry['steps']:,}",
+            )
             for key, (label, scale, unit) in UNITS.items():
                 if (found := entry.get(key)) is None:
                     continue
