@@ -37,12 +37,12 @@ UNITS = {
 
 
 def load(name: str) -> dict[str, dict[str, Any]]:
-    """Return the results of a campaign by machine."""
-    found = {}
-    for path in sorted((ROOT / "benchmarks/results").glob(f"proof_{name}-*.json")):
-        document = json.loads(path.read_text("utf-8"))
-        found[document["machine"]["host"]] = document["result"]
-    return found
+    """Return the results of a campaign by machine, or machine and number of the part where it ran in parts."""
+    paths = sorted((ROOT / "benchmarks/results").glob(f"proof_{name}-*.json"))
+    return {
+        path.stem.removeprefix(f"proof_{name}-"): json.loads(path.read_text("utf-8"))["result"]
+        for path in paths
+    }
 
 
 def _row(*cells: object) -> str:

@@ -398,12 +398,12 @@ def prepare_owners(scratch: Path) -> Trial:
 
 FAMILIES = [
     Family("msp", prepare_msp, 2),
-    Family("mgf", prepare_mgf, 2),
+    Family("mgf", prepare_mgf, 1),
     Family("csv", prepare_csv, 2),
     Family("stores", prepare_store, 1),
     Family("checkpoints", prepare_checkpoint, 3),
     Family("yaml", prepare_yaml, 1),
-    Family("jpeg headers", prepare_jpeg, 3),
+    Family("jpeg headers", prepare_jpeg, 4),
     Family("files of the user's", prepare_owners, 0.02, 100),
 ]
 
