@@ -176,6 +176,11 @@ class Campaign:
         """Return how many trials were done in all."""
         return sum(sum(one["counts"].values()) for one in self.result["families"].values())
 
+    def _spent(self, name: str) -> tuple[int, float]:
+        """Return trials and CPU seconds of a family."""
+        entry = self.result["families"][name]
+        return sum(entry["counts"].values()), entry.get("cpu_seconds", 0.0)
+
     def _next_block(self) -> tuple[Family, int, int] | None:
         """Take a block of the family that lags most behind its share."""
         for each in self.families:
@@ -332,7 +337,7 @@ class Campaign:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "stopping", True))
         began = saved = time.monotonic()
-        before = self.done()
+        before = {name: self._spent(name) for name in self.result["families"]}
         gc.freeze()  # else a collection in a child writes to, and copies, every page that it shares with its parent
         while True:
             self.stopping = self.stopping or time.monotonic() - began > seconds
@@ -353,10 +358,14 @@ class Campaign:
                 print(f"{self.done():,} of {self.goal:,}", flush=True)
             time.sleep(0.02)
         self._save()
-        print(f"{self.name}: {self.done():,} of {self.goal:,}, {self.done() - before:,} now")
+        print(f"{self.name}: {self.done():,} of {self.goal:,}")
         for name, entry in self.result["families"].items():
-            each = 1e3 * entry.get("cpu_seconds", 0.0) / max(1, sum(entry["counts"].values()))
-            print(f"  {name:20} {each:6.2f} ms  {entry['counts']}")
+            count, seconds = (
+                now - then for now, then in zip(self._spent(name), before[name], strict=True)
+            )
+            print(
+                f"  {name:20} {count:,} now, {1e3 * seconds / max(1, count):.2f} ms each; {entry['counts']}"
+            )
 
     def _save(self) -> None:
         """Write a snapshot in which the blocks under way count as left from their current trial on."""

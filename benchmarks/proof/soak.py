@@ -219,6 +219,9 @@ def main() -> None:
         np.save(folder / "features.npy", rng.normal(size=(SAMPLES, WIDTH)).astype("f4"))
         source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH)
         pack(source, folder / "store", PackOptions(jobs=1))
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(143)
+        )  # before and after `fit`, which has its own
         sampler = Sampler(options.device, options.interval, keep_as(HALVES[0]))
         threading.Timer(half, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
