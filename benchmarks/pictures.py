@@ -2,6 +2,7 @@
 
     python benchmarks/pictures.py [--cpu] [--seconds 4] [--turns 3] [--count 4096] [--batch 256] [--no-training]
                                   [--peer-turns 1] [--no-dataloader]
+    python benchmarks/pictures.py --pack 50000 [--photographs TAR]
 
 Made-up photographs of two sizes: 500 x 375 (about 114 kB as JPEG of quality 90) and 341 x 256 (about 32 kB). Every way
 gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and saturation of 0.4, normalised.
@@ -16,6 +17,9 @@ gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and 
 Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch. Printed beside: busy cores, the
 share of time with a kernel on the GPU (NVML), bytes, growth of resident memory, packing, and how far the pixels of
 nvJPEG are from those of Pillow. The peers whose workers take seconds to fill their queues have fewer turns.
+
+With --pack: `pack images --keep-encoded` of that many photographs at 256 px beside a plain read of their files, by as
+many threads as there are cores, from the disk (the page cache is emptied, which needs root) and from memory.
 """
 
 from __future__ import annotations
@@ -26,11 +30,14 @@ import io
 import itertools
 import os
 import resource
+import shutil
 import statistics
+import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +490,111 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     return result
 
 
+# -- packing ---------------------------------------------------------------------------------------
+
+
+def write_photographs(folder: Path, count: int, photographs: Path | None) -> int:
+    """Write `count` JPEG files of which no two are equal; return their bytes.
+
+    Of up to 2,000 pictures: parts of the photographs in a tar file at 341 x 256 and quality 90, or drawn ones. Each is
+    used again with a comment in its header.
+    """
+    rng = np.random.default_rng(0)
+    distinct = min(count, 2000 if photographs else DISTINCT)
+    if photographs is None:
+        made = [photograph(256, 341, seed) for seed in range(distinct)]
+    else:
+        with tarfile.open(photographs) as tar:
+            files = [tar.extractfile(each) for each in tar if each.name.lower().endswith(".jpg")]
+            images = [Image.open(file).convert("RGB") for file in files if file is not None]
+        made = []
+        for number in range(distinct):
+            image = images[number % len(images)]
+            width = int(image.width * rng.uniform(0.7, 1.0))
+            height = min(image.height, width * 3 // 4)
+            left = int(rng.integers(0, image.width - width + 1))
+            top = int(rng.integers(0, image.height - height + 1))
+            file = io.BytesIO()
+            image.crop((left, top, left + width, top + height)).resize((341, 256)).save(
+                file, "JPEG", quality=90
+            )
+            made.append(file.getvalue())
+    num_bytes = 0
+    for number in range(count):
+        data = made[number % distinct]
+        note = f"{number:08}".encode()
+        data = data[:2] + b"\xff\xfe" + (len(note) + 2).to_bytes(2, "big") + note + data[2:]
+        home = folder / f"class-{number % 10}"
+        home.mkdir(parents=True, exist_ok=True)
+        (home / f"{number:06}.jpg").write_bytes(data)
+        num_bytes += len(data)
+    return num_bytes
+
+
+def forget_files() -> bool:
+    """Empty the page cache; False where this process may not."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def measure_packing(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    folder = work / "photographs"
+    num_bytes = write_photographs(folder, options.pack, options.photographs)
+    files = sorted(folder.rglob("*.jpg"))
+    cores = len(os.sched_getaffinity(0))
+
+    def read_all() -> None:
+        with ThreadPoolExecutor(cores) as pool:
+            assert sum(pool.map(lambda file: len(file.read_bytes()), files)) == num_bytes
+
+    def pack_all() -> None:
+        shutil.rmtree(work / "store", ignore_errors=True)
+        source = ImagesSource((8, 8), 3, folder, keep_encoded=KeepEncoded())
+        pack(source, work / "store", PackOptions())
+
+    def decode_some() -> None:
+        for file in files[:: max(1, len(files) // 500)]:
+            image = Image.open(io.BytesIO(file.read_bytes()))
+            image.draft(None, (image.width // 8, image.height // 8))
+            image.load()
+
+    result: dict[str, Any] = {"photographs": len(files), "jpeg_bytes": num_bytes, "cores": cores}
+    for name, run in (("read", read_all), ("pack", pack_all)):
+        for state in ("disk", "memory"):
+            if state == "disk" and not forget_files():
+                result[f"{name}_from_disk"] = None
+                continue
+            if state == "memory":
+                read_all()
+            children = resource.getrusage(resource.RUSAGE_CHILDREN)
+            before = cpu_seconds() + children.ru_utime + children.ru_stime
+            began = time.perf_counter()
+            run()
+            took = time.perf_counter() - began
+            children = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent = cpu_seconds() + children.ru_utime + children.ru_stime - before
+            result[f"{name}_from_{state}"] = {
+                "seconds": round(took, 2),
+                "bytes_per_second": round(num_bytes / took),
+                "busy_cores": round(spent / took, 2),
+                "bytes_per_core_second": round(num_bytes / spent),
+            }
+            print(f"  {name} from {state}: {result[f'{name}_from_{state}']}", flush=True)
+    began = time.process_time()
+    decode_some()
+    some = files[:: max(1, len(files) // 500)]
+    spent = time.process_time() - began
+    result["decode_bytes_per_core_second"] = round(sum(f.stat().st_size for f in some) / spent)
+    with open_store(work / "store") as store:
+        result["store_share_of_jpeg_bytes"] = round(store.num_bytes / num_bytes, 4)
+    publish("pictures_pack", result)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -498,9 +610,11 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, help="folder for pictures and stores [default: a temporary one]"
     )
+    parser.add_argument("--pack", type=int, metavar="COUNT", help="measure packing, nothing else")
+    parser.add_argument("--photographs", type=Path, metavar="TAR", help="of JPEG files for --pack")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        measure(options, Path(folder))
+        (measure_packing if options.pack else measure)(options, Path(folder))
 
 
 if __name__ == "__main__":
