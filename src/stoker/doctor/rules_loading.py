@@ -42,8 +42,8 @@ _DOMINANT = 0.4
 _NOTABLE_BETWEEN = 0.12
 """Share of a step spent between the model's calls from which it is a finding."""
 _OWN_DATA = (
-    "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays in one call there, "
-    "instead of making tensors of lists."
+    "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays there, in one "
+    "call, instead of making tensors of lists."
 )
 _OVERLAP = 0.95
 """Share of their time in which workers work side by side."""
