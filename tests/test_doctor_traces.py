@@ -7,9 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from stoker.doctor import transcript
+from stoker.doctor.measurements import Measurements, OperatorFacts
 from stoker.doctor.probe import operators
 from stoker.doctor.probe.recorder import EPOCH_START, Row
+from stoker.doctor.rules import diagnose
 from stoker.doctor.transcript import Process
+from stoker.measure.readings import Spread
 
 
 @pytest.mark.parametrize(
@@ -79,3 +82,13 @@ def test_new_workers_that_fill_their_queues_slow_more_than_the_first_step():
     assert transcript._filling_seconds(main, main.rows, facts) == pytest.approx(4 * 0.005)
     for kept in ({"persistent_workers": True}, {"workers": 0}):
         assert transcript._filling_seconds(main, main.rows, {**facts, **kept}) == 0.0
+
+
+@pytest.mark.parametrize(("operators", "gain"), [(10, 2.0), (35_000, 3.98 / (3.98 - 0.5 * 3.425))])
+def test_float32_halves_the_work_of_operators_and_not_their_calls(operators, gain):
+    """An LSTM of single cells: 35,000 small operators in a step of 4 s, of which float32 saved a quarter."""
+    counted = OperatorFacts(operators, 0.9, 0.0, 3.95, {"float64": 1.82})
+    step = Spread(3.98, 3.9, 4.0, 10)
+    measured = Measurements("x", steps=10, seconds=40.0, step_seconds=step, operators=counted)
+    (found,) = (one for one in diagnose(measured) if one.name == "double-precision")
+    assert found.gain.likely == pytest.approx(gain, rel=0.02)
