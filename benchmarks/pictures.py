@@ -14,7 +14,9 @@ gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and 
     dataloader   torch's DataLoader, 16 workers (2 with --cpu), Pillow, torchvision's transforms (else Pillow's)
     dali         NVIDIA DALI's pipeline, where it is installed
 
-Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch. Printed beside: busy cores, the
+Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch; from encoded pictures also on a
+stream of high priority, and by stoker's Trainer, which captures the step (its held batch: replays of the graph alone).
+Printed beside: busy cores, the
 share of time with a kernel on the GPU (NVML), bytes, growth of resident memory, packing, and how far the pixels of
 nvJPEG are from those of Pillow. The peers whose workers take seconds to fill their queues have fewer turns.
 
@@ -60,6 +62,7 @@ from stoker.machine.process import rss_bytes
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded
 from stoker.store.reader import open_store
+from stoker.train.trainer import Trainer
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 KINDS = {"full": (375, 500), "256 px": (256, 341)}
@@ -281,16 +284,15 @@ def engines_way(
     files = sorted(folder.rglob("*.jpg"))[: 4 * batch]
     data = [torch.from_numpy(np.frombuffer(f.read_bytes(), np.uint8).copy()) for f in files]
     sizes = np.tile(size, (batch, 1))
-    layouts = np.full(batch, 2, np.int8)  # 4:2:0
 
     def batches() -> Iterator[Any]:
         while True:
             for start in range(0, len(data) - batch + 1, batch):
-                made = engines.decode(data[start : start + batch], sizes, layouts)
+                made = engines.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
                 assert made is not None
                 yield made
 
-    return Way("engines", batches(), len)
+    return Way("engines", batches(), lambda made: len(made.starts))
 
 
 def loader_way(name: str, store: Path, batch: int, device: torch.device, half: bool) -> Way:
@@ -372,6 +374,72 @@ def make_step(device: torch.device) -> Callable[[Any], None] | None:
         optimizer.step()
 
     return step
+
+
+def train_on_high_priority(
+    ways: list[Way], turns: int, seconds: float, step: Any
+) -> dict[str, Any]:
+    """Return rates of a hand-written loop on a stream of high priority, as shares of its held batch."""
+    stream = torch.cuda.Stream(priority=-1)
+    stream.wait_stream(torch.cuda.current_stream())
+    for way in ways:
+        way.rates, way.cores, way.busy = [], [], []
+    with torch.cuda.stream(stream):
+        side_by_side([lambda way=way: way.run(seconds, True, step) for way in ways], turns)
+    torch.cuda.current_stream().wait_stream(stream)
+    rows: dict[str, Any] = {way.name: way.result() for way in ways}
+    most = rows["held batch"]["images_per_second"]
+    rows["share_of_held_batch"] = round(rows["encoded"]["images_per_second"] / most, 3)
+    return rows
+
+
+def train_by_trainer(
+    store: Path, batch: int, device: torch.device, seconds: float
+) -> dict[str, Any] | None:
+    """Return the rate of stoker's Trainer on encoded pictures, and of replays of its graph alone."""
+    try:
+        from torchvision.models import resnet18
+    except ImportError:
+        return None
+    model = resnet18(num_classes=10).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    steps = max(24, round(seconds / 0.02))
+    with open_store(store) as opened:
+        drawn = np.ones(opened.num_samples)
+    loader = Loader(
+        store, batch, device, augment=make_compose(True), drop_last=True,
+        weights=drawn, epoch_samples=steps * batch,
+    )  # fmt: skip
+
+    def criterion(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs, labels.long().view(-1))
+
+    settings = {"epochs": 3, "precision": "bf16", "read_every": 50}
+    with loader:
+        trainer = Trainer(model, loader, None, criterion, optimizer, None, settings, device)
+        busy: list[float] = []
+        with gpu_busy(busy):
+            history = trainer.fit(quiet=True)
+        captured = trainer._captured
+        graph = None if captured is None else captured._graph
+        rate = max(report.samples_per_second for report in history.epochs[1:])
+        made: dict[str, Any] = {
+            "images_per_second": round(rate, 1),
+            "wait_share": round(history.epochs[-1].wait_share, 3),
+            "gpu_busy_percent": round(statistics.median(busy), 1) if busy else None,
+            "step": "eager" if captured is None else captured.reason,
+        }
+        if graph is not None:
+            graph.replay()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(steps):
+                graph.replay()
+            torch.cuda.synchronize()
+            limit = steps * batch / (time.perf_counter() - began)
+            made["replays_images_per_second"] = round(limit, 1)
+            made["share_of_replays"] = round(rate / limit, 3)
+    return made
 
 
 # -- facts -----------------------------------------------------------------------------------------
@@ -484,6 +552,13 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
                 name: round(row["images_per_second"] / most, 3) for name, row in rows.items()
             }
             print(f"  training: {rows}", flush=True)
+            pair = [way for way in training if way.name in ("held batch", "encoded")]
+            found_high = train_on_high_priority(pair, options.turns, options.seconds, step)
+            result[kind]["training_on_high_priority"] = found_high
+            print(f"  on a stream of high priority: {found_high}", flush=True)
+            trained = train_by_trainer(encoded, options.batch, device, options.seconds)
+            result[kind]["training_by_trainer"] = trained
+            print(f"  by the Trainer: {trained}", flush=True)
         name = "pictures_cpu" if options.cpu else "pictures"
         publish(name, result)  # after each size: a run that is cut off leaves one
         del ways, found
