@@ -467,6 +467,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     device = torch.device("cpu" if options.cpu else "cuda:0")
     cuda = not options.cpu
     workers = 2 if options.cpu else 16
+    published = "pictures_cpu" if options.cpu else "pictures"
     result: dict[str, Any] = {}
 
     def in_turns(ways: list[Way], step: Callable[[Any], None] | None = None) -> None:
@@ -556,11 +557,11 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
             found_high = train_on_high_priority(pair, options.turns, options.seconds, step)
             result[kind]["training_on_high_priority"] = found_high
             print(f"  on a stream of high priority: {found_high}", flush=True)
+            publish(published, result)
             trained = train_by_trainer(encoded, options.batch, device, options.seconds)
             result[kind]["training_by_trainer"] = trained
             print(f"  by the Trainer: {trained}", flush=True)
-        name = "pictures_cpu" if options.cpu else "pictures"
-        publish(name, result)  # after each size: a run that is cut off leaves one
+        publish(published, result)  # after each size: a run that is cut off leaves one
         del ways, found
     return result
 
