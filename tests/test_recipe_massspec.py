@@ -24,12 +24,6 @@ from stoker.loader.loader import Loader
 from stoker.loader.splits import select_samples
 from stoker.packing import PackOptions, pack
 from stoker.recipes.massspec import metrics as spectra_metrics
-from stoker.recipes.massspec.distillation import (
-    DistillationLoss,
-    cosine_loss,
-    soften,
-    temperature_at,
-)
 from stoker.recipes.massspec.metrics import (
     Library,
     Ranking,
@@ -41,13 +35,17 @@ from stoker.recipes.massspec.metrics import (
 )
 from stoker.recipes.massspec.models import (
     BidirectionalHead,
+    DistillationLoss,
     GineLayer,
     Student,
     Teacher,
+    cosine_loss,
     highest_bin,
     mask_above,
     pool_graphs,
     reverse_from,
+    soften,
+    temperature_at,
 )
 from stoker.recipes.massspec.recipe import (
     MassSpecRecipe,

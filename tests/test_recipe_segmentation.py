@@ -13,7 +13,7 @@ from recipe_loops import NoWaiting, train_job
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
-from stoker.recipes.segmentation.metrics import (
+from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     SegmentationMetrics,
     compute_metrics,
@@ -422,7 +422,7 @@ def test_splits_are_the_stores_own_or_made(store, tmp_path):
 def test_pixels_are_counted_block_by_block(store, monkeypatch):
     whole = count_pixels(store, np.arange(40))
     assert whole.sum() == 40 * 32 * 32
-    monkeypatch.setattr("stoker.recipes.segmentation.recipe._READ_BYTES", 3000)
+    monkeypatch.setattr("stoker.recipes.pictures._READ_BYTES", 3000)
     assert (count_pixels(store, np.arange(40)) == whole).all()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,6 @@ def open_raw_table(
         facts: Of the checkpoint.
         told: "text": how a text file is written; by default as when the training table was packed.
         ranges: Middle and spread of each feature in training, to notice other units; None leaves that out.
-
-    Raises:
-        InputError: Columns are missing; all are named.
-        SourceError: A file cannot be read.
     """
     recorded = facts["table"]
     columns = [Column.from_json(each) for each in recorded["columns"]]
@@ -77,9 +73,6 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
     Args:
         given: A pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or a numpy array.
         names: Columns of training, for an array without names.
-
-    Raises:
-        InputError: It is of another kind, or an array has another number of columns.
     """
     try:
         if isinstance(given, pa.Table):
@@ -208,7 +201,7 @@ class RawTable:
                 made = self._make(piece, table, numbered, wrong)
                 if len(self._pieces) > 1:
                     named = np.full(len(made.keys), piece.label, dtype=object)
-                    made = _with_labels(made, {FILE_COLUMN: named})
+                    made = replace(made, labels={FILE_COLUMN: named})
                 if len(made.keys):
                     yield made
 
@@ -321,10 +314,6 @@ class RawTable:
             center, spread = self._ranges
             limit = _FAR_SPREADS_OF_FEW if len(features) < _FEW_ROWS else _FAR_SPREADS
             self._num_far += (np.abs(features - center) > limit * spread).sum(axis=0)
-
-
-def _with_labels(made: RawBatch, labels: Mapping[str, Array]) -> RawBatch:
-    return RawBatch(made.keys, made.batch, made.answered, made.reasons, labels, made.truth)
 
 
 def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:
