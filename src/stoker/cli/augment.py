@@ -60,7 +60,15 @@ def preview(
     from stoker.augment.preview import check_output, make_preview, read_samples, write_png
     from stoker.sources.images import parse_size
 
-    _check_counts(rows, columns, epoch, seed)
+    limits = {
+        "--rows": (rows, 1, 64, 4),
+        "--columns": (columns, 2, 64, 6),
+        "--epoch": (epoch, 0, 2**31 - 1, 0),
+        "--seed": (seed, 0, 2**63 - 1, 0),
+    }
+    for name, (value, low, high, usual) in limits.items():
+        if not low <= value <= high:
+            raise InputError(f"{name} is {value}.", f"{low} to {high:,}", f"{name} {usual}")
     check_output(out, (images, masks))
     wanted = None if size is None else parse_size(size)
     if wanted is not None:
@@ -92,18 +100,6 @@ def preview(
 
 
 app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
-
-
-def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:
-    limits = {
-        "--rows": (rows, 1, 64, 4),
-        "--columns": (columns, 2, 64, 6),
-        "--epoch": (epoch, 0, 2**31 - 1, 0),
-        "--seed": (seed, 0, 2**63 - 1, 0),
-    }
-    for name, (value, low, high, usual) in limits.items():
-        if not low <= value <= high:
-            raise InputError(f"{name} is {value}.", f"{low} to {high:,}", f"{name} {usual}")
 
 
 def _check_size(size: tuple[int, int]) -> None:

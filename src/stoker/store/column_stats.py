@@ -179,18 +179,15 @@ class BlockScan:
         for start in range(0, len(table), step):
             block = np.ascontiguousarray(as_float(table[start : start + step]).T)
             with np.errstate(all="ignore"):
-                self._add_block(block, start, first_row)
-
-    def _add_block(self, block: Array, start: int, first_row: int) -> None:
-        bins = _bins_of(block)
-        keys = bins + self._offsets
-        counts = np.bincount(keys.ravel(), minlength=self._offsets.size * NUM_BINS)
-        counts = counts.reshape(-1, NUM_BINS)
-        part = _block_moments(block, counts)
-        part.bins = counts
-        self._count_defects(part, block)
-        self._note_rows(part, block, bins, start, first_row)
-        self.stats = self._folded(part)
+                bins = _bins_of(block)
+                keys = bins + self._offsets
+                counts = np.bincount(keys.ravel(), minlength=self._offsets.size * NUM_BINS)
+                counts = counts.reshape(-1, NUM_BINS)
+                part = _block_moments(block, counts)
+                part.bins = counts
+                self._count_defects(part, block)
+                self._note_rows(part, block, bins, start, first_row)
+                self.stats = self._folded(part)
 
     def _folded(self, part: ColumnStats) -> ColumnStats:
         """Merge in place where it is large; `first_rows` are already in place."""

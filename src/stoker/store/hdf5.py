@@ -172,7 +172,11 @@ def locate(file: Path, dataset: h5py.Dataset) -> Location:
         return Location(**facts, layout="library", reason=f"its numbers are {bits}")
     layout = plist.get_layout()
     if layout == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0:
-        return _locate_contiguous(facts, dataset)
+        offset = dataset.id.get_offset()
+        location = Location(**facts, layout="contiguous", offset=offset)
+        if offset is not None:  # else its rows are the fill value
+            check_bounds(location, location.file.stat().st_size)
+        return location
     if layout == h5py.h5d.CHUNKED:
         return _locate_chunked(facts, dataset, plist)
     names = {h5py.h5d.COMPACT: "compact", h5py.h5d.VIRTUAL: "virtual"}
@@ -188,14 +192,6 @@ def _is_numpys(dataset: h5py.Dataset) -> bool:
         stored = stored.get_super()
         kind = np.dtype(kind.str.replace("b", "i"))
     return bool(stored.equal(h5py.h5t.py_create(np.dtype(kind.str))))
-
-
-def _locate_contiguous(facts: dict[str, Any], dataset: h5py.Dataset) -> Location:
-    offset = dataset.id.get_offset()
-    location = Location(**facts, layout="contiguous", offset=offset)
-    if offset is not None:  # else its rows are the fill value
-        check_bounds(location, location.file.stat().st_size)
-    return location
 
 
 def check_bounds(location: Location, size_bytes: int) -> None:

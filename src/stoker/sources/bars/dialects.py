@@ -182,7 +182,10 @@ def find_dialect(
     dialect = next(dialect for score, dialect in scored if score == best)
     if naming.is_asked and not dialect.header_line:
         raise unknown_header(file, [], naming)
-    aware, slashed = _usual_time(lines, dialect)
+    # Whether times carry an offset, and whether dates are slashed, in most sampled lines.
+    matches = [_time_of(line, dialect) for number, line in lines if number > dialect.header_line]
+    kinds = Counter((has_offset(match), is_slashed(match)) for match in matches if match)
+    aware, slashed = kinds.most_common(1)[0][0]
     dialect = replace(dialect, aware=aware)
     if slashed:
         if day_first is None:
@@ -515,13 +518,6 @@ def _time_of(line: str, dialect: Dialect) -> re.Match[str] | None:
     if len(cells) != len(dialect.names):
         return None
     return match_time(" ".join(cells[cell] for cell in dialect.time_cells))
-
-
-def _usual_time(lines: list[tuple[int, str]], dialect: Dialect) -> tuple[bool, bool]:
-    """Whether times carry an offset, and whether dates are slashed, in most sampled lines."""
-    matches = [_time_of(line, dialect) for number, line in lines if number > dialect.header_line]
-    kinds = Counter((has_offset(match), is_slashed(match)) for match in matches if match)
-    return kinds.most_common(1)[0][0]
 
 
 # -- what columns of bars are called ----------------------------------------------------------------
