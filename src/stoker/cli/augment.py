@@ -116,25 +116,21 @@ def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: i
             raise InputError(
                 f"--preset {preset} and --config {config}.", "one of them", "leave --preset out"
             )
-        return _from_config(config, seed, ignore_index)
+        from stoker.compat.augmentation import augmentation_from_settings
+        from stoker.config import load_config, resolve
+
+        settings = resolve(load_config(config)).augmentation
+        made = augmentation_from_settings(
+            settings, seed=seed, ignore_index=ignore_index, backend="torch"
+        )
+        if made is None:
+            raise InputError(
+                f"{config} does not augment on the GPU.",
+                "training.use_gpu_augmentation: true",
+                "stoker config show CONFIG",
+            )
+        return made
     name = preset or "standard"
     if name not in PRESETS:
         raise InputError(f"--preset is {name!r}.", ", ".join(PRESETS), "--preset strong")
     return make_preset(name, seed=seed, ignore_index=ignore_index, backend="torch")
-
-
-def _from_config(config: Path, seed: int, ignore_index: int) -> Compose:
-    from stoker.compat.augmentation import augmentation_from_settings
-    from stoker.config import load_config, resolve
-
-    settings = resolve(load_config(config)).augmentation
-    made = augmentation_from_settings(
-        settings, seed=seed, ignore_index=ignore_index, backend="torch"
-    )
-    if made is None:
-        raise InputError(
-            f"{config} does not augment on the GPU.",
-            "training.use_gpu_augmentation: true",
-            "stoker config show CONFIG",
-        )
-    return made

@@ -93,7 +93,23 @@ def _edit(text: str, path: tuple[str, ...], value: Any) -> str | None:
         return f"{text[:start]}{'' if end > start else ' '}{word}{text[end:]}"
     if spot.mapping.flow_style:
         return _add_to_brackets(text, spot, value)
-    return _add_line(text, spot, value)
+    # Add a line behind the mapping's last one-line entry, or before its first.
+    entries = spot.mapping.value
+    pad = entries[0][0].start_mark.column
+    block = _block(spot.missing, value, pad)
+    ends = [
+        below.end_mark.index
+        for key, below in entries
+        if key.start_mark.line == below.end_mark.line
+        and (isinstance(below, yaml.ScalarNode) or below.flow_style)
+    ]
+    if ends:
+        at = text.find("\n", max(ends)) + 1
+    elif pad == 0:
+        at = len(text)  # a new section goes to the end
+    else:
+        at = text.rfind("\n", 0, entries[0][0].start_mark.index) + 1
+    return text[:at] + block + text[at:]
 
 
 def _find(root: yaml.MappingNode, path: tuple[str, ...]) -> _Spot:
@@ -119,26 +135,6 @@ def _add_to_brackets(text: str, spot: _Spot, value: Any) -> str:
         return f"{text[:at]}, {word}{text[at:]}"
     at = spot.mapping.start_mark.index + 1
     return f"{text[:at]}{word}{text[at:]}"
-
-
-def _add_line(text: str, spot: _Spot, value: Any) -> str:
-    """Add a line behind the mapping's last one-line entry, or before its first."""
-    entries = spot.mapping.value
-    pad = entries[0][0].start_mark.column
-    block = _block(spot.missing, value, pad)
-    ends = [
-        below.end_mark.index
-        for key, below in entries
-        if key.start_mark.line == below.end_mark.line
-        and (isinstance(below, yaml.ScalarNode) or below.flow_style)
-    ]
-    if ends:
-        at = text.find("\n", max(ends)) + 1
-    elif pad == 0:
-        at = len(text)  # a new section goes to the end
-    else:
-        at = text.rfind("\n", 0, entries[0][0].start_mark.index) + 1
-    return text[:at] + block + text[at:]
 
 
 def _block(path: tuple[str, ...], value: Any, pad: int) -> str:
