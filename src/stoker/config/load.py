@@ -461,6 +461,8 @@ def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:
 
 
 # -- some keys changed, comments and order kept -----------------------------------------------------
+# Where a text cannot be edited in place (aliases, merges, an empty section), a clean YAML without comments takes its
+# place. The edit is checked by reading it: what comes back is never another config than the one asked for.
 
 
 _STEP = 2

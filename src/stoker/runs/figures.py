@@ -245,6 +245,8 @@ def _settled(chart: Chart, *, peaks: bool = False) -> Chart:
 
 
 # -- as PNG files -----------------------------------------------------------------------------------
+# For papers: a column wide, 300 dots per inch, black on white. About 0.2 s per file, and a second to import
+# matplotlib.
 
 
 _INCHES, _DOTS = (3.4, 2.3), 300

@@ -337,6 +337,9 @@ def named_damage(path: Path) -> Iterator[None]:
 
 
 # -- filters of chunks ------------------------------------------------------------------------------
+# h5py decodes one chunk at a time, behind one lock of the process. The functions here are pure and release the GIL
+# for nearly all of their time. Deflate is undone by libdeflate where the package `deflate` is installed, 2 to 4 times
+# as fast as zlib; isal, measured on the same data, was as fast as zlib on ARM.
 
 
 deflate: Any

@@ -398,6 +398,9 @@ def _links(group: Any, name: str) -> list[bytes]:
 
 
 # -- files of other programs ------------------------------------------------------------------------
+# Read: AnnData (.h5ad) and 10x, dense or stored by rows (csr). Refused by name, unless the caller says with `fields`
+# or `rows` what counts samples: MATLAB 7.3 (dimensions in reverse order), Keras (weights), pandas (values without
+# their columns), NeXus (a measurement of many lengths), sparse matrices stored by columns.
 
 
 _MATLAB = b"MATLAB 7.3 MAT-file"

@@ -222,6 +222,9 @@ class TableStats:
 
 
 # -- per column -------------------------------------------------------------------------------------
+# A block of 2 MB is turned column-first, so that every reduction runs along contiguous memory, and the exponent bits
+# of its floats are counted per column. That one histogram says where NaN, inf, zeros, denormals and large values are;
+# rows are looked up only in columns that have some, and only until five are known. About 2 s per GB of float32.
 
 
 FP16_MAX = 65504.0
