@@ -425,7 +425,7 @@ def _time_cells(
     known = next((cell for cell in cells if reads(cell)), None)
     if known is not None:
         return (known,), False
-    closing = [cell for cell, name in enumerate(names) if is_close_stamp(name) and reads(cell)]
+    closing = [cell for cell, name in enumerate(names) if name in CLOSE_NAMES and reads(cell)]
     return ((closing[0],), True) if closing else ((), False)
 
 
@@ -528,6 +528,8 @@ TIME_NAMES = (
     "unix", "unix_timestamp", "dt", "trading_date",
 )  # fmt: skip
 """Names of open times; where a header has several, the first of these whose cells read as times is taken."""
+CLOSE_NAMES = ("close_time", "closetime", "end", "end_time", "bar_end", "time_close")
+"""Names of the time at which a bar ends."""
 TICKER_NAMES = (
     "ticker",
     "symbol",
@@ -578,11 +580,6 @@ def split_ticker(name: str) -> tuple[str, str]:
 def is_adjusted(name: str) -> bool:
     """Tell whether a column is made anew whenever a dividend is paid or a share is split: it looks ahead."""
     return _ADJUSTED.fullmatch(name) is not None or name.endswith("_adj")
-
-
-def is_close_stamp(name: str | None) -> bool:
-    """Tell whether a column is called the time at which a bar ends."""
-    return name in ("close_time", "closetime", "end", "end_time", "bar_end", "time_close")
 
 
 @dataclass(frozen=True)
