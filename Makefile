@@ -15,7 +15,7 @@ TESTS := $(BIN)/pytest -q --workers 3 -m "not whole_gpu"
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
 
-test: $(STAMP) ## the tests: contracts, parity, properties (seven minutes on two cores)
+test: $(STAMP) ## the tests: contracts, parity, properties (five minutes on two quiet cores)
 	$(TESTS)
 
 lint: $(STAMP) ## ruff, as linter and as formatter
