@@ -201,13 +201,13 @@ class PlainSource:
         return {}
 
 
-def check_shares(split: Sequence[float]) -> None:
-    """Refuse shares of train, validation and test that do not add up; none at all are fine."""
+def check_shares(split: Sequence[float], name: str = "split") -> None:
+    """Refuse shares of train, validation and test that do not add up; none at all are fine. `name` is the argument's."""
     if split and (len(split) != 3 or abs(sum(split) - 1) > 1e-6 or min(split) < 0):
         raise InputError(
             f"the split shares are {tuple(split)}.",
             "three shares that add up to 1",
-            "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
+            f"{name}=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
         )
 
 

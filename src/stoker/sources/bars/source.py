@@ -127,7 +127,7 @@ class BarsSource(PlainSource):
                 "a horizon of at least 1, an embargo and a latency of at least 0",
                 "--horizon 1 --embargo 0 --latency 0 (horizon=1, embargo=0, latency_seconds=0)",
             )
-        check_shares(self.ratios)
+        check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
         if self.decimal not in (None, ".", ","):
