@@ -1,16 +1,19 @@
-"""The order of reading a folder of pictures, and what a folder's description is made of."""
+"""A folder of pictures: the order of reading, what describes it, and the smallest files in it."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from stoker.sources import fingerprint
 from stoker.sources.images import listing
+from stoker.sources.images.encoded import KeepEncoded, read_encoded
 
 
 @given(st.lists(st.sampled_from(["a.jpg", "gone.jpg", "pipe", "folder"]), max_size=40))
@@ -27,6 +30,14 @@ def test_paths_come_in_order_and_each_is_asked_for_once_before_it_comes(names):
     finally:
         listing._expect = kept
     assert asked == [Path("root") / name for name in names]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (7, 3), (8, 8)])
+def test_a_tiny_jpeg_is_kept(tmp_path, size):
+    path = tmp_path / "tiny.jpg"
+    Image.new("RGB", size, "red").save(path)
+    kept, decoded = read_encoded(path, 3, KeepEncoded(), False)
+    assert (kept.size, decoded.size) == (size[::-1], size)
 
 
 def test_what_cannot_be_read_ahead_is_passed_over(tmp_path):
