@@ -18,8 +18,10 @@ from stoker.errors import InputError
 from stoker.recipes.answers import predict_file
 from stoker.recipes.inference import load_trained
 from stoker.recipes.segmentation.evaluation import (
+    IGNORE,
     boundary_scores,
     class_scores,
+    compute_metrics,
     count_each,
     palette,
 )
@@ -30,7 +32,6 @@ from stoker.recipes.segmentation.masks import (
     segment,
     tile_starts,
 )
-from stoker.recipes.segmentation.metrics import IGNORE, compute_metrics
 from test_recipe_segmentation import TINY, made_shapes
 
 ON_CPU = ("--device", "cpu")
@@ -346,8 +347,8 @@ def test_a_store_gets_a_folder_of_masks_whatever_kind_it_is(trained):
 
 
 def test_large_pictures_keep_the_scale_of_training_of_encoded_pictures(trained):
+    from stoker.recipes.pictures import sized_store
     from stoker.recipes.segmentation.recipe import _packed_as
-    from stoker.recipes.sized import sized_store
     from stoker.store.reader import open_store
 
     root, _ = trained

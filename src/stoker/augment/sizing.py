@@ -109,17 +109,44 @@ class Sizing:
             parts.append(made.add_(0.5).clamp_(0, 255).to(torch.uint8))
         return torch.cat(parts)
 
+    def resize_block(
+        self, memory: torch.Tensor, starts: Array, sizes: Array, boxes: Array, channels: int
+    ) -> torch.Tensor | None:
+        """Return what `resize_tensors` returns, of pictures that lie in one piece of memory; None where it cannot.
+
+        On a GPU with Triton, without a tensor for each picture: the interpreter's lock is free for the training loop.
+
+        Args:
+            memory: uint8.
+            starts: Where each picture begins in it.
+            sizes: `(batch, 2)`: height and width of each.
+            boxes: From `boxes`.
+            channels: Planes of each picture.
+        """
+        if memory.device.type != "cuda" or fused.available(memory.device) is not None:
+            return None
+        shape = (len(boxes), channels, *self.size)
+        out = torch.empty(shape, dtype=torch.uint8, device=memory.device)
+        launch_table(memory.data_ptr() + starts, sizes, boxes, out)
+        return out
+
 
 def launch(images: Sequence[torch.Tensor], boxes: Array, out: torch.Tensor) -> None:
     """Run the Triton kernel. The pictures may be freed afterwards, on the same stream."""
+    kept = [image.contiguous() for image in images]
+    addresses = np.array([image.data_ptr() for image in kept], dtype=np.int64)
+    launch_table(addresses, np.array([image.shape[1:] for image in kept]), boxes, out)
+
+
+def launch_table(addresses: Array, sizes: Array, boxes: Array, out: torch.Tensor) -> None:
+    """Run the Triton kernel for pictures at these addresses."""
     from stoker.augment.sizing_kernels import resample
 
-    kept = [image.contiguous() for image in images]
-    table = np.empty((len(kept), 7), dtype=np.int64)
-    table[:, 0] = [image.data_ptr() for image in kept]
+    table = np.empty((len(boxes), 7), dtype=np.int64)
+    table[:, 0] = addresses
     table[:, 1:5] = boxes
-    table[:, 5] = [image.shape[2] for image in kept]
-    table[:, 6] = [image.shape[1] * image.shape[2] for image in kept]
+    table[:, 5] = sizes[:, 1]
+    table[:, 6] = sizes.astype(np.int64).prod(axis=1)
     on_device = torch.from_numpy(table).to(out.device)
     batch, channels, height, width = out.shape
     tiles = -(-height * width // _THREADS)

@@ -34,11 +34,7 @@ class MakesLoader(Protocol):
 
 
 def check_makes(make: object, what: str) -> None:
-    """Refuse a loader in the place of what makes one.
-
-    Raises:
-        InputError: It cannot be called.
-    """
+    """Refuse a loader in the place of what makes one."""
     if make is not None and not callable(make):
         raise InputError(
             f"{what} is a {type(make).__name__}.",
@@ -51,11 +47,7 @@ class PlacedBatch(Batch):
     """A batch that is where it belongs: `to` checks that, and copies nothing."""
 
     def to(self, device: str | int | torch.device, **_: Any) -> Self:
-        """Return the batch itself.
-
-        Raises:
-            InputError: Its tensors are on another device.
-        """
+        """Return the batch itself."""
         wanted = torch.device(device)
         for tensor in self.values():
             have = tensor.device
@@ -82,9 +74,6 @@ class AdaptedLoader:
         loader: Of this process's share; closed by `close`.
         fields: Name in the loader's batch to name in the batch that is handed on; others are left out.
             None hands all of them on, as a tuple where the loader has `as_tuple`.
-
-    Attributes:
-        loader: As given.
     """
 
     def __init__(self, loader: Loader, fields: Mapping[str, str] | None = None) -> None:
@@ -232,11 +221,7 @@ class AdaptedLoader:
 
 
 class BatchNumbers:
-    """The batches of an epoch by their numbers, as a batch sampler of torch's would have them.
-
-    Attributes:
-        sampler: The loader.
-    """
+    """The batches of an epoch by their numbers, as a batch sampler of torch's would have them."""
 
     drop_last = False
 
@@ -256,11 +241,7 @@ class BatchNumbers:
 
 
 def check_share(loader: Loader, rank: int, world_size: int) -> None:
-    """Refuse a loader that is not of this process's share: samples would be trained on several times.
-
-    Raises:
-        InputError: Rank or number of processes differ.
-    """
+    """Refuse a loader that is not of this process's share: samples would be trained on several times."""
     order = loader._order
     if (order.rank, order.world_size) != (rank, world_size):
         raise InputError(

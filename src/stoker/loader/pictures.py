@@ -12,7 +12,8 @@ for, when this module is imported before CUDA is used, two decoders serve the th
 consumer is held back to one step ahead of the GPU. Training resnet18 on photographs of 500 x 375, as a share of a held
 batch's rate, and loading alone: three decoders 0.78 and 17,000 pictures/s, two 0.89 and 24,100, one 0.86 and 16,800.
 What is left is the GPU's own work for a batch of 256: nvJPEG's conversion to RGB 1.3 ms, the resample 0.36, the
-augmentation 0.1, beside a step of 19.6 ms.
+augmentation 0.1, beside a step of 19.6 ms; and queues that the step still shares. A step of high priority shares none:
+0.92 of a held batch instead of 0.73 in one run, 0.96 as a graph. `stoker.train.graph` captures at high priority.
 
 nvJPEG and libjpeg-turbo round differently and interpolate subsampled colours differently; `benchmarks/pictures.py`
 prints by how much.
@@ -47,7 +48,7 @@ from stoker.display import printable
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader import nvjpeg
 from stoker.loader.arguments import tell_once
-from stoker.loader.order import PlannedBatch
+from stoker.loader.planned import PlannedBatch
 from stoker.sources.images.decoding import (
     PictureError,
     converted,
@@ -77,6 +78,7 @@ _MEASURED = 64
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _MOST_THREADS = 16
 _NAMED = 5
+_UNKNOWN, _BY_NVJPEG, _BY_PILLOW = range(3)
 _DAMAGED = "lies in a block that fails its checksum."
 
 
@@ -93,6 +95,11 @@ class Sizing(Protocol):
 
     def resize_tensors(self, images: Sequence[torch.Tensor], boxes: Array) -> torch.Tensor:
         """Return these parts of images on a device."""
+
+    def resize_block(
+        self, memory: torch.Tensor, starts: Array, sizes: Array, boxes: Array, channels: int
+    ) -> torch.Tensor | None:
+        """Return these parts of images that lie in one piece of memory; None where it cannot."""
 
 
 class Work(NamedTuple):
@@ -134,9 +141,7 @@ class Engines:
                 self._free.put(decoder)
                 self.are_used = True
 
-    def decode(
-        self, data: list[torch.Tensor], sizes: Array, unknown: Array
-    ) -> list[torch.Tensor] | None:
+    def decode(self, data: list[torch.Tensor], sizes: Array, unknown: Array) -> nvjpeg.Block | None:
         """Return the JPEG files of a batch, decoded; None where the engines do not take them.
 
         `unknown` are the rows whose headers were not compared with their sizes yet.
@@ -249,7 +254,7 @@ class Pictures:
         self._streams: queue.SimpleQueue[torch.cuda.Stream] = queue.SimpleQueue()
         self._engines: Engines | None = None
         # A picture's bytes stay what they are, or fail their checksum: one look at its header is enough.
-        self._known_headers = np.zeros(len(samples), dtype=bool)
+        self._ways = np.full(len(samples), _UNKNOWN, dtype=np.uint8)
         self._store, self._samples = store, samples
         num = store.num_samples
         self.sizes = store.read_rows("image_size", 0, num)[samples]
@@ -424,35 +429,63 @@ class Pictures:
     def _batch_on_stream(self, one: Work, epoch: int) -> Made:
         planned = one.planned
         boxes = self._boxes(planned, epoch)
-        images, reasons = self._images_on_gpu(one)
+        images, reasons = self._images_on_gpu(one, boxes)
         tensors = {
             name: tensor.to(self.device, non_blocking=True) for name, tensor in one.tensors.items()
         }
-        sizing = self.sizing
-        tensors["images"] = (
-            torch.stack(images) if sizing is None else sizing.resize_tensors(images, boxes)
-        )
+        tensors["images"] = images
         if "masks" in self.names:
             tensors["masks"] = self._masks(one, boxes, reasons).to(self.device)
         return self._settle(planned, tensors, reasons)
 
-    def _images_on_gpu(self, one: Work) -> tuple[list[torch.Tensor], dict[int, str]]:
-        """Return the images of a batch, upright, on the GPU, and what is wrong with those that failed."""
+    def _images_on_gpu(self, one: Work, boxes: Array) -> tuple[torch.Tensor, dict[int, str]]:
+        """Return the images of a batch, upright and of one size, and what is wrong with those that failed."""
+        positions, sizing = one.planned.positions, self.sizing
+        block, ways = self._decoded_by_engines(one)
+        is_turned = (self._orientations[positions] != 1).any()
+        if block is not None and len(block.starts) == len(positions) and sizing and not is_turned:
+            made = sizing.resize_block(*block[:3], boxes, block.channels)
+            if made is not None:
+                return made, {}
+        images, reasons = self._upright(one, ways, block)
+        made = torch.stack(images) if sizing is None else sizing.resize_tensors(images, boxes)
+        return made, reasons
+
+    def _decoded_by_engines(self, one: Work) -> tuple[nvjpeg.Block | None, Array]:
+        """Return the JPEG files of a batch as the engines decode them, and who decodes each row."""
+        data, positions = one.pictures["images"], one.planned.positions
+        ways = self._ways[positions]
+        unknown = ways == _UNKNOWN
+        for row in np.flatnonzero(unknown).tolist():
+            # nvJPEG would take RGB for brightness and colours.
+            is_usual = _is_jpeg(data[row]) and not nvjpeg.holds_rgb(memoryview(data[row].numpy()))
+            ways[row] = _BY_NVJPEG if is_usual else _BY_PILLOW
+        ways[list(one.damaged)] = _BY_PILLOW
+        rows = np.flatnonzero(ways == _BY_NVJPEG)
+        sizes, turns = self.sizes[positions], self._orientations[positions]
+        lying = np.where((turns >= 5)[:, None], sizes[:, ::-1], sizes)[rows]
+        assert self._engines is not None
+        files = [data[row] for row in rows.tolist()]
+        block = self._engines.decode(files, lying, np.flatnonzero(unknown[rows]))
+        if block is not None:
+            self._ways[positions[rows]] = _BY_NVJPEG
+        return block, ways
+
+    def _upright(
+        self, one: Work, ways: Array, block: nvjpeg.Block | None
+    ) -> tuple[list[torch.Tensor], dict[int, str]]:
+        """Return the images of a batch apart, upright, on the GPU, and what is wrong with those that failed."""
         data, positions = one.pictures["images"], one.planned.positions
         images: dict[int, torch.Tensor] = {}
-        jpegs = [row for row, each in enumerate(data) if _is_jpeg(each) and row not in one.damaged]
+        jpegs = np.flatnonzero(ways == _BY_NVJPEG).tolist()
         assert self._decode_batch is not None
-        assert self._engines is not None
         turns, sizes = self._orientations[positions], self.sizes[positions]
-        lying = np.where((turns >= 5)[:, None], sizes[:, ::-1], sizes)
         try:
-            files = [data[row] for row in jpegs]
-            known = self._known_headers[positions[jpegs]]
-            decoded = self._engines.decode(files, lying[jpegs], np.flatnonzero(~known))
-            if decoded is None:
-                decoded = self._decode_batch(files) if files else []
+            if block is not None:
+                decoded = block.tensors()
             else:
-                self._known_headers[positions[jpegs]] = True
+                files = [data[row] for row in jpegs]
+                decoded = self._decode_batch(files) if files else []
             images = dict(zip(jpegs, decoded, strict=True))
         except torch.OutOfMemoryError:
             raise

@@ -36,13 +36,7 @@ def thin_samples(samples: Array, most: int, seed: int) -> Array:
 
 
 def summary_rows(store: Store, field: str, samples: Array) -> Array:
-    """Return one row of float64 per sample: rows as they are, of a window its last row, mean and spread.
-
-    Args:
-        store: Open.
-        field: Dense `(n, columns)` or `(n, time, columns)`, or a series.
-        samples: Rising sample numbers.
-    """
+    """Return one row of float64 per sample: rows as they are, of a window its last row, mean and spread."""
     if store.fields[field].kind != "series":
         shape = store.fields[field].shape
         if len(shape) == 1:
@@ -106,11 +100,7 @@ class _Tree:
 class Boosting:
     """Gradient boosting of histogram trees: classes by softmax, numbers by squares.
 
-    Args:
-        rows: `(n, columns)` finite numbers of training samples.
-        targets: `(n,)` places of classes, or `(n, values)` numbers.
-        num_classes: Classes; None for numbers.
-        seed: Of the rows that each round sees, and of the rows kept where there are many.
+    Targets are `(n,)` places of classes, or `(n, values)` numbers where `num_classes` is None.
     """
 
     def __init__(self, rows: Array, targets: Array, num_classes: int | None, seed: int = 0) -> None:
@@ -235,13 +225,7 @@ def _softmax(scores: Array) -> Array:
 
 
 class Ridge:
-    """Least squares with a little shrinkage, over standardised columns.
-
-    Args:
-        rows: `(n, columns)` finite numbers of training samples.
-        targets: `(n, values)`.
-        strength: Of the shrinkage, in rows.
-    """
+    """Least squares with a little shrinkage, over standardised columns. `strength` of the shrinkage is in rows."""
 
     def __init__(self, rows: Array, targets: Array, strength: float = 10.0) -> None:
         self._center, spread = rows.mean(axis=0), rows.std(axis=0)

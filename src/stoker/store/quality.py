@@ -31,11 +31,18 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import InputError
-from stoker.store.column_stats import BIN_2_TO_16, BIN_NOT_FINITE, HUGE, as_float
 from stoker.store.fields import Array
 from stoker.store.repairs import escape_name
 from stoker.store.row_sketch import FIRST_ROWS
-from stoker.store.table_stats import TableStats, checked_values, row_chunks
+from stoker.store.table_stats import (
+    BIN_2_TO_16,
+    BIN_NOT_FINITE,
+    HUGE,
+    TableStats,
+    as_float,
+    checked_values,
+    row_chunks,
+)
 from stoker.units import format_count
 
 Json = Any
@@ -429,13 +436,7 @@ def _correlation(a: Array, b: Array) -> tuple[float, int]:
 
 
 def judge_time(time: Array, *, first_row: int = 0, field: str = "time") -> list[Finding]:
-    """Return the steps of a time axis that go backwards or stand still.
-
-    Args:
-        time: `(n,)` integers.
-        first_row: Number of row 0.
-        field: For the findings.
-    """
+    """Return the steps of a time axis that go backwards or stand still."""
     cases: Sequence[tuple[FindingName, Array, str]] = (
         ("time-backwards", time[1:] < time[:-1], "are earlier than"),
         ("time-repeats", time[1:] == time[:-1], "have the time of"),

@@ -13,10 +13,9 @@ import numpy as np
 
 from stoker import page
 from stoker.page import Html
-from stoker.store.column_stats import BIN_NOT_FINITE
 from stoker.store.fields import Array
 from stoker.store.quality import SEVERITIES, Finding, sorted_findings
-from stoker.store.table_stats import TableStats
+from stoker.store.table_stats import BIN_NOT_FINITE, TableStats
 from stoker.units import format_count
 
 MAX_COLUMNS_DRAWN = 400
@@ -39,15 +38,7 @@ def quality_page(
     facts: Mapping[str, str],
     samples: page.Section | None = None,
 ) -> str:
-    """Return the inspect page.
-
-    Args:
-        title: Usually the path of the store.
-        stats: By field.
-        findings: Of all fields, in any order.
-        facts: Names and values for the top of the page.
-        samples: Samples as the model gets them, drawn; shown first.
-    """
+    """Return the inspect page. Samples as the model gets them are shown first."""
     findings = sorted_findings(findings)
     sections = [
         *([samples] if samples is not None else []),

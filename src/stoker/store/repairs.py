@@ -105,11 +105,7 @@ class RepairSpec:
 
 
 def parse_repair(text: str) -> RepairSpec:
-    """Read one repair as typed after `--repair`.
-
-    Raises:
-        InputError: With what was given, what is allowed, and an example.
-    """
+    """Read one repair as typed after `--repair`."""
     # Names keep their spaces: the columns of CICIDS2017 begin with one.
     body, *rest = _split(text, "@", 1)
     head, *tail = _split(body, ":", 1)
@@ -244,13 +240,7 @@ def fit_repairs(
 ) -> list[FittedRepair]:
     """Fit repairs, in order, each on what the ones before leave.
 
-    Args:
-        specs: From `parse_repair`.
-        sample: `(rows, ..., columns)` floats of training rows only; anything else leaks.
-        columns: Names of the last axis.
-
-    Raises:
-        InputError: A column that is not there, or has no finite value to fit on.
+    The sample is of training rows only; anything else leaks.
     """
     sample = _checked(sample, columns)
     fitted: list[FittedRepair] = []
@@ -349,11 +339,6 @@ def apply_repairs(values: Array, fitted: Sequence[FittedRepair], columns: Sequen
 
     The result of a row depends on that row alone, so that parts give what the whole gives.
     Arithmetic is float64, rounded once per repair.
-
-    Args:
-        values: `(rows, ..., columns)` floats; never changed.
-        fitted: In the order they were fitted.
-        columns: Names of the last axis.
     """
     values = _checked(values, columns)
     repaired = np.array(values, order="C", copy=True)

@@ -610,8 +610,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
     Torch keeps a cuBLAS workspace for every stream that ever ran a matrix product, 32 MB on an H200. A new
     stream for every warm-up would add up to a gigabyte.
+
+    Its priority is high, and the kernels of a graph keep the priority of the stream that they were captured on: a
+    GPU that decodes pictures beside the step does the step first.
     """
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _copy_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -38,16 +38,7 @@ _REASONS = {
 
 
 def open_raw_bars(given: Any, facts: Facts) -> RawBars:
-    """Open files of bars; see `Recipe.open_raw`.
-
-    Args:
-        given: A file, a folder, or "SYMBOL:TIMEFRAME=file".
-        facts: Of the checkpoint.
-
-    Raises:
-        InputError: A symbol was not trained on, or a column of training is missing.
-        SourceError: The files cannot be read.
-    """
+    """Open files of bars; see `Recipe.open_raw`."""
     if not isinstance(given, str | Path):
         raise InputError(
             f"a {type(given).__name__} of bars.",
@@ -98,14 +89,7 @@ def open_raw_bars(given: Any, facts: Facts) -> RawBars:
 
 
 class RawBars:
-    """The bars of one or more symbols; a `RawReader`.
-
-    Args:
-        read: Symbol to timeframe to its bars.
-        source: How they are cut into windows.
-        scalers: Symbol to timeframe to what was fitted in training.
-        facts: Of the checkpoint.
-    """
+    """The bars of one or more symbols; a `RawReader`."""
 
     key = TIME_COLUMN
 

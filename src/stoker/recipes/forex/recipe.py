@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,16 +25,18 @@ from stoker.loader.batch import Batch
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
 from stoker.recipes.contract import (
+    BATCH,
     Columns,
     Default,
     Facts,
     Job,
+    Layout,
+    Port,
     RawReader,
     Rebuilt,
     Recipe,
     Tensors,
 )
-from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.forex.evaluation import BarData, BarEvaluation
 from stoker.recipes.forex.labels import (
     ForexMetrics,
@@ -46,11 +48,18 @@ from stoker.recipes.forex.labels import (
     make_labels,
     plan_labels,
 )
+from stoker.recipes.forex.lstm import traceable
 from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
-from stoker.recipes.forex.onnx_lstm import traceable
 from stoker.recipes.forex.raw_bars import open_raw_bars
 from stoker.recipes.gate import gate_notes, quality_gate
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import (
+    AtLeastOne,
+    CheckedOptions,
+    Range,
+    Share,
+    parse_options,
+    require,
+)
 from stoker.recipes.scaling import fit_robust, training_rows
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.store.fields import Array
@@ -61,7 +70,7 @@ _FIRST_SHARE, _VAL_SHARE = 0.4, 0.15
 
 
 @dataclass(frozen=True)
-class ForexOptions:
+class ForexOptions(CheckedOptions):
     """What the forex recipe may be told.
 
     Attributes:
@@ -101,59 +110,52 @@ class ForexOptions:
     """
 
     timeframes: tuple[str, ...] | None = None
-    d_model: int = 128
-    layers: int = 2
-    heads: int = 4
-    dropout: float = 0.1
-    ffn_factor: int = 4
+    d_model: AtLeastOne = 128
+    layers: AtLeastOne = 2
+    heads: AtLeastOne = 4
+    dropout: Share = 0.1
+    ffn_factor: AtLeastOne = 4
     pooling: Pooling = "attention+last"
     head_weights: HeadWeights = "mean"
     gaps: Gaps = "mask"
     input_clip: float | None = 10.0
     label_gaps: Literal["keep", "drop"] = "keep"
-    pip: float = 1e-4
-    cost_pips: float = 1.0
-    neutral_share: float = 1 / 3
+    pip: Annotated[float, Range("a return above 0", lambda pip: pip > 0)] = 1e-4
+    cost_pips: Annotated[float, Range("0 or more", lambda pips: pips >= 0)] = 1.0
+    neutral_share: Share = 1 / 3
     direction_step: int | None = None
     scalp_step: int | None = None
     swing_step: int | None = None
-    loss_weights: LossWeights = (0.40, 0.35, 0.15, 0.10)
+    loss_weights: Annotated[
+        LossWeights,
+        Range(
+            "four weights of 0 or more, not all 0",
+            lambda weights: min(weights) >= 0 and sum(weights) > 0,
+        ),
+    ] = (0.40, 0.35, 0.15, 0.10)
     ratios: tuple[float, float, float] = (0.70, 0.15, 0.15)
     embargo: int | None = None
-    fold: tuple[int, int] | None = None
+    fold: Annotated[
+        tuple[int, int] | None,
+        Range("[1, N] to [N, N]", lambda fold: 1 <= fold[0] <= fold[1], (1, 5)),
+    ] = None
     weight_decay: float = 1e-2
-    warmup_share: float = 0.05
+    warmup_share: Share = 0.05
     order: Literal["shuffled", "time"] = "shuffled"
     stateful: bool = False
-    lanes: int = 16
+    lanes: AtLeastOne = 16
     carried: tuple[str, ...] | None = None
     max_gap_rows: int = 0
     parallel_streams: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "layers", "heads", "ffn_factor", "lanes"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        super().__post_init__()
         require(
             self.d_model % self.heads == 0,
             "heads",
             self.heads,
             f"a divisor of d_model, which is {self.d_model}",
             "heads=4",
-        )
-        shares = {"dropout": self.dropout, "neutral_share": self.neutral_share}
-        for name, value in (shares | {"warmup_share": self.warmup_share}).items():
-            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
-        require(self.pip > 0, "pip", self.pip, "a return above 0", "pip=1e-4")
-        number, count = self.fold or (1, 1)
-        require(1 <= number <= count, "fold", self.fold, "[1, N] to [N, N]", "fold=[1, 5]")
-        require(self.cost_pips >= 0, "cost_pips", self.cost_pips, "0 or more", "cost_pips=1")
-        require(
-            min(self.loss_weights) >= 0 and sum(self.loss_weights) > 0,
-            "loss_weights",
-            self.loss_weights,
-            "four weights of 0 or more, not all 0",
-            "loss_weights=[0.4, 0.35, 0.15, 0.1]",
         )
 
 
@@ -380,7 +382,15 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
         how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
     if options.label_gaps == "drop":
-        samples, dropped = _drop_label_gaps(store, samples)
+        if "label_gap" not in store.fields:
+            raise InputError(
+                f"label_gaps is 'drop', and {store.name} has no field 'label_gap'.",
+                "a store of stoker pack bars",
+                "label_gaps='keep'",
+            )
+        gap = store.read_rows("label_gap", 0, store.num_samples) != 0
+        kept = {name: ids[~gap[ids]] for name, ids in samples.items()}
+        samples, dropped = kept, sum(len(samples[name]) - len(kept[name]) for name in samples)
         how += f"; {dropped:,} samples left out whose label runs over missing bars"
     if not len(samples["train"]):
         raise InputError(
@@ -397,18 +407,6 @@ def _cut_fold(time: Array, number: int, count: int) -> tuple[Array, tuple[float,
     order = np.argsort(time, kind="stable")
     val = round(_VAL_SHARE * start)
     return np.sort(order[:stop]), ((start - val) / stop, val / stop, (stop - start) / stop)
-
-
-def _drop_label_gaps(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], int]:
-    if "label_gap" not in store.fields:
-        raise InputError(
-            f"label_gaps is 'drop', and {store.name} has no field 'label_gap'.",
-            "a store of stoker pack bars",
-            "label_gaps='keep'",
-        )
-    gap = store.read_rows("label_gap", 0, store.num_samples) != 0
-    kept = {name: ids[~gap[ids]] for name, ids in samples.items()}
-    return kept, sum(len(samples[name]) - len(kept[name]) for name in samples)
 
 
 def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:

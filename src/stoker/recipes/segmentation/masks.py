@@ -27,15 +27,13 @@ from torch.nn import functional
 from stoker.errors import InputError, SourceError, unwritable
 from stoker.ownership import SIGNATURE, claim_folder, has_signature, write_text, writing
 from stoker.recipes.contract import RawBatch
+from stoker.recipes.pictures import FolderPictures, Size
 from stoker.recipes.segmentation.evaluation import legend, palette
-from stoker.sources.images.decoding import Decoded, PictureError, decode, to_pixels
-from stoker.sources.images.listing import find_pictures
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
 from stoker.units import format_count
 
 Tensor = torch.Tensor
-Size = tuple[int, int]
 OVERLAP = 0.25
 _LARGER = 1.25
 """Pictures up to this much larger than the largest of training are resized, not cut into tiles."""
@@ -73,66 +71,40 @@ class Scale:
 # -- pictures in ---------------------------------------------------------------------------------
 
 
-class ScenePictures:
+class ScenePictures(FolderPictures):
     """The pictures of a folder at the size they go through the network; see `RawReader`.
 
     Args:
-        root: The folder.
-        names: Relative paths of its pictures.
+        found: Of `find_pictures`.
         scale: Of training.
-        channels: 1 for grey, 3 for RGB.
-        value_range: LOW and HIGH of 16-bit and float pictures, as in training.
-        first_frame: Take the first frame of files that hold several.
-        batch_size: Pictures at once.
         is_table: Whether answers become rows of one table, which needs masks of one size.
-        told: What to say at the end.
+        more: As for `FolderPictures`.
     """
 
-    key = "file"
-
-    def __init__(
-        self,
-        root: Path,
-        names: Sequence[str],
-        scale: Scale,
-        channels: int,
-        value_range: tuple[float, float] | None,
-        first_frame: bool,
-        batch_size: int,
-        is_table: bool,
-        told: Sequence[str] = (),
-    ) -> None:
-        self._root, self._names, self._scale = root, names, scale
-        self._channels, self._value_range = channels, value_range
-        self._first_frame, self._batch_size = first_frame, batch_size
-        self._is_table, self._told = is_table, list(told)
-        self._num_refused = self._num_tiled = 0
-        self.num_rows: int | None = len(names)
-
-    @classmethod
-    def open(cls, given: Any, **more: Any) -> ScenePictures | None:
-        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else."""
-        found = find_pictures(given)
-        return None if found is None else cls(*found[:2], **more, told=found[2])
+    def __init__(self, *found: Any, scale: Scale, is_table: bool, **more: Any) -> None:
+        super().__init__(*found, **more)
+        self._scale, self._is_table = scale, is_table
+        self._num_tiled = 0
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names; those of one size together."""
         held: list[tuple[str, Array, Size]] = []
         first: Size | None = None
         for name in self._names:
-            path = self._root / name
             try:
-                decoded = decode(path, self._first_frame)
+                decoded = self._decode(name)
                 original = (decoded.image.height, decoded.image.width)
-                pixels = self._pixels(decoded, path, original)
+                size = self._scale.work_size(original)
+                pixels = self._pixels(name, decoded, size)
             except SourceError as error:
                 yield from _as_batch(held)
                 held = []
                 yield self._refused(name, error, first)
                 continue
+            self._num_tiled += size != self._scale.size
             if self._is_table and first not in (None, original):
                 raise InputError(
-                    f"{path} has {original[1]} x {original[0]} pixels, and pictures before it had others.",
+                    f"{self._root / name} has {original[1]} x {original[0]} pixels, and pictures before it had others.",
                     "masks of one size in a table, or a folder of masks",
                     "a folder as OUT",
                 )
@@ -144,36 +116,17 @@ class ScenePictures:
             held.append((name, pixels, original))
         yield from _as_batch(held)
 
-    def _pixels(self, decoded: Decoded, path: Path, original: Size) -> Array:
-        size = self._scale.work_size(original)
-        self._num_tiled += size != self._scale.size
-        made = to_pixels(decoded, path, size, self._channels, self._value_range)
-        return np.moveaxis(made.values, -1, 0)
-
     def _refused(self, name: str, error: SourceError, size: Size | None) -> RawBatch:
-        self._num_refused += 1
-        reason = error.reason if isinstance(error, PictureError) else error.given
         blank = torch.zeros((1, self._channels, *self._scale.size), dtype=torch.uint8)
         batch = {"images": blank, "original_size": torch.tensor([size or self._scale.size])}
-        return RawBatch(np.array([name], dtype=object), batch, np.zeros(1, bool), [reason])
+        reasons = [self._refuse(error)]
+        return RawBatch(np.array([name], dtype=object), batch, np.zeros(1, bool), reasons)
 
     def notes(self) -> Sequence[str]:
         """Return what was cut into tiles and what was left out."""
-        refused, tiled = self._num_refused, self._num_tiled
-        high, wide = self._scale.size
-        return [
-            *self._told,
-            *(
-                [f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"]
-                if tiled
-                else []
-            ),
-            *(
-                [f"{format_count(refused, 'picture')} without a mask; see 'reason'"]
-                if refused
-                else []
-            ),
-        ]
+        tiled, (high, wide) = self._num_tiled, self._scale.size
+        words = f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"
+        return [*self._told, *([words] if tiled else []), *self._left_out("a mask")]
 
 
 def _as_batch(held: Sequence[tuple[str, Array, Size]]) -> Iterator[RawBatch]:
@@ -200,12 +153,7 @@ def segment(
 ) -> Tensor:
     """Return masks `(batch, *original)` uint8.
 
-    Args:
-        model: Normalised images to scores `(batch, classes, height, width)`.
-        images: `(batch, channels, height, width)` uint8, at the size they go through in.
-        original: Height and width of the masks.
-        tile: Height and width of training; larger images are cut.
-        normalise: Pixels to what the network takes.
+    Images are uint8, at the size they go through in; those larger than `tile`, the size of training, are cut.
     """
     if tuple(images.shape[2:]) == tile:
         return _enlarged(model(normalise(images)), original)
@@ -288,17 +236,7 @@ def _ramp(side: int, device: torch.device) -> Tensor:
 
 
 def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -> int:
-    """Write every mask as a PNG below a folder of ours; return how many pictures there were.
-
-    Args:
-        out: Made where it is missing; an older one of masks is taken.
-        answers: With the column "mask".
-        names: Of the classes.
-
-    Raises:
-        InputError: The folder holds what stoker did not write.
-        FileError: A file cannot be written.
-    """
+    """Write every mask as a PNG below a folder of ours; return how many pictures there were."""
     claim_folder(out, "masks", "a folder of masks")
     listed: list[tuple[str, str, str]] = []
     used: set[str] = set()

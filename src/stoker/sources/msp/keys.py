@@ -88,9 +88,6 @@ _ALIAS = {word: key for key, words in _OTHER_WORDS.items() for word in words}
 def spell(raw: str) -> Key:
     """Normalise a key: lower case, runs of space, `_`, `-` and `#` become one `_`, ends trimmed.
 
-    Args:
-        raw: The text before the colon.
-
     Returns:
         Its spelling, the canonical key it stands for, and the kind of its values.
     """
@@ -162,16 +159,14 @@ class _Header:
             if self._claimed.get(target) != key.spelling:
                 target = key.spelling
         elif target in self._claimed:
-            self._move(target, self._claimed.pop(target))
+            other = self._claimed.pop(target)
+            meta[other] = meta.pop(target)
+            if target in self._repeats:
+                self._repeats[other] = self._repeats.pop(target)
         if target in meta:
             self._repeats.setdefault(target, {meta[target]: None})[value] = None
         else:
             meta[target] = value
-
-    def _move(self, source: str, target: str) -> None:
-        self.meta[target] = self.meta.pop(source)
-        if source in self._repeats:
-            self._repeats[target] = self._repeats.pop(source)
 
     def _mend_number(self, key: str, value: str) -> str:
         """GOLM writes `MW: 321,15`; MS-DIAL writes `RETENTIONTIME: CCS: 290.1`."""

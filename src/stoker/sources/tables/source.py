@@ -34,7 +34,6 @@ from stoker.sources.contract import (
     PlainSource,
     Preparation,
     check_shares,
-    recorded_options,
 )
 from stoker.sources.tables.columns import (
     KINDS,
@@ -49,7 +48,6 @@ from stoker.sources.tables.layout import TextOptions, parse_number
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
 from stoker.sources.tables.survey import Survey, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
-from stoker.store.rewrite import keep_samples
 from stoker.units import format_count
 
 _PART_ROWS = 200_000
@@ -103,10 +101,6 @@ class TableSource(PlainSource):
     def files(self) -> Sequence[Path]:
         """Every table file, also those of folders and patterns."""
         return [path for path, _ in find_files(self.paths)[0]] if self.paths else []
-
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return recorded_options(self, "paths")
 
     def prepare(self, scratch: Path) -> Preparation:
         """Read the files once as a stream, leaving Arrow pieces in `scratch` for `build`.
@@ -217,9 +211,8 @@ class TableSource(PlainSource):
                 "classes": list(plan.target.classes) if plan.target else [],
                 "text": asdict(self.text),
             }
-        return PartData(
-            keep_samples(fields, keep), [reasons[row] for row in sorted(reasons)], extra
-        )
+        kept = {name: data.keep(keep) for name, data in fields.items()}
+        return PartData(kept, [reasons[row] for row in sorted(reasons)], extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record what the columns became, and the class names in the order of their numbers."""
@@ -257,13 +250,7 @@ class TableSource(PlainSource):
 class _Piece:
     """Rows of one file, as they wait in the scratch folder.
 
-    Attributes:
-        path: The user's file.
-        file: The Arrow file's name.
-        row: First row within the user's file.
-        first: First row within the whole table.
-        count: Rows.
-        decimal: The decimal sign of text cells.
+    `row` is its first row within the user's file, `first` within the whole table.
     """
 
     path: str
@@ -301,19 +288,10 @@ def make_features(
 ) -> tuple[Array, dict[str, Array]]:
     """Return the numbers of a table's rows, `(rows, outputs)`; for packing and, the same way, for prediction.
 
-    Args:
-        table: Arrow table with these columns, in any order.
-        columns: What each becomes.
-        dtype: Of the result.
-        decimal: The decimal sign of text cells.
-        faults: Gets the rows that cannot be read, with the reason.
-        path: For errors.
+    `faults` gets the rows that cannot be read, with the reason.
 
     Returns:
         The numbers, and per column the rows with a text that the training rows did not have.
-
-    Raises:
-        SourceError: A column needs float64, which the first rows did not show.
     """
     made = np.empty((table.num_rows, sum(len(column.outputs) for column in columns)), dtype)
     unseen: dict[str, Array] = {}
@@ -343,14 +321,7 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
 
 
 def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
-    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers.
-
-    Args:
-        table: Arrow table with the target's column.
-        target: What it becomes.
-        decimal: The decimal sign of text cells.
-        faults: Gets the rows without a usable target.
-    """
+    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers."""
     column = table.column(target.name)
     missing = Fault(
         target.name, f"no value in the target column {target.name!r}", "no value in the target"
