@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import logging
 import os
@@ -17,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import forked_packers
-import forked_workers
 import kept_commands
 import warm_stoker
+from forked_workers import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 
 # Tests start hundreds of processes; told to keep no bytecode, each of them would compile stoker again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -35,7 +36,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 settings.register_profile(
     "house",
     deadline=None,
-    max_examples=20,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
     derandomize=True,  # the same examples at every run of `make test`; the campaign draws new ones
@@ -118,12 +119,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             leave_out(config, items, "gpu", NO_GPU)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--workers", type=int, default=0, help="run in this many forks; files go to them whole"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
     if config.option.workers or "PYTEST_XDIST_WORKER" in os.environ:
@@ -136,16 +131,6 @@ def pytest_configure(config: pytest.Config) -> None:
         serving = warm_stoker.for_all_workers()
         serving.__enter__()
         config.add_cleanup(lambda: serving.__exit__(None, None, None))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests in forks, where `--workers` asks for them."""
-    number = session.config.option.workers
-    if not number or session.config.option.collectonly or session.testsfailed:
-        return None
-    forked_workers.run(session, number)
-    return True
 
 
 def pytest_terminal_summary(terminalreporter: object) -> None:
@@ -231,6 +216,18 @@ def logged():
 def started_packers(monkeypatch):
     """Have a pack start Python for its workers, as it does outside of tests."""
     monkeypatch.setattr("stoker.packing.workers.subprocess", subprocess)
+
+
+@pytest.fixture(scope="session")
+def one_registry():
+    """Have torch's ONNX exporter make its table of operators once a process: it makes it for every export, 0.7 s."""
+    from torch.onnx._internal.exporter import _registration
+
+    registry = _registration.ONNXRegistry
+    with pytest.MonkeyPatch.context() as patch:
+        once_made = staticmethod(functools.cache(registry.from_torchlib))
+        patch.setattr(registry, "from_torchlib", once_made)
+        yield
 
 
 @pytest.fixture

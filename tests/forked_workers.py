@@ -1,10 +1,10 @@
 """`pytest --workers 3`: the tests are collected once, and forks of that process run them.
 
-Enters: what pytest has collected, and how `shares.py` shares it out. Leaves: the report of every test, given to pytest as
-if the test had run in the process that collected it. A worker of pytest-xdist imports torch and collects everything by
+Enters: what pytest has collected, and how `shares.py` shares it out. Leaves: the report of every test, given to pytest
+as if the test had run in the process that collected it. A worker of pytest-xdist imports torch and collects all by
 itself: 10 s of CPU for each of them; a fork begins with all of it. A worker that dies is replaced: the test that it ran
 has failed, and its successor runs what was left of the share. Tests that use CUDA run here too, as long as nothing
-that is collected has begun to use it (`shares.py`).
+that is collected has begun to use it (`conftest.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,22 @@ PATIENCE = 10.0
 """Seconds in which a worker that is interrupted ends its test; then it is killed."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--workers", type=int, default=0, help="run in this many forks; files go to them whole"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forks, where `--workers` asks for them."""
+    number = session.config.option.workers
+    if not number or session.config.option.collectonly or session.testsfailed:
+        return None
+    run(session, number)
+    return True
+
+
 class Worker:
     """A fork, as its parent sees it."""
 
@@ -50,6 +66,8 @@ class Worker:
             self.messages.close()
             try:
                 _Fork(session, number, theirs, self._running).work()
+            except KeyboardInterrupt:
+                pass
             except BaseException:  # noqa: BLE001  nobody else would say it
                 traceback.print_exc(file=sys.__stderr__)
             finally:
@@ -200,6 +218,6 @@ def _bury(session: pytest.Session, workers: list[Worker], worker: Worker) -> Non
     )
     session.config.hook.pytest_runtest_logreport(report=report)
     left = [index for index in worker.left if index != number]
-    if left:
+    if left and not session.shouldfail:
         workers.append(Worker(session, worker.number))
         workers[-1].give(left)

@@ -30,8 +30,7 @@ from stoker.cli.monitor import one_line, view
 from stoker.errors import InputError, StoreError
 from stoker.loader.loader import Loader
 from stoker.monitor import CSV_COLUMNS, CsvLog, Monitor
-from stoker.recipes.progress import RunProgress
-from stoker.recipes.run import run_recipe
+from stoker.recipes.run import RunProgress, run_recipe
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder
@@ -669,7 +668,7 @@ def test_it_ends_cleanly_when_told_to(tmp_path, number, code):
     try:
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 30)
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == code, err
@@ -705,7 +704,7 @@ def test_a_terminal_gets_a_table_that_is_drawn_again(tmp_path):
     finally:
         process.kill()
         process.wait()
-        reader.join(10)
+        reader.join(60)
         os.close(ours)
     text = b"".join(seen)
     assert code == 0, text[-2000:]

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from stoker.errors import InputError, MissingExtraError
-from stoker.recipes.images.classifier import ClassificationLoss, Classifier
 from stoker.recipes.images.evaluation import ImageMetrics, fit_ridge, hits_in_top, thumbnails
-from stoker.recipes.images.networks import ConvNext, ResNet9, load_weights, make_network
+from stoker.recipes.images.networks import (
+    ClassificationLoss,
+    Classifier,
+    ConvNext,
+    ResNet9,
+    load_weights,
+    make_network,
+)
 from stoker.recipes.images.recipe import ImagesOptions, ImagesRecipe, split_pictures
 from stoker.store.fields import Dense
 from store_makers import write_store
@@ -360,7 +366,7 @@ def test_pictures_in_folders_of_their_class_are_evaluated(trained):
     assert json.loads(told)["evaluation"]["num_samples"] == 60
 
 
-def test_the_graph_answers_as_the_model_does(trained):
+def test_the_graph_answers_as_the_model_does(one_registry, trained):
     import onnx
     import onnxruntime
     from PIL import Image

@@ -18,8 +18,10 @@ from stoker.errors import InputError
 from stoker.recipes.answers import predict_file
 from stoker.recipes.inference import load_trained
 from stoker.recipes.segmentation.evaluation import (
+    IGNORE,
     boundary_scores,
     class_scores,
+    compute_metrics,
     count_each,
     palette,
 )
@@ -30,7 +32,6 @@ from stoker.recipes.segmentation.masks import (
     segment,
     tile_starts,
 )
-from stoker.recipes.segmentation.metrics import IGNORE, compute_metrics
 from test_recipe_segmentation import TINY, made_shapes
 
 ON_CPU = ("--device", "cpu")

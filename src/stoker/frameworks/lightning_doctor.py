@@ -50,11 +50,7 @@ from stoker.train.batches import iterate_tensors
 
 @contextlib.contextmanager
 def probing(folder: Path) -> Iterator[recorder.Recorder]:
-    """Lend a recorder of this process, with the probe's hooks in torch as long as it lasts.
-
-    Args:
-        folder: Where this process and its workers write.
-    """
+    """Lend a recorder of this process, with the probe's hooks in torch as long as it lasts."""
     seen = recorder.Recorder(str(folder))
     before, recorder._RECORDER = recorder._RECORDER, seen
     handles = [
@@ -168,32 +164,20 @@ class DoctorCallback(pl.Callback):
                 self._facts["batch_bytes"] = sum(t.nbytes for t in iterate_tensors(batch))
         self._delay = clocks.run_delay()
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         """The time queued for a core from here on belongs to the wait."""
         self._delay = clocks.run_delay()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """A step with a validation in it tells nothing."""
         if self._seen is not None:
             self._seen.disturb(2)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Judge, and say it."""
         self._judge()
 
-    def on_exception(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        exception: BaseException,
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Judge what was seen until then."""
         self._judge()
 

@@ -48,7 +48,7 @@ from stoker.display import printable
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader import nvjpeg
 from stoker.loader.arguments import tell_once
-from stoker.loader.order import PlannedBatch
+from stoker.loader.planned import PlannedBatch
 from stoker.sources.images.decoding import (
     PictureError,
     converted,

@@ -122,6 +122,8 @@ def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> No
 class Range(NamedTuple):
     """What the values of an option may be: `width: Annotated[int, Range("1 or more", lambda n: n >= 1)]`.
 
+    A function in an annotation sees no names of its module: one that needs them is written above the class.
+
     Attributes:
         words: The same for the error.
         holds: Tells whether a value is allowed; not asked about None.
@@ -166,17 +168,14 @@ def _convert(value: Any, hint: Any) -> Any:
             return value
         raise TypeError
     if origin is tuple:
-        return _convert_tuple(value, get_args(hint))
+        inner = get_args(hint)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
+        if len(kinds) != len(value):
+            raise TypeError
+        return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
     return _plain(value, hint)
-
-
-def _convert_tuple(value: Any, inner: tuple[Any, ...]) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError
-    kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
-    if len(kinds) != len(value):
-        raise TypeError
-    return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
 
 
 def _plain(value: Any, hint: Any) -> Any:

@@ -92,9 +92,6 @@ def sized_store(store: Store, size: Size | None, default: Size) -> Store:
         store: Of either kind.
         size: As the user asks; None takes the size that all pictures have, or the default.
         default: For encoded pictures of several sizes.
-
-    Raises:
-        InputError: A size is asked of a store that holds pixels of another.
     """
     images = store.fields.get("images")
     if images is None or images.encoding != "picture":
@@ -215,11 +212,7 @@ class FolderPictures:
 
     @classmethod
     def open(cls, given: Any, **more: Any) -> Self | None:
-        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else.
-
-        Raises:
-            SourceError: The folder holds no picture.
-        """
+        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else."""
         found = find_pictures(given)
         return None if found is None else cls(*found, **more)
 

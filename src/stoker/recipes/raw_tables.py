@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,6 @@ def open_raw_table(
         facts: Of the checkpoint.
         told: "text": how a text file is written; by default as when the training table was packed.
         ranges: Middle and spread of each feature in training, to notice other units; None leaves that out.
-
-    Raises:
-        InputError: Columns are missing; all are named.
-        SourceError: A file cannot be read.
     """
     recorded = facts["table"]
     columns = [Column.from_json(each) for each in recorded["columns"]]
@@ -67,7 +63,19 @@ def open_raw_table(
         opened = [open_table(path, asked, partitions) for path, partitions in found]
         pieces = [_Piece(str(file.path), file.names, file=file) for file in opened]
     for piece in pieces:
-        _check_names(piece, columns)
+        missing = [column.name for column in columns if column.name not in piece.names]
+        if missing:
+            used = {column.name for column in columns}
+            free = [name for name in piece.names if name not in used]
+            close = [
+                f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
+            ]
+            raise InputError(
+                f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
+                f"{shown_names(missing)}.",
+                shown_names([column.name for column in columns]),
+                f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
+            )
     return RawTable(pieces, columns, facts, ranges)
 
 
@@ -77,9 +85,6 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
     Args:
         given: A pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or a numpy array.
         names: Columns of training, for an array without names.
-
-    Raises:
-        InputError: It is of another kind, or an array has another number of columns.
     """
     try:
         if isinstance(given, pa.Table):
@@ -148,22 +153,6 @@ class _Piece:
             yield None, late
 
 
-def _check_names(piece: _Piece, columns: Sequence[Column]) -> None:
-    missing = [column.name for column in columns if column.name not in piece.names]
-    if missing:
-        used = {column.name for column in columns}
-        free = [name for name in piece.names if name not in used]
-        close = [
-            f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
-        ]
-        raise InputError(
-            f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
-            f"{shown_names(missing)}.",
-            shown_names([column.name for column in columns]),
-            f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
-        )
-
-
 class RawTable:
     """The rows of one or more tables; a `RawReader`.
 
@@ -208,7 +197,7 @@ class RawTable:
                 made = self._make(piece, table, numbered, wrong)
                 if len(self._pieces) > 1:
                     named = np.full(len(made.keys), piece.label, dtype=object)
-                    made = _with_labels(made, {FILE_COLUMN: named})
+                    made = replace(made, labels={FILE_COLUMN: named})
                 if len(made.keys):
                     yield made
 
@@ -321,10 +310,6 @@ class RawTable:
             center, spread = self._ranges
             limit = _FAR_SPREADS_OF_FEW if len(features) < _FEW_ROWS else _FAR_SPREADS
             self._num_far += (np.abs(features - center) > limit * spread).sum(axis=0)
-
-
-def _with_labels(made: RawBatch, labels: Mapping[str, Array]) -> RawBatch:
-    return RawBatch(made.keys, made.batch, made.answered, made.reasons, labels, made.truth)
 
 
 def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:

@@ -34,10 +34,7 @@ def fingerprint(
 ) -> Provenance:
     """Describe what a store packed now would be made of.
 
-    Args:
-        source: The source about to be packed.
-        extra: Options of the packer itself that change the output (repairs, quarantine).
-        known: An older provenance; files with the same size and time keep its digest.
+    `extra` has options of the packer itself; files with the size and time of `known` keep its digest.
     """
     old = {entry.path: entry for entry in known.files} if known else {}
     files = [_describe(Path(path), old) for path in source.files()]

@@ -10,25 +10,27 @@ keys is decided by `resolve`, and only the winner is taken over. Comments beside
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.compat.migrate.names import (
+import yaml
+
+from stoker.compat.migrate.values import (
     AUGMENT_NAMES,
     MODELS,
     NAMES,
     REASONS,
     RECIPE_OPTIONS,
     SECTIONS,
+    correct,
 )
-from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
-from stoker.compat.migrate.values import correct
 from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
-from stoker.config.yaml_lines import Document, KeyPath, Place, Problem, decode, read_yaml
+from stoker.config.yaml_lines import Document, KeyPath, Loader, Place, Problem, decode, read_yaml
 from stoker.errors import ConfigError, require_file
 
 NAME = "recipe.name"
@@ -55,12 +57,7 @@ class Migration:
 def migrate_file(
     path: str | Path, recipe: str | None = None, accepts: Accepts | None = None
 ) -> Migration:
-    """Return an old config file in today's layout; see `migrate_config`.
-
-    Raises:
-        SourceError: There is no such file.
-        ConfigError: It is no text, or `migrate_config` refuses it.
-    """
+    """Return an old config file in today's layout; see `migrate_config`."""
     text = decode(require_file(path, "config").read_bytes(), str(path))
     if isinstance(text, Problem):
         raise as_error([text])
@@ -101,17 +98,12 @@ def migrate_config(
     if loose:
         raise as_error(loose)
     comments = Comments(text, document)
-    work = _Work(document, comments, accepts or _take_all_options)
+    work = _Work(document, comments, accepts or (lambda *_: None))
     work.take_all(recipe)
     moved = work.settle()
     dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
     new = render_text(moved, comments.header, dropped)
     return Migration(new, moved, dropped)
-
-
-def _take_all_options(recipe: str, option: str, value: Any) -> str | None:
-    del recipe, option, value
-    return None
 
 
 def _is_about_a_value(problem: Problem, document: Document) -> bool:
@@ -173,18 +165,14 @@ class _Work:
                 self._take(path, value)
         for path, value in leaves:
             if path[-2:] == ("model", "name") and str(value).lower() in MODELS and not self.taken:
-                self._take_model(path, str(value))
+                made = self._moved(path, NAME, MODELS[str(value).lower()])
+                note = f"{value} is a model of the recipe {made.value}"
+                self.taken[NAME] = replace(made, note=note)
         self.recipe = self.taken[NAME].value if NAME in self.taken else None
         for path, value in leaves:
-            if ".".join(path) != NAME and not self._is_taken(path):
+            key = ".".join(path)
+            if key != NAME and all(moved.old != key for moved in self.taken.values()):
                 self._take(path, value)
-
-    def _is_taken(self, path: KeyPath) -> bool:
-        return any(moved.old == ".".join(path) for moved in self.taken.values())
-
-    def _take_model(self, path: KeyPath, value: str) -> None:
-        made = self._moved(path, NAME, MODELS[value.lower()])
-        self.taken[NAME] = replace(made, note=f"{value} is a model of the recipe {made.value}")
 
     def _take(self, path: KeyPath, value: Any) -> None:
         if ".".join(path[:2]) == OPTIONS and len(path) > 2:
@@ -273,7 +261,9 @@ class _Work:
         winners = {home: key for key, home in homes.items()}
         for key, moved in self.taken.items():
             if key not in homes:
-                self._drop_moved(moved, answers.unused.get(key) or self._same_as(key, winners))
+                why = answers.unused.get(key)
+                why = why or f"says the same as {self.taken[winners[home_of(key)]].old}"
+                self._drop_moved(moved, why)
         kept = [
             replace(self.taken[key], new=home) for key, home in homes.items() if key in self.taken
         ]
@@ -284,9 +274,6 @@ class _Work:
                 self._drop_moved(moved, "no recipe is named")
         order = {key: number for number, key in enumerate(key_schemas())}
         return tuple(sorted(kept, key=lambda moved: order.get(moved.new, order[OPTIONS])))
-
-    def _same_as(self, key: str, winners: Mapping[str, str]) -> str:
-        return f"says the same as {self.taken[winners[home_of(key)]].old}"
 
     def _config(self) -> Config:
         tree: dict[str, Any] = {}
@@ -307,3 +294,131 @@ def _compare(loser: Moved, winner: Moved) -> str:
     if loser.value == winner.value:
         return f"says the same as {winner.old}"
     return f"{winner.old} says {_yaml_word(winner.value)}"
+
+
+# -- the new text -----------------------------------------------------------------------------------
+
+
+_COMMENT = re.compile(r"\s#")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A key that was taken over.
+
+    Attributes:
+        old: Its dotted name in the old file.
+        place: Where it stood.
+        new: Its dotted name in the new file.
+        value: As it is written there.
+        note: What was corrected, and why; empty where nothing was.
+        above: Lines of comment above it.
+        beside: Comment beside it.
+    """
+
+    old: str
+    place: Place
+    new: str
+    value: Any
+    note: str = ""
+    above: tuple[str, ...] = ()
+    beside: str = ""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A key that was not taken over."""
+
+    old: str
+    place: Place
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        """Format as `key: value (place): reason`, on one line."""
+        return f"{self.old}: {_yaml_word(self.value)} ({self.place}): {self.reason}"
+
+
+class Comments:
+    """Which comment belongs to which key.
+
+    Attributes:
+        header: Lines of comment that the file begins with.
+    """
+
+    def __init__(self, text: str, document: Document) -> None:
+        self._lines = text.removeprefix("\ufeff").splitlines()
+        self._places = document.places
+        first = next(
+            (at for at, line in enumerate(self._lines) if not line.startswith("#")),
+            len(self._lines),
+        )
+        self.header = tuple(self._lines[:first])
+
+    def of(self, path: KeyPath) -> tuple[tuple[str, ...], str]:
+        """Return the lines of comment above a key (and above a section that it opens), and beside it."""
+        place = self._places.get(path)
+        if place is None or place.line is None:
+            return (), ""
+        return tuple(self._above(path, place.line)), self._beside(place, place.line)
+
+    def _above(self, path: KeyPath, line: int) -> list[str]:
+        found: list[str] = []
+        opened = [self._places[path[:depth]].line for depth in range(1, len(path))]
+        at = line - 1  # lines count from 1: this is the index of the line above, plus one
+        while at > len(self.header):
+            text = self._lines[at - 1].strip()
+            if text.startswith("#"):
+                found.insert(0, text)
+            elif at not in opened:
+                break
+            at -= 1
+        return found
+
+    def _beside(self, place: Place, line: int) -> str:
+        """Return the comment behind a value; a '#' inside the value begins none."""
+        text = self._lines[line - 1]
+        for mark in _COMMENT.finditer(text):
+            try:
+                node = yaml.compose(text[: mark.start()].strip(), Loader=Loader)
+            except yaml.YAMLError:
+                continue
+            if isinstance(node, yaml.MappingNode) and len(node.value) == 1:
+                value = node.value[0][1]
+                if isinstance(value, yaml.ScalarNode) and str(value.value) == place.text:
+                    return text[mark.end() - 1 :].rstrip()
+        return ""
+
+
+def render_text(entries: Sequence[Moved], header: Sequence[str], dropped: Sequence[Dropped]) -> str:
+    """Return the text of a config."""
+    lines = [*header, *_lines(entries)]
+    if dropped:
+        lines += ["# Not taken over:", *(f"#   {_printable(str(entry))}" for entry in dropped)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _printable(text: str) -> str:
+    """Return a text that cannot leave its line."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _lines(entries: Sequence[Moved]) -> Iterator[str]:
+    opened: tuple[str, ...] = ()
+    for entry in entries:
+        *above, name = _split(entry.new)
+        for depth, part in enumerate(above):
+            if opened[: depth + 1] != tuple(above[: depth + 1]):
+                yield f"{'  ' * depth}{part}:"
+        opened = tuple(above)
+        pad = "  " * len(above)
+        yield from (f"{pad}{line}" for line in entry.above)
+        line = f"{pad}{_yaml_word(name)}: {_yaml_word(entry.value)}"
+        yield f"{line} {entry.beside}".rstrip() if entry.beside else line
+
+
+def _split(key: str) -> list[str]:
+    """Return the parts of a dotted key; an option's own name may have dots."""
+    if key.startswith(f"{OPTIONS}."):
+        return [*OPTIONS.split("."), key.removeprefix(f"{OPTIONS}.")]
+    return key.split(".")

@@ -38,12 +38,7 @@ _REASONS = {
 
 
 def open_raw_bars(given: Any, facts: Facts) -> RawBars:
-    """Open files of bars; see `Recipe.open_raw`.
-
-    Raises:
-        InputError: A symbol was not trained on, or a column of training is missing.
-        SourceError: The files cannot be read.
-    """
+    """Open files of bars; see `Recipe.open_raw`."""
     if not isinstance(given, str | Path):
         raise InputError(
             f"a {type(given).__name__} of bars.",

@@ -153,12 +153,7 @@ def segment(
 ) -> Tensor:
     """Return masks `(batch, *original)` uint8.
 
-    Args:
-        model: Normalised images to scores `(batch, classes, height, width)`.
-        images: `(batch, channels, height, width)` uint8, at the size they go through in.
-        original: Height and width of the masks.
-        tile: Height and width of training; larger images are cut.
-        normalise: Pixels to what the network takes.
+    Images are uint8, at the size they go through in; those larger than `tile`, the size of training, are cut.
     """
     if tuple(images.shape[2:]) == tile:
         return _enlarged(model(normalise(images)), original)
@@ -241,12 +236,7 @@ def _ramp(side: int, device: torch.device) -> Tensor:
 
 
 def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -> int:
-    """Write every mask as a PNG below a folder of ours; return how many pictures there were.
-
-    Raises:
-        InputError: The folder holds what stoker did not write.
-        FileError: A file cannot be written.
-    """
+    """Write every mask as a PNG below a folder of ours; return how many pictures there were."""
     claim_folder(out, "masks", "a folder of masks")
     listed: list[tuple[str, str, str]] = []
     used: set[str] = set()

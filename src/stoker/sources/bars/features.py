@@ -54,11 +54,7 @@ def make_features(
 
     The first bar has no predecessor: its `return` and `*_change` are 0.
 
-    Args:
-        time: `(n,)` int64 open times.
-        columns: open, high, low, close and any further columns, float64.
-        timeframe: Sets which calendar features can vary.
-        extras: Further columns to use; None takes all.
+    `extras` are further columns to use; None takes all.
     """
     if extras is None:
         extras = [name for name in columns if name not in PRICES]
@@ -76,7 +72,14 @@ def make_features(
         if name in VOLUMES:
             level = np.log1p(np.maximum(columns[name], 0))
             made += [level, _steps(level)]
-    made += _calendar(time, timeframe)
+    # Sine and cosine of the open's place in its day and, by whole days, in its week.
+    names = _calendar_names(timeframe)
+    turns = []
+    if "day_sin" in names:
+        turns.append((time % DAY_NS) / DAY_NS)
+    if "week_sin" in names:
+        turns.append((time // DAY_NS + 3) % 7 / 7)  # 1970-01-01 was a Thursday; Monday is 0
+    made += [wave(2 * np.pi * turn) for turn in turns for wave in (np.sin, np.cos)]
     made += [columns[name] for name in extras if name not in VOLUMES]
     return Features(np.stack(made, axis=1), feature_names(extras, timeframe))
 
@@ -92,17 +95,6 @@ def _calendar_names(timeframe: str) -> tuple[str, ...]:
     duration = TIMEFRAMES[timeframe]
     day = ("day_sin", "day_cos") if duration < DAY_NS else ()
     return (*day, "week_sin", "week_cos") if duration < 7 * DAY_NS else day
-
-
-def _calendar(time: Array, timeframe: str) -> list[Array]:
-    """Sine and cosine of the open's place in its day and, by whole days, in its week."""
-    names = _calendar_names(timeframe)
-    turns = []
-    if "day_sin" in names:
-        turns.append((time % DAY_NS) / DAY_NS)
-    if "week_sin" in names:
-        turns.append((time // DAY_NS + 3) % 7 / 7)  # 1970-01-01 was a Thursday; Monday is 0
-    return [wave(2 * np.pi * turn) for turn in turns for wave in (np.sin, np.cos)]
 
 
 @dataclass(frozen=True)
@@ -144,11 +136,6 @@ def fit_scaler(features: Features, train: Array | slice, fitted_until_ns: int) -
 
     A feature whose quartiles coincide (mostly zeros) takes its standard deviation instead, and
     one that does not move at all takes 1: nothing is divided by almost nothing.
-
-    Args:
-        features: Of one timeframe.
-        train: `(n,)` bool or a slice: rows that the training span may show.
-        fitted_until_ns: Recorded: close time of the last row used.
     """
     rows = features.rows[train]
     center, scale = np.zeros(rows.shape[1]), np.ones(rows.shape[1])

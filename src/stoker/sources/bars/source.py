@@ -26,6 +26,7 @@ import numpy as np
 
 from stoker.display import look_in, quoted
 from stoker.errors import InputError, SourceError, count_kinds
+from stoker.sources.bars.dialects import Naming
 from stoker.sources.bars.features import (
     Features,
     Scaler,
@@ -35,7 +36,6 @@ from stoker.sources.bars.features import (
     make_features,
 )
 from stoker.sources.bars.files import BarFile, find_files, look, shared_extras, split_symbols
-from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.reading import OTHER_SYMBOLS, Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
@@ -62,6 +62,7 @@ from stoker.sources.contract import (
     PartData,
     PlainSource,
     Preparation,
+    check_shares,
     recorded_options,
 )
 from stoker.sources.times import SECOND_NS, parse_time
@@ -126,12 +127,7 @@ class BarsSource(PlainSource):
                 "a horizon of at least 1, an embargo and a latency of at least 0",
                 "--horizon 1 --embargo 0 --latency 0 (horizon=1, embargo=0, latency_seconds=0)",
             )
-        if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
-            raise InputError(
-                f"ratios {self.ratios} do not share out the samples.",
-                "three shares that sum to 1",
-                "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
-            )
+        check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
         if self.decimal not in (None, ".", ","):
@@ -197,7 +193,11 @@ class BarsSource(PlainSource):
                 "boundaries": boundaries,
             }
             parts.append(Part(index, symbol, rows[self._base], payload))
-            size += self._estimate_bytes(rows, extras)
+            series = sum(
+                count * (4 * len(feature_names(extras[name], name)) + 9)
+                for name, count in rows.items()
+            )
+            size += series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
         return Preparation(parts, size, notes=[*notes, *more_notes])
 
     def build(self, part: Part, context: PartContext) -> PartData:  # noqa: ARG002 nothing can hang
@@ -352,7 +352,14 @@ class BarsSource(PlainSource):
                 decimal=self.decimal,
             )
             if self.stamp == "close" or bars.is_close:
-                bars = _to_opens(bars, timeframe)
+                duration = TIMEFRAMES[timeframe]
+                # Binance stamps the last millisecond of a bar, others its end: both belong to the next full minute.
+                minute = 60 * SECOND_NS
+                ends = -(-bars.time // minute) * minute
+                bars.notes.append(
+                    f"{bars.file}: times are those of the closes; a bar opens {timeframe} before"
+                )
+                bars = replace(bars, time=ends - duration)
             check_spacing(bars.time, timeframe, bars.file)
             bars.notes.extend(describe_spacing(bars.time, timeframe, bars.file))
             read.append(bars)
@@ -412,24 +419,6 @@ class BarsSource(PlainSource):
                 kept[name] = kept.get(name, set(each.columns)) & set(each.columns)
             decisions.append(self._samples(bars).time)
         return find_boundaries(np.sort(np.concatenate(decisions)), self.ratios), kept
-
-    def _estimate_bytes(
-        self, rows: Mapping[str, int], extras: Mapping[str, tuple[str, ...]]
-    ) -> int:
-        series = sum(
-            count * (4 * len(feature_names(extras[name], name)) + 9) for name, count in rows.items()
-        )
-        return series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
-
-
-def _to_opens(bars: Bars, timeframe: str) -> Bars:
-    """Return bars that are stamped by their closes with the times of their opens."""
-    duration = TIMEFRAMES[timeframe]
-    # Binance stamps the last millisecond of a bar, others its end: both belong to the next full minute.
-    minute = 60 * SECOND_NS
-    ends = -(-bars.time // minute) * minute
-    bars.notes.append(f"{bars.file}: times are those of the closes; a bar opens {timeframe} before")
-    return replace(bars, time=ends - duration)
 
 
 def _known_extras(bars: Bars, extras: Sequence[str], is_alone: bool) -> tuple[str, ...]:

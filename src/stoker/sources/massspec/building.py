@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,9 +41,7 @@ from stoker.sources.molecules.packed import (
 )
 from stoker.sources.msp import MspRange, Record, SpectrumBatch
 from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
-
-if TYPE_CHECKING:
-    from stoker.sources.massspec.source import MassSpecSource
+from stoker.store.row_sketch import scramble
 
 SPLIT_NAMES = ("train", "val", "test")
 LINE_IN_RECORD = "line in a record"
@@ -62,14 +60,8 @@ def assign_splits(groups: Array, train_ratio: float, val_ratio: float, seed: int
 
     Equal groups get equal splits; the ratios are expected shares of groups.
     """
-    # splitmix64: the ratios hold for any set of groups, and a longer library keeps its splits.
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(groups).astype(np.uint64) + np.uint64(seed) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
+    # The ratios hold for any set of groups, and a longer library keeps its splits.
+    mixed = scramble(np.asarray(groups), seed)
     uniform = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
     bounds = np.array([train_ratio, train_ratio + val_ratio])
     return np.searchsorted(bounds, uniform, side="right").astype(np.uint8)
@@ -106,11 +98,55 @@ class Payload:
     before: Mapping[str, Json] = field(default_factory=dict)
 
 
+class Options(Protocol):
+    """What a part needs to know of its `MassSpecSource`, which imports this module."""
+
+    @property
+    def msp(self) -> Path:
+        """The library as it was given."""
+
+    @property
+    def mol_dir(self) -> Path | None:
+        """Where its structures are."""
+
+    @property
+    def max_mz(self) -> int:
+        """Highest bin."""
+
+    @property
+    def structures(self) -> str:
+        """Either "mol", "smiles", "auto" or "none"."""
+
+    @property
+    def rounding(self) -> str:
+        """How an m/z finds its bin."""
+
+    @property
+    def train_ratio(self) -> float:
+        """Expected share of compounds in training."""
+
+    @property
+    def val_ratio(self) -> float:
+        """Expected share in validation."""
+
+    @property
+    def seed(self) -> int:
+        """Of the split."""
+
+    @property
+    def without_spectra(self) -> bool:
+        """Whether records without peaks are kept."""
+
+    @property
+    def structure_advice(self) -> str:
+        """What to type where records have no structure."""
+
+
 @dataclass
 class Building:
     """The columns of one part while it is built."""
 
-    source: MassSpecSource
+    source: Options
     payload: Payload
     rdkit: str
     refused: list[Refusal] = field(default_factory=RefusalList)
@@ -280,7 +316,7 @@ class Building:
 class _Spectra:
     """The peaks of one batch, all at once: a loop over records would cost more than RDKit."""
 
-    def __init__(self, batch: SpectrumBatch, source: MassSpecSource) -> None:
+    def __init__(self, batch: SpectrumBatch, source: Options) -> None:
         self._max_mz = source.max_mz
         self._may_be_empty = source.without_spectra
         lengths = np.diff(batch.offsets)
@@ -331,7 +367,7 @@ def _ragged(pieces: list[Array], dtype: type[np.generic]) -> Ragged:
     return Ragged(np.concatenate([np.empty(0, dtype), *pieces]), offsets_of(lengths))
 
 
-def _no_structure(source: MassSpecSource) -> str:
+def _no_structure(source: Options) -> str:
     if source.structures == "smiles" or source.mol_dir is None:
         return "no structure: the record has no SMILES"
     places = f"no MOL file named after its ID, CAS or DB# in {source.mol_dir.name}"

@@ -51,11 +51,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[Block]:
-    """Cut a file into blocks of about 2 MiB of text, closed ones wherever there is a choice.
-
-    Raises:
-        SourceError: A damaged gzip, UTF-16, a gzip with a range, or a line above 16 MiB.
-    """
+    """Cut a file into blocks of about 2 MiB of text, closed ones wherever there is a choice."""
     carry, searched = b"", 0
     for chunk in _chunks(path, start_byte, end_byte):
         # Cut only now that there is more to come: a small file is one block.
@@ -88,7 +84,13 @@ def _chunks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[bytes
     held = b""
     for number, raw in enumerate(_raw_chunks(path, start_byte, end_byte)):
         if number == 0 and start_byte == 0:
-            raw = _without_bom(raw, path)
+            if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise SourceError(
+                    f"{str(path)!r} is UTF-16 text.",
+                    "UTF-8 or Latin-1",
+                    f"{command('iconv', '-f', 'UTF-16', '-t', 'UTF-8', path)} > utf8.msp",
+                )
+            raw = raw.removeprefix(UTF8_BOM)
         raw = held + raw
         # A line end may continue in the next chunk.
         cut = len(raw) - min(2, len(raw) - len(raw.rstrip(b"\r")))
@@ -139,16 +141,6 @@ def is_gzip(path: Path) -> bool:
     """Whether the file begins like a gzip, whatever its name."""
     with path.open("rb") as stream:
         return stream.read(2) == _GZIP_MAGIC
-
-
-def _without_bom(raw: bytes, path: Path) -> bytes:
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(
-            f"{str(path)!r} is UTF-16 text.",
-            "UTF-8 or Latin-1",
-            f"{command('iconv', '-f', 'UTF-16', '-t', 'UTF-8', path)} > utf8.msp",
-        )
-    return raw.removeprefix(UTF8_BOM)
 
 
 def no_ranges(path: Path) -> SourceError:

@@ -479,11 +479,7 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
 
 
 def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
-    """Read "NAME=KIND" as typed after `--dtype`.
-
-    Raises:
-        InputError: There is no such kind, or a name is missing.
-    """
+    """Read "NAME=KIND" as typed after `--dtype`."""
     kinds: dict[str, str] = {}
     for text in texts:
         name, equals, kind = text.rpartition("=")
