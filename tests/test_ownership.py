@@ -277,6 +277,24 @@ def test_a_folder_that_merely_holds_a_store_json_is_refused(numbers, tmp_path, m
     assert not (tmp_path / "project.partial").exists()
 
 
+@pytest.mark.parametrize("kept", [("store.json",), ("store.json", "shard-00000.h5")])
+def test_a_file_in_the_place_of_the_mark_is_not_replaced_beside_a_true_manifest(
+    numbers, tmp_path, kept
+):
+    """Found by the fuzz (files of the user's, seed 1, number 6174)."""
+    store = tmp_path / "store"
+    pack(NumbersSource(numbers), store, ONE)
+    for path in store.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    (store / ".stoker").write_bytes(b"mine")
+    before = tree(store)
+    for options in (ONE, AGAIN):
+        with pytest.raises(InputError, match=r"holds '\.stoker', which stoker did not write"):
+            pack(NumbersSource(numbers), store, options)
+    assert tree(store) == before
+
+
 @pytest.mark.parametrize(
     "name", ["notes.txt", "runs/step-000000001.pt", "shard-99999.h5", ".hidden", "empty/"]
 )

@@ -11,7 +11,8 @@ minutes that it is given.
 Contract: a run of this script is one more part of the result file, which it exchanges as a whole every 30 seconds: what
 is killed leaves what it measured so far, and minutes of all parts add up. Slopes are those of one process each.
 
-The first fifth of each half is warm-up and does not count. A slope is that of a straight line through the medians of
+The first fifth of each half is warm-up and does not count (`--warm-up` for more: a history keeps the last million
+losses, 8 MB, which a fast GPU fills in minutes). A slope is that of a straight line through the medians of
 20 equal stretches of time; its confidence is Student's for that line. `grows` says that the interval lies above zero
 and that the growth over an hour is more than 1 % of the level (of a count: one). The wall time of a step follows
 whatever else the machine does; its CPU time says whether the work of a step grows.
@@ -105,21 +106,38 @@ READ = (
 
 
 class Sampler:
-    """Reads every few seconds in a thread; `steps` is counted by the run.
+    """Reads every few seconds in a thread.
+
+    `steps` are those of the trainer's own count: a captured step calls none of the user's functions.
 
     Readings are kept as 64 bytes each: as dicts of floats they grew by 1 MiB an hour themselves.
     """
 
     def __init__(
-        self, device: str, interval: float, keep: Callable[[dict[str, Any]], None]
+        self,
+        device: str,
+        interval: float,
+        warm_up: float,
+        keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.device, self.interval, self._keep = device, interval, keep
-        self.steps = 0
+        self.device, self.interval, self.warm_up, self._keep = device, interval, warm_up, keep
+        self._steps_before = 0
+        self._trainer: Trainer | None = None
         self.readings = {name: array("d") for name in READ}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.began = time.monotonic()
         self._thread.start()
+
+    @property
+    def steps(self) -> int:
+        """Steps of all trainers so far."""
+        trainer = self._trainer
+        return self._steps_before + (trainer._at.num_steps if trainer else 0)
+
+    def watch(self, trainer: Trainer | None) -> None:
+        """Count the steps of another trainer from now on."""
+        self._steps_before, self._trainer = self.steps, trainer
 
     def _run(self) -> None:
         before = (time.monotonic(), self.steps, time.process_time())
@@ -144,7 +162,8 @@ class Sampler:
     def _slopes(self) -> dict[str, Any]:
         seconds = time.monotonic() - self.began
         read = np.array([self.readings[name] for name in READ])
-        kept = dict(zip(READ, read[:, read[0] > 0.2 * seconds], strict=True))
+        is_warm = read[0] > max(0.2 * seconds, self.warm_up)
+        kept = dict(zip(READ, read[:, is_warm], strict=True))
         found: dict[str, Any] = {"seconds": round(seconds, 1), "steps": self.steps}
         for name in READ[1:]:
             known = ~np.isnan(kept[name])
@@ -164,7 +183,6 @@ def run(folder: Path, name: str, device: str, sampler: Sampler, epochs: int) -> 
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 
     def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sampler.steps += 1
         values = batch["features"]
         return values, values.mean(1, keepdim=True)
 
@@ -178,7 +196,11 @@ def run(folder: Path, name: str, device: str, sampler: Sampler, epochs: int) -> 
             {"epochs": epochs, "precision": "fp32", "checkpoint_every_steps": 500}, device,
             run_dir=folder / name, unpack=unpack,
         )  # fmt: skip
-        trainer.fit(quiet=True)
+        sampler.watch(trainer)
+        try:
+            trainer.fit(quiet=True)
+        finally:
+            sampler.watch(None)
 
 
 def main() -> None:
@@ -186,6 +208,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between readings")
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=0.0,
+        help="seconds of each half that do not count, if more than a fifth",
+    )
     parser.add_argument(
         "--out", type=Path, default=None, help="a result file instead of that in benchmarks/results"
     )
@@ -222,13 +250,13 @@ def main() -> None:
         signal.signal(
             signal.SIGTERM, lambda *_: sys.exit(143)
         )  # before and after `fit`, which has its own
-        sampler = Sampler(options.device, options.interval, keep_as(HALVES[0]))
+        sampler = Sampler(options.device, options.interval, options.warm_up, keep_as(HALVES[0]))
         threading.Timer(half, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             run(folder, "long", options.device, sampler, 10**6)
         sampler.end()
         gc.collect()
-        sampler = Sampler(options.device, options.interval, keep_as(HALVES[1]))
+        sampler = Sampler(options.device, options.interval, options.warm_up, keep_as(HALVES[1]))
         while time.monotonic() - sampler.began < half:
             run(folder, "short", options.device, sampler, 1)
             shutil.rmtree(folder / "short")

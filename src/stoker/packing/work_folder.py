@@ -153,6 +153,10 @@ def _store_files(out: Path, target: Path) -> tuple[str, ...]:
         manifest = read_manifest(target)
     except StoreError:
         manifest = None
+    if mark is None and manifest is not None and os.path.lexists(target / MARK_NAME):
+        raise refused(
+            out, "a pack replaces the whole folder", [MARK_NAME]
+        )  # a file of that name, and no mark
     if manifest is not None and (mark is None or mark.id == manifest.checksum):
         # A store without a mark was packed by an older version; the manifest's seal is as good.
         return _names(manifest)
