@@ -217,16 +217,9 @@ def predict_store(
         device: The first GPU by default; int8 weights run on the CPU only.
         progress: Told how far it is.
     """
-    recipe, out = trained.chosen.recipe, Path(out)
-    check_ending(out, recipe.endings)
-    is_own = (out.suffix.lower() or "/") in recipe.endings
-    if not is_own:
-        check_output(out, [trained.loaded.saved.path, store_path], is_written_here)
-    told = progress or Silent()
-    is_int8 = "int8" in trained.loaded.identity
-    place = pick_device("cpu" if is_int8 and device is None else device)
-    if is_int8 and place.type != "cpu":
-        raise InputError(f"int8 weights on {place}.", "the CPU", "--device cpu")
+    recipe, out, told = trained.chosen.recipe, Path(out), progress or Silent()
+    is_own = check_answers(trained, out, store_path)
+    place = place_of(trained, device)
     columns: list[str] = []
     with open_store(store_path) as store, contextlib.ExitStack() as stack:
         check_columns(store, trained.facts)
@@ -234,9 +227,8 @@ def predict_store(
         samples = find_samples(store, trained, split)
         made, resized = _resizing(store, trained)
         notes += resized
-        loader = stack.enter_context(
-            _loader(store, replace(trained, made=made), samples, batch_size, place)
-        )
+        trained = replace(trained, made=made)
+        loader = stack.enter_context(_loader(store, trained, samples, batch_size, place))
         told.start("predicting", len(samples), "samples")
         rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
         began = time.perf_counter()
@@ -247,19 +239,48 @@ def predict_store(
                 told.advance(len(predicted.sample_ids) if is_own else 0)
                 yield _named(store, predicted, recipe.label_fields) if is_own else predicted
 
-        with blamed(recipe, "predict"):
-            if is_own:
-                num_rows = recipe.write_answers(out, watched(), made, trained.facts)
-            else:
-                num_rows = write_predictions(
-                    out,
-                    watched(),
-                    _about(trained, store, split),
-                    told,
-                    classes=trained.class_names,
-                )
+        about = {"store": store.name, "data": fingerprint(store), "split": split}
+        num_rows = write_out(trained, out, is_own, watched(), about, told)
     seconds = time.perf_counter() - began
     return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *made.notes))
+
+
+def check_answers(trained: Trained, out: Path, given: str | Path) -> bool:
+    """Refuse an output that cannot be written; return whether the recipe itself writes it, by its ending."""
+    endings = trained.chosen.recipe.endings
+    check_ending(out, endings)
+    is_own = (out.suffix.lower() or "/") in endings
+    if not is_own:
+        check_output(out, [trained.loaded.saved.path, given], is_written_here)
+    return is_own
+
+
+def place_of(trained: Trained, device: str | torch.device | None) -> torch.device:
+    """Return the device that answers; int8 weights run on the CPU only."""
+    is_int8 = "int8" in trained.loaded.identity
+    place = pick_device("cpu" if is_int8 and device is None else device)
+    if is_int8 and place.type != "cpu":
+        raise InputError(f"int8 weights on {place}.", "the CPU", "--device cpu")
+    return place
+
+
+def write_out(
+    trained: Trained,
+    out: Path,
+    is_own: bool,
+    answers: Iterator[Predicted],
+    about: Mapping[str, Any],
+    told: Progress,
+    **named: Any,
+) -> int:
+    """Write answers, and what they are `about`; return how many there were."""
+    recipe, saved = trained.chosen.recipe, trained.loaded.saved
+    with blamed(recipe, "predict"):
+        if is_own:
+            return recipe.write_answers(out, answers, trained.made, trained.facts)
+        whose = {"checkpoint": str(saved.path), "step": saved.step, "recipe": trained.chosen.key}
+        classes = trained.class_names
+        return write_predictions(out, answers, {**whose, **about}, told, classes=classes, **named)
 
 
 def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]:
@@ -304,18 +325,6 @@ def _loader(
         samples=samples,
         augment=as_augments(made.augment),
     )
-
-
-def _about(trained: Trained, store: Store, split: str) -> dict[str, Any]:
-    saved = trained.loaded.saved
-    return {
-        "checkpoint": str(saved.path),
-        "step": saved.step,
-        "recipe": trained.chosen.key,
-        "store": store.name,
-        "data": fingerprint(store),
-        "split": split,
-    }
 
 
 def _find_repairs(
