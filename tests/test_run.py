@@ -285,7 +285,13 @@ def test_the_seed_decides_everything(stores, tmp_path):
     store = stores("forex")
     runs = [
         run_recipe(
-            settings_for("forex", store.path, tmp_path / str(number), f"training.seed={seed}"),
+            settings_for(
+                "forex",
+                store.path,
+                tmp_path / str(number),
+                f"training.seed={seed}",
+                "training.max_steps=4",
+            ),
             device="cpu",
         )
         for number, seed in enumerate((4, 4, 5))
