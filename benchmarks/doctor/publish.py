@@ -250,7 +250,10 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
             lines.append(f"{name}: {row['note']}")
         kept = [one["ms"] for one in row.get("turns", {}).get("cupti_kept", ())]
         if kept:
-            lines += ["", f"{name}, if CUPTI stays attached after the profiled steps: {kept[0]:.2f} ms."]
+            lines += [
+                "",
+                f"{name}, if CUPTI stays attached after the profiled steps: {kept[0]:.2f} ms.",
+            ]
     return [*lines, ""]
 
 
