@@ -310,6 +310,7 @@ PYTHON: dict[str, list[Case]] = {
         "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, 4), data_bytes=2 * 10**4)",
         "Loader('forex-store', batch_size, order='lanes')",
         "Loader('store', 16, seed=-1)",
+        "Loader('store', 16, epochs=3)",
         "plan_lanes(ends, window, breaks, num_lanes=99)",
         "plan_lanes(ends, window, breaks, num_lanes=0)",
         "plan_lanes(ends, 0, breaks, num_lanes)",
