@@ -33,7 +33,7 @@ def browse(path: Path, *options: str) -> tuple[str, str]:
         f"--user-data-dir={path.parent / 'profile'}", "--window-size=1300,1200",
         "--enable-logging=stderr", "--dump-dom", *options, path.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     return done.stdout, done.stderr
 
 

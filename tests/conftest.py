@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal import charmap
 
 import forked_packers
 import kept_commands
@@ -154,8 +155,10 @@ def freeze() -> None:
     _frozen["blocks"] = sys.getallocatedblocks()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     forked_packers.fork_packers()
+    if session.config.option.workers:
+        charmap.intervals_from_codec("utf-8")  # else every worker, 2 s where no cache is kept
     freeze()
     gc.enable()
 

@@ -138,7 +138,7 @@ def test_s0_8_example_is_one_chunk():
     ]
     per_sample = sum(door.sample_bytes(info) for info in infos)
     assert per_sample == 240_624
-    assert door._ranges(51_779, min(51_779, samples_that_fit(12.0, per_sample))) == [(0, 51_779)]
+    assert samples_that_fit(12.0, per_sample) >= 51_779
 
 
 # -- the bugs --------------------------------------------------------------------------------------

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from stoker.doctor import transcript
-from stoker.doctor.measurements import Measurements, OperatorFacts
+from stoker.doctor.measurements import (
+    HostCall,
+    KernelFacts,
+    MachineFacts,
+    Measurements,
+    OperatorFacts,
+)
 from stoker.doctor.probe import operators
 from stoker.doctor.probe.recorder import EPOCH_START, Row
 from stoker.doctor.rules import diagnose
@@ -92,3 +98,17 @@ def test_float32_halves_the_work_of_operators_and_not_their_calls(operators, gai
     measured = Measurements("x", steps=10, seconds=40.0, step_seconds=step, operators=counted)
     (found,) = (one for one in diagnose(measured) if one.name == "double-precision")
     assert found.gain.likely == pytest.approx(gain, rel=0.02)
+
+
+@pytest.mark.parametrize(("busy", "gain"), [(0.97, None), (0.7, 10.0 / 7.0), (0.05, 2.0)])
+def test_code_between_steps_runs_beside_the_kernels_of_a_gpu(busy, gain):
+    """A host that makes batches while the GPU computes: a step takes no less than its kernels."""
+    machine = MachineFacts(cores=8, device="cuda", device_name="NVIDIA H200")
+    kernels = KernelFacts(per_step=4.0, mean_seconds=busy * 0.010 / 4, busy_share=busy)
+    measured = Measurements(
+        "x", machine=machine, steps=100, seconds=1.0, step_seconds=Spread(0.010, 0.0098, 0.0102, 100),
+        compute_seconds=Spread(0.010, 0.0098, 0.0102, 100), between_seconds=0.006, kernels=kernels,
+        between=(HostCall("train.py:9", "between", 0.0, 0.006),), between_loads=True,
+    )  # fmt: skip
+    found = [one for one in diagnose(measured) if one.name == "slow-between-steps"]
+    assert [one.gain.likely for one in found] == pytest.approx([gain] if gain else [], rel=0.25)

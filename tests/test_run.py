@@ -285,7 +285,13 @@ def test_the_seed_decides_everything(stores, tmp_path):
     store = stores("forex")
     runs = [
         run_recipe(
-            settings_for("forex", store.path, tmp_path / str(number), f"training.seed={seed}"),
+            settings_for(
+                "forex",
+                store.path,
+                tmp_path / str(number),
+                f"training.seed={seed}",
+                "training.max_steps=4",
+            ),
             device="cpu",
         )
         for number, seed in enumerate((4, 4, 5))
@@ -299,7 +305,7 @@ def test_the_seed_decides_everything(stores, tmp_path):
 
 def test_every_training_setting_reaches_the_trainer():
     text = """
-training: {epochs: 3, precision: bf16, gradient_accumulation_steps: 2, clip_norm: null, capture: off,
+training: {epochs: 3, precision: bf16, gradient_accumulation_steps: 2, clip_norm: 0.5, capture: off,
   compile: true, nonfinite: skip, read_every: 7, seed: 9, keep_last: 5, checkpoint_every_epochs: 4,
   checkpoint_every_steps: 11, max_steps: 99, patience: 3, min_delta: 0.1,
   survive_oom: false, activation_checkpointing: true, tensorboard: true}

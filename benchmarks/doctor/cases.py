@@ -563,9 +563,10 @@ STYLES = {
 
         model = make_model().to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        source = iter(DataLoader(data, {arguments})) if FIXED and "{name}" else None
+        loader = DataLoader(data, {arguments}) if FIXED and "{name}" else None
+        source = (batch for _ in range(STEPS) for batch in loader)
         for step in range(STEPS):
-            batch = get_batch(step) if source is None else next(source)
+            batch = get_batch(step) if loader is None else next(source)
             x, y = (part.to(DEVICE, non_blocking=True) for part in batch)
             output = model(x)
             loss = nn.functional.mse_loss(output, y)

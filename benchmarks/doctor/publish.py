@@ -250,7 +250,10 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
             lines.append(f"{name}: {row['note']}")
         kept = [one["ms"] for one in row.get("turns", {}).get("cupti_kept", ())]
         if kept:
-            lines += ["", f"{name}, if CUPTI stays attached after the profiled steps: {kept[0]:.2f} ms."]
+            lines += [
+                "",
+                f"{name}, if CUPTI stays attached after the profiled steps: {kept[0]:.2f} ms.",
+            ]
     return [*lines, ""]
 
 
@@ -426,10 +429,10 @@ def merge(paths: Sequence[Path], note: str = "") -> dict[str, Any]:
     summary = summarise(list(rows.values()))
     left = {name for document in documents for name in document["result"]["summary"]["not_run"]}
     summary["not_run"] = sorted(left - set(rows))
-    runs = [
-        {"commit": one["machine"].get("commit"), "summary": summarise(one["result"]["rows"])}
-        for one in reversed(documents)
-    ]
+    runs: list[Mapping[str, Any]] = []
+    for one in reversed(documents):
+        own = {"commit": one["machine"].get("commit"), "summary": summarise(one["result"]["rows"])}
+        runs += one["result"].get("runs") or [own]
     # `raw` is that of the newest only: the rows have what the page shows.
     result = {**newest["result"], "summary": summary, "rows": list(rows.values())}
     return {**newest, "result": {**result, "runs": runs, "note": note}}

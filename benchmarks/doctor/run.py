@@ -220,7 +220,8 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
     )
     alone = _median(result["alone"], "rate")
     fixed = _median(result.get("fixed", ()), "rate")
-    row["drift"] = max(drift(result["alone"]), drift(result.get("fixed", ())))
+    repeated = [runs for runs in (result["alone"], result.get("fixed", ())) if len(runs) > 1]
+    row["drift"] = max(map(drift, repeated), default=None)
     queued = [one["queued_share"] for one in result["alone"] if "queued_share" in one]
     row["queued_share"] = max(queued, default=None)
     right = next((one for one in found if one["name"] in (*causes, *result["also"])), None)

@@ -286,7 +286,8 @@ def slow_between_steps(case: Case) -> Finding | None:
     # Samples are shares: what a small model takes is known better by the clock, and is never nothing.
     timed = (case.measured.backward_seconds, case.measured.optimizer_seconds)
     known = sum(spread.median for spread in timed if spread is not None)
-    rest = max(step - between, known, _LEAST_REST * step)
+    # A GPU computes while the host is there, so no remedy makes a step shorter than its kernels.
+    rest = max(step - between, known, _LEAST_REST * step, pace.device_busy)
     workers = suggested_workers(between, rest, case.cores, 0.0)
     machine = case.measured.machine
     divided = max(

@@ -10,8 +10,9 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import h5py
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -20,6 +21,7 @@ from stoker.bounds import require_memory
 from stoker.display import nearest
 from stoker.errors import InputError, StoreError
 from stoker.loader.drawing import Mixture
+from stoker.loader.gather import Augments
 from stoker.sources.samples import (
     are_arrays,
     as_array,
@@ -59,6 +61,9 @@ _SAMPLERS = {
 }
 _ATTRIBUTES = {"dataset": "len(loader.samples) counts its samples, and loader.store holds them"}
 
+_OF_THE_LOOP = frozenset({"epochs", "num_epochs", "max_epochs", "max_steps", "num_steps"})
+_MOST_TYPED = 20
+
 _told: set[str] = set()
 
 
@@ -83,9 +88,13 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
             continue
         if name in _INSTEAD:
             raise InputError(
-                f"a Loader has no {name}.",
-                _INSTEAD[name],
-                _SAMPLERS.get(type(given[name]).__name__, f"leave {name} out"),
+                f"a Loader has no {name}.", _INSTEAD[name], _instead(name, given[name])
+            )
+        if name in _OF_THE_LOOP:
+            raise InputError(
+                f"a Loader has no argument {name!r}.",
+                "one pass over a Loader is an epoch; the loop or the Trainer counts them",
+                f"leave {name} out",
             )
         near = nearest(name, known)
         raise InputError(
@@ -93,6 +102,92 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
             ", ".join(known),
             f"{near}={given[name]!r}" if near else f"leave {name} out",
         )
+
+
+def _instead(name: str, value: Any) -> str:
+    """Return what to type for an argument of torch's DataLoader."""
+    if isinstance(value, torch.Generator):
+        return f"seed={value.initial_seed() % 2**32}"
+    if name == "sampler" and isinstance(value, list | range) and len(value) <= _MOST_TYPED:
+        return f"samples={sorted(set(value))}"
+    return _SAMPLERS.get(type(value).__name__, f"leave {name} out")
+
+
+class FixedOption:
+    """An option of a Loader that is decided when it is made: to set it later would change nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loader: Any, owner: type) -> Any:
+        """Raise: the loader has no attribute of this name."""
+        if loader is None:
+            return self
+        raise no_attribute(self._name)
+
+    def __set__(self, loader: Any, value: Any) -> None:
+        """Raise, with how to go on with another value."""
+        raise fixed_option(self._name, value)
+
+
+class Habits:
+    """What other loaders are asked for, and a `Loader` answers; it inherits this."""
+
+    _batch_size: int
+    _augment: Augments | None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch and rank."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        raise fixed_option("batch_size", batch_size)
+
+    @property
+    def augment(self) -> Augments | None:
+        """What augments the images on the device, or None. Another one augments from the next batch on."""
+        return self._augment
+
+    @augment.setter
+    def augment(self, augment: Augments | None) -> None:
+        self.use_augmentation(augment)
+
+    def use_augmentation(self, augment: Augments | None) -> None:
+        """Augment from the next batch on; None stops it."""
+        raise NotImplementedError
+
+    def __getitem__(self, number: object) -> Any:
+        """Raise: batches are not numbered."""
+        raise TypeError(
+            f"a Loader is iterated, not indexed (asked for [{number!r}]): next(iter(loader)) is its first batch, "
+            "and a torch DataLoader around it is not needed"
+        )
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(name)
+
+
+def fix_options(loader: type[Habits], names: Iterable[str]) -> None:
+    """Let a loader's options that it has no attribute for be refused when they are set later."""
+    has = {"store", "device", "samples", "as_tuple", "plan"}
+    for name in names:
+        if name not in has and not hasattr(loader, name):
+            setattr(loader, name, FixedOption(name))
+
+
+def fixed_option(name: str, value: Any) -> InputError:
+    """Return the error for an option that is set on a loader that exists."""
+    return InputError(
+        f"{name} was set on a Loader that exists.",
+        "options that are given when a Loader is made",
+        f"Loader(store, batch_size={value!r}), and its load_state_dict(loader.state_dict()) to go on from here"
+        if name == "batch_size"
+        else f"Loader(store, batch_size, {name}={value!r})",
+    )
 
 
 def no_attribute(name: str) -> AttributeError:
@@ -171,6 +266,14 @@ def open_data(
         return Opened(data, is_own=False)
     if isinstance(data, Mixture):
         return Opened(data.store, is_own=False, mixture=data)
+    if isinstance(data, h5py.HLObject):
+        group_name = data.name if isinstance(data, h5py.Group) else data.parent.name
+        inside = "" if group_name == "/" else f", group={group_name.strip('/')!r}"
+        raise InputError(
+            f"an open h5py {type(data).__name__}, which would be read into memory whole.",
+            "the path of its file",
+            f"Loader({data.file.filename!r}, batch_size{inside})",
+        )
     opened = _from_memory(data)
     text = [name for name, info in opened.store.fields.items() if info.encoding == "utf8"]
     if text and fields is None:

@@ -137,11 +137,11 @@ def column_facts(store: Store, columns: Sequence[Column], num_samples: int) -> S
     return replace(estimated, fields=tuple(exact(column, facts) for column, facts in pairs))
 
 
-def check_samples(samples: Array | str | None, store: Store) -> Array:
+def check_samples(samples: Array | str | slice | None, store: Store) -> Array:
     """Return the samples as rising int64; all of the store's when None.
 
     Args:
-        samples: Sample numbers, one bool per sample, or the name of a split.
+        samples: Sample numbers, one bool per sample, a slice, or the name of a split.
         store: That they are samples of.
     """
     if samples is None:
@@ -156,6 +156,8 @@ def check_samples(samples: Array | str | None, store: Store) -> Array:
             "the samples of one of its parts: split.train, split.val or split.test",
             "samples=split.train",
         )
+    if isinstance(samples, slice):
+        samples = np.arange(store.num_samples)[samples]
     samples = np.asarray(samples)
     if samples.dtype == bool and samples.shape == (store.num_samples,):
         samples = np.flatnonzero(samples)

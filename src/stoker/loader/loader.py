@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ import torch
 from stoker.display import table_html
 from stoker.errors import InputError
 from stoker.loader.arguments import (
+    Habits,
     check_keywords,
     check_names,
-    no_attribute,
+    fix_options,
     open_data,
     tell_once,
 )
@@ -67,7 +68,7 @@ from stoker.units import format_bytes, whole_number
 _T = TypeVar("_T")
 
 
-class Loader:
+class Loader(Habits):
     """Iterate for batches on `device`; see the module's text for the contract.
 
     One iteration is for one CUDA stream: that which is current when a batch is asked for.
@@ -130,7 +131,7 @@ class Loader:
         seed: int = 0,
         plan: Plan | None = None,
         fields: Sequence[str] | None = None,
-        samples: Array | str | None = None,
+        samples: Array | str | slice | None = None,
         as_tuple: Sequence[str] | None = None,
         group: str | None = None,
         rows: int | None = None,
@@ -168,7 +169,7 @@ class Loader:
                 ("num_slots", num_slots),
             )
         )
-        self.batch_size = batch_size
+        self._batch_size = batch_size
         self.samples = check_samples(samples, self.store)
         draws = choose_draws(
             self.store, self.samples, weights, balance, epoch_samples, self._mixture
@@ -249,7 +250,7 @@ class Loader:
         )
         block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
         self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
-        self.augment = augment
+        self._augment = augment
         self._assembler = self._make_assembler()
         self._turn: object = None
 
@@ -258,11 +259,6 @@ class Loader:
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
         return len(self._order)
-
-    if not TYPE_CHECKING:  # a type checker would accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            raise no_attribute(name)
 
     def __repr__(self) -> str:
         return f"Loader({', '.join(f'{name} {value}' for name, value in self._summary())})"
@@ -687,7 +683,7 @@ class Loader:
         """Augment from the next batch on; None stops it."""
         self._check_open()
         check_augment(augment, self.tier)
-        self.augment = augment
+        self._augment = augment
         self._assembler = self._make_assembler()
         self._seek_augment()
 
@@ -772,6 +768,7 @@ _KEYWORDS = tuple(
     for name, each in inspect.signature(Loader.__init__).parameters.items()
     if each.kind is not each.VAR_KEYWORD and name != "self"
 )
+fix_options(Loader, _KEYWORDS)
 
 
 def _reopened(

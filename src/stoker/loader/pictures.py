@@ -458,7 +458,7 @@ class Pictures:
         unknown = ways == _UNKNOWN
         for row in np.flatnonzero(unknown).tolist():
             # nvJPEG would take RGB for brightness and colours.
-            is_usual = _is_jpeg(data[row]) and not nvjpeg.holds_rgb(memoryview(data[row].numpy()))
+            is_usual = _is_jpeg(data[row]) and not nvjpeg.holds_rgb(data[row].numpy().data)
             ways[row] = _BY_NVJPEG if is_usual else _BY_PILLOW
         ways[list(one.damaged)] = _BY_PILLOW
         rows = np.flatnonzero(ways == _BY_NVJPEG)

@@ -236,7 +236,8 @@ def find_store(folder: Path) -> Path:
     It is another one only where a pack was killed in the middle of an exchange in two steps: for that
     moment the old store lies in the work folder. A pack that is still at it needs microseconds.
     """
-    replaced = folder.with_name(folder.name + WORK_SUFFIX) / REPLACED_NAME
+    whole = folder.absolute()  # '.' has no name
+    replaced = whole.with_name(whole.name + WORK_SUFFIX) / REPLACED_NAME
     for _ in range(_EXCHANGE_TRIES):
         if (folder / MANIFEST_NAME).exists() or not replaced.is_dir():
             return folder

@@ -100,6 +100,7 @@ class CapturedStep(GraphedStep):
     """
 
     _can_split = True
+    what = "one CUDA graph"
 
     def __init__(
         self,
@@ -280,6 +281,8 @@ class CapturedPass(CapturedStep):
     being made: batches that are not replayed, such as a short one, add to the same. Batches are gathered and augmented
     before the graph, and kept until the update is done: when memory runs out, all of them are run again.
     """
+
+    what = "one CUDA graph per batch; the update of several is eager"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

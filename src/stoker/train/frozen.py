@@ -247,7 +247,7 @@ class HeldTensors:
     def reachable(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of attributes and variables by name, and those inside of objects and modules there."""
         for name, container, key in self._all_places:
-            for tensor in _reach(_read(container, key), 0):
+            for tensor in tensors_in(_read(container, key)):
                 yield name, tensor
 
     def replacements(self, before: Sequence[Any]) -> list[Any]:
@@ -271,7 +271,7 @@ class HeldTensors:
         return next((name for (name, _, _), now, then in pairs if now is not then), None)
 
 
-def _reach(value: Any, depth: int) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -287,7 +287,7 @@ def _reach(value: Any, depth: int) -> Iterator[torch.Tensor]:
         elif _is_plain_object(value, may_be_called=True):
             inner = list(vars(value).values())
         for each in itertools.islice(inner, _MOST_COMPARED):
-            yield from _reach(each, depth + 1)
+            yield from tensors_in(each, depth + 1)
 
 
 def _holds_tensors(value: Any) -> bool:

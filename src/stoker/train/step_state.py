@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import HeldTensors, HostNumbers
+from stoker.train.frozen import HeldTensors, HostNumbers, tensors_in
 from stoker.train.ranks import Ranks
 
 
@@ -111,7 +111,9 @@ class Snapshot:
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
         self._held = HeldTensors(state.modules, state.functions)
         self._held_values = self._held.values()
-        own = {id(tensor) for tensor in self._owners}
+        # The counters of objects that draw are put back with their states.
+        drawn = (tensor for drawing in state.draws() for tensor in tensors_in(drawing))
+        own = {id(tensor) for tensor in (*self._owners, *drawn)}
         self._others = [
             (name, tensor, tensor._version)
             for name, tensor in self._held.reachable()

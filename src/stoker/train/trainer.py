@@ -245,13 +245,9 @@ class Trainer(Configured, Resumable):
         shrink = self._train.shrink if self._train.is_chunked else None
         self._update = Update(step, self.settings.survive_oom, self._weak_note, shrink)
         refusal = cannot_capture(asked, self._train, step)
-        is_accumulated = parts.accumulation_steps > 1
-        kind = CapturedPass if is_accumulated else CapturedStep
-        self._captured = (
-            kind(step, self._train, self._update, self._weak_note, asked == "on")
-            if refusal is None
-            else None
-        )
+        kind = CapturedPass if parts.accumulation_steps > 1 else CapturedStep
+        given = step, self._train, self._update, self._weak_note, asked == "on"
+        self._captured = kind(*given) if refusal is None else None
         if not tell:
             return
         check_skipping(step, self.settings.nonfinite)
@@ -261,11 +257,7 @@ class Trainer(Configured, Resumable):
             missing = f"without validation there is no {self.settings.monitor!r}"
             self.note(Note(f"{missing}: no checkpoint is the best"))
         self.note(
-            step_note(
-                "captured: one CUDA graph"
-                + (" per batch; the update of several is eager" if is_accumulated else ""),
-                captured=True,
-            )
+            step_note(f"captured: {kind.what}", captured=True)
             if refusal is None
             else step_note(
                 f"eager: {refusal}",

@@ -150,7 +150,8 @@ class RegressionMetrics(CountedParts):
 
     def __init__(self, scale: OnDevice, mean: OnDevice) -> None:
         self._scale, self._mean = scale, mean
-        self._absolute, self._squares, self._spread = self.parts = [MaskedMean() for _ in range(3)]
+        self._absolute, self._squares, self._spread = MaskedMean(), MaskedMean(), MaskedMean()
+        self.parts = [self._absolute, self._squares, self._spread]
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take a batch; no host synchronisation."""
