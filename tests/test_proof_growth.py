@@ -86,7 +86,7 @@ def test_a_run_that_is_over_leaves_memory_without_the_garbage_collector(tmp_path
 
 
 def test_loaders_leave_nothing_that_only_the_garbage_collector_finds(tmp_path):
-    """Each looked torch up and started NVML, whose libraries leave 32 objects in cycles: 4 KiB a run in a soak."""
+    """Each described the whole machine: torch was looked up and NVML started, which leaves 32 objects in cycles."""
     path = write_rows(tmp_path)
 
     def read() -> None:
