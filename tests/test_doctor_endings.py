@@ -212,7 +212,8 @@ def test_more_than_one_ctrl_c_leaves_nothing_behind(tmp_path, pauses):
             time.sleep(pause)
             doctor.send_signal(signal.SIGINT)
         doctor.communicate(timeout=200)
-        assert doctor.returncode == 130
+        # The last of four may meet a Python that has given its handlers back; a shell says 130 then, too.
+        assert doctor.returncode in (130, -signal.SIGINT)
         assert time.monotonic() - began < sum(pauses) + 30  # the script would sleep 300 s
         time.sleep(0.2)  # a kill takes a moment
         assert not [one for one in family if _lives(one)]

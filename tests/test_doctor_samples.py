@@ -15,7 +15,9 @@ from test_doctor_rules import at, job
 
 def test_samples_are_timed_without_the_first_and_without_what_a_fetch_costs(seen):
     loader = seen.slow.loader
-    assert loader.alone_seconds.median >= 0.083
+    assert (
+        loader.alone_seconds.median >= 0.07
+    )  # 83 ms of sleeps; other work on the cores is estimated and left out
     # A sleep of 1 ms has taken 4 on a busy machine (17 now and then): far from the first one's 80.
     assert 0.001 <= loader.sample_seconds.median < 0.04
 
