@@ -28,7 +28,14 @@ from stoker.loader.loader import pick_device
 from stoker.ownership import check_output
 from stoker.recipes.classification import evaluate_classes
 from stoker.recipes.contract import RawReader
-from stoker.recipes.inference import BATCH_SIZE, PredictReport, Trained, load_trained, predict_store
+from stoker.recipes.inference import (
+    BATCH_SIZE,
+    PredictReport,
+    Trained,
+    load_trained,
+    predict_store,
+    write_own,
+)
 from stoker.recipes.metrics import bootstrap
 from stoker.recipes.raw_tables import open_raw_table
 from stoker.recipes.registry import blamed
@@ -76,7 +83,8 @@ class Model:
         Args:
             given: What `stoker predict` takes, as a path; for tables also a pandas, polars or pyarrow table, a mapping
                 of columns, a list of mappings, or a numpy array with the columns of training in their order; for
-                spectra a list of SMILES or a table with a column of them; for pictures a list of paths.
+                spectra a list of SMILES or a table with a column of them; for pictures paths, images of Pillow, arrays,
+                tensors, or a list of them; for bars a frame, or frames by timeframe and symbol.
             batch_size: Rows per forward pass.
             device: The first GPU by default; int8 weights run on the CPU only.
             told: More for the recipe, by the names of the command line's options.
@@ -87,16 +95,28 @@ class Model:
         Raises:
             InputError: The input is of another kind, or lacks what the model was trained on.
         """
-        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size, "is_table": True})
+        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size})
         answers = _Answers(self.trained, reader, batch_size, device, given)
-        batches = [
-            as_rows(predicted, {}, reader.key, self.class_names) for predicted in answers.predict()
+        tables = [
+            pa.Table.from_batches([as_rows(predicted, {}, reader.key, self.class_names)])
+            for predicted in answers.predict()
         ]
-        return pa.Table.from_batches(batches)
+        if len({str(table.schema) for table in tables}) > 1:
+            tables = [_with_free_lengths(table) for table in tables]  # masks of several sizes
+        return pa.concat_tables(tables)
 
     def __repr__(self) -> str:
         saved = self.trained.loaded.saved
         return f"Model({str(saved.path)!r}, recipe {self.trained.chosen.key}, step {saved.step})"
+
+
+def _with_free_lengths(table: pa.Table) -> pa.Table:
+    """Return a table whose lists may have a length of their own in each row."""
+    for place, column in enumerate(table.schema):
+        if pa.types.is_fixed_size_list(column.type):
+            free = pa.list_(column.type.value_type)
+            table = table.set_column(place, column.name, table.column(place).cast(free))
+    return table.replace_schema_metadata(None)
 
 
 def load_model(path: str | Path) -> Model:
@@ -171,9 +191,10 @@ def predict_file(
     shown.start("predicting", reader.num_rows, "rows")
     answers = _Answers(trained, reader, batch_size, device, given)
     began = time.perf_counter()
+    said: tuple[str, ...] = ()
     with blamed(recipe, "predict"):
         if is_own:
-            num_rows = recipe.write_answers(out, answers.predict(), trained.made, facts)
+            num_rows, said = write_own(recipe, out, answers.predict(), trained.made, facts)
         else:
             num_rows = write_predictions(
                 out,
@@ -184,7 +205,7 @@ def predict_file(
                 classes=trained.class_names,
             )
     seconds = time.perf_counter() - began
-    notes = (*reader.notes(), *trained.made.notes)
+    notes = (*reader.notes(), *said, *trained.made.notes)
     return PredictReport(
         out, num_rows, tuple(answers.names), seconds, notes, evaluation=answers.evaluation()
     )

@@ -11,8 +11,10 @@ quarter; probabilities are blended with weights that fall towards a tile's borde
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import itertools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,12 +26,22 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from stoker.display import quoted
 from stoker.errors import InputError, SourceError, unwritable
-from stoker.ownership import SIGNATURE, claim_folder, has_signature, write_text, writing
+from stoker.ownership import (
+    MARK_NAME,
+    SIGNATURE,
+    claim_folder,
+    has_signature,
+    remove_empty_folder,
+    remove_file,
+    write_text,
+    writing,
+)
 from stoker.recipes.contract import RawBatch
+from stoker.recipes.images.pictures import GivenPictures, as_keys, given_pictures
 from stoker.recipes.segmentation.evaluation import legend, palette
-from stoker.sources.images.decoding import Decoded, PictureError, decode, to_pixels
-from stoker.sources.images.listing import find_pictures
+from stoker.sources.images.decoding import Decoded, PictureError, to_pixels
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
 from stoker.units import format_count
@@ -41,6 +53,8 @@ _LARGER = 1.25
 """Pictures up to this much larger than the largest of training are resized, not cut into tiles."""
 _BATCH_BYTES = 64 << 20
 _TILES_AT_ONCE = 4
+_ANSWERS_HEADER = ("file", "mask", "reason")
+_CLASSES_HEADER = ("value", "class", "colour")
 
 
 @dataclass(frozen=True)
@@ -74,55 +88,49 @@ class Scale:
 
 
 class ScenePictures:
-    """The pictures of a folder at the size they go through the network; see `RawReader`.
+    """Pictures at the size they go through the network; see `RawReader`.
 
     Args:
-        root: The folder.
-        names: Relative paths of its pictures.
+        pictures: Of the user.
         scale: Of training.
         channels: 1 for grey, 3 for RGB.
         value_range: LOW and HIGH of 16-bit and float pictures, as in training.
         first_frame: Take the first frame of files that hold several.
         batch_size: Pictures at once.
         is_table: Whether answers become rows of one table, which needs masks of one size.
-        told: What to say at the end.
     """
-
-    key = "file"
 
     def __init__(
         self,
-        root: Path,
-        names: Sequence[str],
+        pictures: GivenPictures,
         scale: Scale,
         channels: int,
         value_range: tuple[float, float] | None,
         first_frame: bool,
         batch_size: int,
         is_table: bool,
-        told: Sequence[str] = (),
     ) -> None:
-        self._root, self._names, self._scale = root, names, scale
+        self._pictures, self.key, self._scale = pictures, pictures.key, scale
         self._channels, self._value_range = channels, value_range
         self._first_frame, self._batch_size = first_frame, batch_size
-        self._is_table, self._told = is_table, list(told)
+        self._is_table = is_table
         self._num_refused = self._num_tiled = 0
-        self.num_rows: int | None = len(names)
+        self.num_rows: int | None = len(pictures.keys)
 
     @classmethod
     def open(cls, given: Any, **more: Any) -> ScenePictures | None:
-        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else."""
-        found = find_pictures(given)
-        return None if found is None else cls(*found[:2], **more, told=found[2])
+        """Return a reader of what `given_pictures` takes; None for anything else."""
+        found = given_pictures(given)
+        return None if found is None else cls(found, **more)
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names; those of one size together."""
-        held: list[tuple[str, Array, Size]] = []
+        held: list[tuple[Any, Array, Size]] = []
         first: Size | None = None
-        for name in self._names:
-            path = self._root / name
+        for place, name in enumerate(self._pictures.keys):
+            path = self._pictures.path(place)
             try:
-                decoded = decode(path, self._first_frame)
+                decoded = self._pictures.decode(place, self._first_frame, self._value_range)
                 original = (decoded.image.height, decoded.image.width)
                 pixels = self._pixels(decoded, path, original)
             except SourceError as error:
@@ -150,19 +158,21 @@ class ScenePictures:
         made = to_pixels(decoded, path, size, self._channels, self._value_range)
         return np.moveaxis(made.values, -1, 0)
 
-    def _refused(self, name: str, error: SourceError, size: Size | None) -> RawBatch:
+    def _refused(self, name: Any, error: SourceError, size: Size | None) -> RawBatch:
         self._num_refused += 1
         reason = error.reason if isinstance(error, PictureError) else error.given
         blank = torch.zeros((1, self._channels, *self._scale.size), dtype=torch.uint8)
-        batch = {"images": blank, "original_size": torch.tensor([size or self._scale.size])}
-        return RawBatch(np.array([name], dtype=object), batch, np.zeros(1, bool), [reason])
+        blank_size = size or self._scale.size
+        batch = {"images": blank, "original_size": torch.tensor([blank_size])}
+        labels = _size_labels([blank_size])
+        return RawBatch(as_keys([name]), batch, np.zeros(1, bool), [reason], labels)
 
     def notes(self) -> Sequence[str]:
         """Return what was cut into tiles and what was left out."""
         refused, tiled = self._num_refused, self._num_tiled
         high, wide = self._scale.size
         return [
-            *self._told,
+            *self._pictures.told,
             *(
                 [f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"]
                 if tiled
@@ -176,16 +186,20 @@ class ScenePictures:
         ]
 
 
-def _as_batch(held: Sequence[tuple[str, Array, Size]]) -> Iterator[RawBatch]:
+def _as_batch(held: Sequence[tuple[Any, Array, Size]]) -> Iterator[RawBatch]:
     if held:
         names, pixels, sizes = zip(*held, strict=True)
         batch = {
             "images": torch.from_numpy(np.stack(pixels)),
             "original_size": torch.tensor(sizes),
         }
-        yield RawBatch(
-            np.array(names, dtype=object), batch, np.ones(len(names), bool), [None] * len(names)
-        )
+        answered, reasons = np.ones(len(names), bool), [None] * len(names)
+        yield RawBatch(as_keys(names), batch, answered, reasons, _size_labels(sizes))
+
+
+def _size_labels(sizes: Sequence[Size]) -> dict[str, Array]:
+    high, wide = np.array(sizes, np.int64).T
+    return {"height": high, "width": wide}
 
 
 # -- through the network -------------------------------------------------------------------------
@@ -287,8 +301,13 @@ def _ramp(side: int, device: torch.device) -> Tensor:
 # -- masks out -----------------------------------------------------------------------------------
 
 
-def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -> int:
-    """Write every mask as a PNG below a folder of ours; return how many pictures there were.
+def write_masks(
+    out: Path, answers: Iterable[Predicted], names: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Write every mask as a PNG below a folder of ours; return how many pictures there were, and what to say.
+
+    Masks of an earlier prediction are removed first: a folder never holds answers of two. `answers.csv` comes last, so
+    a folder without it is of a prediction that did not end.
 
     Args:
         out: Made where it is missing; an older one of masks is taken.
@@ -299,11 +318,14 @@ def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -
         InputError: The folder holds what stoker did not write.
         FileError: A file cannot be written.
     """
+    answers = iter(answers)
+    first = next(answers, None)  # input that cannot be read leaves the earlier masks alone
     claim_folder(out, "masks", "a folder of masks")
+    told = _clear_masks(out)
     listed: list[tuple[str, str, str]] = []
     used: set[str] = set()
     colours = palette()
-    for predicted in answers:
+    for predicted in itertools.chain([] if first is None else [first], answers):
         for row, name in enumerate(map(str, predicted.sample_ids)):
             if predicted.answered is not None and not predicted.answered[row]:
                 why = predicted.reasons[row] if predicted.reasons is not None else ""
@@ -318,10 +340,53 @@ def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -
             except OSError as error:
                 raise unwritable(path, error) from error
             listed.append((name, target, ""))
-    _write_table(out / "answers.csv", ("file", "mask", "reason"), listed)
     rows = [(str(value), name, colour) for value, (name, colour) in legend(names).items()]
-    _write_table(out / "classes.csv", ("value", "class", "colour"), rows)
-    return len(listed)
+    _write_table(out / "classes.csv", _CLASSES_HEADER, rows)
+    _write_table(out / "answers.csv", _ANSWERS_HEADER, listed)
+    return len(listed), told
+
+
+def _clear_masks(out: Path) -> list[str]:
+    """Remove the masks and tables of an earlier prediction; return how many, and what else lies there."""
+    removed = 0
+    others: list[str] = []
+    tables = {"answers.csv": _is_table(_ANSWERS_HEADER), "classes.csv": _is_table(_CLASSES_HEADER)}
+    for path in sorted(each for each in out.rglob("*") if each.is_file() or each.is_symlink()):
+        if path.name == MARK_NAME and path.parent == out:
+            continue
+        is_table = path.parent == out and path.name in tables
+        if remove_file(path, tables[path.name] if is_table else _is_mask):
+            removed += not is_table
+        else:
+            others.append(str(path.relative_to(out)))
+    for folder in sorted((each for each in out.rglob("*") if each.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):  # a folder with other things in it stays
+            remove_empty_folder(folder)
+    shown = ", ".join(map(quoted, others[:3])) + (", ..." if len(others) > 3 else "")
+    return [
+        *([f"{format_count(removed, 'mask')} of an earlier prediction removed"] if removed else []),
+        *(
+            [
+                f"{format_count(len(others), 'file')} in {quoted(out)} not of this prediction: {shown}"
+            ]
+            if others
+            else []
+        ),
+    ]
+
+
+def _is_mask(path: Path) -> bool:
+    return path.suffix == ".png" and not path.is_symlink() and has_signature(path)
+
+
+def _is_table(header: Sequence[str]) -> Callable[[Path], bool]:
+    first = ",".join(header).encode()
+
+    def is_ours(found: Path) -> bool:
+        with found.open("rb") as file:
+            return file.read(len(first)) == first
+
+    return is_ours
 
 
 def free_mask_name(name: str, used: set[str]) -> str:
@@ -347,13 +412,7 @@ def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]
     writer = csv.writer(text)
     writer.writerow(header)
     writer.writerows(rows)
-    first = ",".join(header)
-
-    def is_ours(found: Path) -> bool:
-        with found.open("rb") as file:
-            return file.read(len(first)) == first.encode()
-
-    write_text(path, text.getvalue(), is_ours)
+    write_text(path, text.getvalue(), _is_table(header))
 
 
 def encode_mask(mask: Array, colours: Array) -> bytes:
