@@ -274,11 +274,12 @@ def engines_way(
     files = sorted(folder.rglob("*.jpg"))[: 4 * batch]
     data = [torch.from_numpy(np.frombuffer(f.read_bytes(), np.uint8).copy()) for f in files]
     sizes = np.tile(size, (batch, 1))
+    layouts = np.full(batch, 2, np.int8)  # 4:2:0
 
     def batches() -> Iterator[Any]:
         while True:
             for start in range(0, len(data) - batch + 1, batch):
-                made = engines.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
+                made = engines.decode(data[start : start + batch], sizes, layouts)
                 assert made is not None
                 yield made
 

@@ -60,7 +60,7 @@ UNTYPED: dict[str, str] = {
     "recipes/forex/raw_bars.py: _frames_like(symbols, timeframes)": "needs a run on bars; test_raw_bars.py gives such frames",
     "recipes/raw_tables.py: 'pandas.DataFrame(...)'": "pandas is not needed by stoker",
     "recipes/raw_tables.py: f\"rename: {', '.join(close[:5])}\" if close else 'a file with these columns'": "the user's file is to be changed: no command does it",
-    "recipes/sized.py: 'leave size out, or pack the pictures again'": "no command leaves an option of a config out; test_pictures_recipe.py has the refusal",
+    "recipes/pictures.py: 'leave size out, or pack the pictures again'": "no command leaves an option of a config out; test_pictures_recipe.py has the refusal",
     "recipes/massspec/recipe.py: '--set recipe.options.teacher=runs/massspec-teacher/best.pt'": "needs a trained teacher; test_documents.py types it",
     "recipes/tabular/evaluation.py: f'quiet_class={names[0]!r}'": "needs a table with classes; test_baselines.py types it",
     "recipes/walk_forward.py: 'leave --folds out'": "trains as many times as there are folds; test_walk_forward.py refuses it",

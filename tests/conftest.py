@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,14 +16,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import forked_packers
+import forked_workers
 import kept_commands
-import shares
 import warm_stoker
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Several workers share the cores: threads of torch's that wait for each other cost more than they
-    # give, also in the processes that tests start.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests start hundreds of processes; told to keep no bytecode, each of them would compile stoker again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -30,8 +27,10 @@ sys.dont_write_bytecode = False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts this in the background has SIGINT ignored, also in the processes that tests
-    # start and interrupt.
+    # start and interrupt; `nohup` has SIGHUP.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile(
     "house",
@@ -117,35 +116,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if not torch.cuda.is_available():
             leave_out(config, items, "gpu", NO_GPU)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: shares.rank_of(item.nodeid.partition("::")[0]))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Share whole files among the workers of `--dist loadfile`."""
-    return shares.make_scheduler(config, log) if config.option.dist == "loadfile" else None
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--workers", type=int, default=0, help="run in this many forks; files go to them whole"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        gc.enable()  # the controller collects no tests
+    if config.option.workers or "PYTEST_XDIST_WORKER" in os.environ:
+        # Several workers share the cores: threads of torch's that wait for each other cost more than they
+        # give, also in the processes that tests start.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.option.workers:
+        # Whether there is a GPU is asked without starting CUDA, which no fork could use then.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         serving = warm_stoker.for_all_workers()
         serving.__enter__()
         config.add_cleanup(lambda: serving.__exit__(None, None, None))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the controller what this worker has left out."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(_left_out)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: object) -> None:
-    """Take a worker's count: every worker collects the same tests."""
-    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}) if not _left_out else {})
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forks, where `--workers` asks for them."""
+    number = session.config.option.workers
+    if not number or session.config.option.collectonly or session.testsfailed:
+        return None
+    forked_workers.run(session, number)
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: object) -> None:
@@ -170,6 +170,7 @@ def freeze() -> None:
 
 
 def pytest_collection_finish() -> None:
+    forked_packers.fork_packers()
     freeze()
     gc.enable()
 
@@ -181,10 +182,10 @@ def pytest_runtest_teardown() -> None:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory):
+def once(request, tmp_path_factory):
     """`once(name, make)` is `make(folder)`, which one worker runs; the others get a copy of what it returned."""
     root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if request.config.option.workers or "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # the workers' folders stand beside each other in it
 
     def made(name: str, make):
@@ -224,6 +225,12 @@ def logged():
     yield records
     root.setLevel(before)
     root.removeHandler(handler)
+
+
+@pytest.fixture
+def started_packers(monkeypatch):
+    """Have a pack start Python for its workers, as it does outside of tests."""
+    monkeypatch.setattr("stoker.packing.workers.subprocess", subprocess)
 
 
 @pytest.fixture

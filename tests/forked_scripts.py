@@ -8,22 +8,17 @@ Python itself (`test_doctor_attach.py`, `test_doctor_endings.py`).
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import runpy
-import signal
 import sys
-import tempfile
 import threading
 import traceback
-import warnings
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch._dynamo  # else every script whose steps are profiled would
 
-from forked import Forked
+from forked import Forked, begin_as_python_does
 from stoker.doctor import attach
 
 
@@ -37,23 +32,12 @@ def run(words, variables, cwd) -> NoReturn:
     """Be the script; end the process."""
     code = 1
     try:
-        gc.freeze()  # what a collection touches is copied
-        atexit._clear()  # what pytest and its helpers would do at their end
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))  # noqa: SIM115, PTH123
+        begin_as_python_does(variables)
         os.chdir(cwd)
-        os.environ.clear()
-        os.environ.update(variables)
-        tempfile.tempdir = None
-        torch.set_num_threads(1)  # a pool of threads does not survive the fork
-        warnings.resetwarnings()  # which are errors in tests; below, those that Python begins with
-        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", kind)
         _enter()
         sys.argv = [*map(str, words)]
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(str(Path(sys.argv[0]).absolute()), run_name="__main__")  # as Python does
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

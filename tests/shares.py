@@ -13,17 +13,17 @@ from functools import cache
 TOGETHER = {
     "frameworks": (
         "every_pair", "frameworks_lightning", "frameworks_capture", "frameworks_huggingface",
-        "frameworks_adapted", "frameworks_accelerate",
-    ),  # Lightning and transformers are 7 s of imports
+        "frameworks_adapted", "frameworks_accelerate", "examples",
+        "doctor_attach", "doctor_between", "doctor_endings", "doctor_samples",
+    ),  # Lightning and transformers are 7 s of imports, also for the scripts that the doctor watches
     "graphs": ("export", "recipe_images"),  # the exporter is 3 s of imports
     "sources": (
         "advice", "architecture", "ownership", "facts", "printed_commands", "registry", "terminal",
         "words", "bad_machine",
     ),  # they read the whole package
-    "watched": ("doctor_attach", "doctor_between", "doctor_endings", "doctor_samples"),  # of the same scripts
 }  # fmt: skip
 LONG_FIRST = (
-    "augment_fused", "sources", "watched", "frameworks", "graphs", "ranks", "cluster", "examples", "demo",
+    "frameworks", "augment_fused", "sources", "graphs", "ranks", "cluster", "demo",
     "docs_site", "run", "cli_doctor", "doctor_job", "doctor_cases", "tune", "recipe_massspec",
     "gallery", "packing", "bounds", "docs_code", "predict", "cli", "compat_massspec", "report_page",
     "shipped_configs", "msp", "lifetime", "remote_store", "trainer_edges", "recipe_tabular", "recipe_forex",
@@ -31,30 +31,31 @@ LONG_FIRST = (
     "trainer", "massspec_answers", "massspec", "recycled", "recipe_segmentation", "loader_edges", "commit",
     "tune_command", "secrets", "checkpoint", "cli_train", "foreign_position",
 )  # fmt: skip
-_SHARES = {name: share for share, names in TOGETHER.items() for name in names}
+_SHARES = {name: (share, place) for share, names in TOGETHER.items() for place, name in enumerate(names)}
 
 
 @cache
 def share_of(file: str) -> str:
     """Return the share of a test file, which is given by its path."""
-    name = os.path.basename(file).removeprefix("test_").removesuffix(".py")  # noqa: PTH119
-    return _SHARES.get(name, name)
+    return _place(file)[0]
 
 
 @cache
-def rank_of(file: str) -> tuple[int, str]:
-    """Return what puts the long shares first and the files of one beside each other."""
-    share = share_of(file)
-    return (LONG_FIRST.index(share) if share in LONG_FIRST else len(LONG_FIRST)), share
+def rank_of(file: str) -> tuple[int, str, int]:
+    """Return what puts the long shares first and the files of one beside each other, in its order."""
+    share, place = _place(file)
+    number = LONG_FIRST.index(share) if share in LONG_FIRST else len(LONG_FIRST)
+    return number, share, place
 
 
-def make_scheduler(config, log):
-    """Return what hands shares to the workers, one after the other."""
-    from xdist.scheduler import LoadScopeScheduling
+def _place(file: str) -> tuple[str, int]:
+    name = os.path.basename(file).removeprefix("test_").removesuffix(".py")  # noqa: PTH119
+    return _SHARES.get(name, (name, 0))
 
-    class ByShare(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return share_of(nodeid.partition("::")[0])
 
-    config.option.loadscopereorder = False  # our own order, not by the number of tests
-    return ByShare(config, log)
+def shares_of(files: list[str]) -> list[list[int]]:
+    """Return the places of tests, given by their files, share by share in the order in which workers take them."""
+    found: dict[str, list[int]] = {}
+    for number in sorted(range(len(files)), key=lambda number: rank_of(files[number])):
+        found.setdefault(share_of(files[number]), []).append(number)
+    return [*found.values()]

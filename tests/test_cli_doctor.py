@@ -146,10 +146,8 @@ def test_a_healthy_job_is_told_so(inside, capsys, monkeypatch):
 def test_a_script_runs_as_it_is_and_is_judged_beside(folder):
     command = ["doctor", "--out", "script.json", "--html", "script.html", "--apply", "script.patch",
                "--", sys.executable, "train.py", "--lr", "3", "--fail"]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "stoker", *command], capture_output=True, text=True, cwd=folder,
-        env={**ENV, "PYTHONWARNINGS": "default"}, timeout=110, check=False,
-    )  # fmt: skip
+    variables = {**ENV, "PYTHONWARNINGS": "default"}
+    done = warm_stoker.shared().run(command, folder, variables, forks_scripts=True)
     assert done.returncode == 7, done.stderr
     assert done.stdout == "trained with --lr 3 --fail\n"
     assert done.stderr.startswith("a word of its own\n")

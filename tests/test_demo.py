@@ -27,15 +27,17 @@ def demo(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
-        # One short timeframe and a quarter of the samples: the story is the same, in a third of the time.
+        # One short timeframe, a small model and a quarter of the samples: the story is the same, in a
+        # fifth of the time.
         patch.setitem(OPTIONS, "timeframes", ["H4"])
+        patch.setitem(OPTIONS, "d_model", 8)
         for module in ("story", "training"):
             patch.setattr(f"stoker.demo.{module}.TRAINED", ("H4",))
         patch.setattr("stoker.demo.training._TRAINED_SAMPLES", 256)
         patch.setattr("stoker.demo.story._SECONDS_PER_TRY", 0.1)
-        patch.setattr(examine, "__defaults__", (15,))  # steps of the two scripts under the doctor
+        patch.setattr(examine, "__defaults__", (10,))  # steps of the two scripts under the doctor
         patch.setattr("stoker.doctor.attach._start", forked_scripts.start)
-        yield folder, run_demo(folder, weeks=4)
+        yield folder, run_demo(folder, weeks=3)
     torch.set_num_threads(before)
 
 
@@ -115,7 +117,7 @@ def test_the_windows_file_goes_even_when_the_demo_is_cut(tmp_path):
                 raise CutError
 
     with pytest.raises(CutError):
-        run_demo(tmp_path, weeks=4, progress=Cut())
+        run_demo(tmp_path, weeks=3, progress=Cut())
     assert not (tmp_path / "windows.h5").exists()
     assert (tmp_path / "store" / "store.json").exists()
 

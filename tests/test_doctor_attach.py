@@ -324,7 +324,8 @@ def test_a_compiled_model_stays_one_graph(seen):
     assert seen.compiled.steps > 10
 
 
-def test_a_script_of_nine_steps_ends_well(tmp_path):
+@pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+def test_a_script_of_nine_steps_ends_well(how, tmp_path, capfd):
     body = """
     for number in range(9):  # ends while the probe's profiler runs
         update(*data[number : number + 16])
@@ -333,8 +334,10 @@ def test_a_script_of_nine_steps_ends_well(tmp_path):
     os.wait()
     """
     path = script(tmp_path, "short", body, LIGHT)
-    done = talk([sys.executable, str(path)], env=probe_variables(os.environ, tmp_path))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    begin = forked_scripts.start if how == "forked" else attach._start
+    process = begin([sys.executable, str(path)], probe_variables(os.environ, tmp_path), tmp_path)
+    assert process.wait(120) == 0
+    assert capfd.readouterr() == ("", "")
     assert [one.state["num_steps"] for one in read_folder(tmp_path)] == [8]
 
 

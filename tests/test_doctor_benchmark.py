@@ -54,9 +54,9 @@ def result(causes, findings=(), alone=100.0, fixed=200.0, slow=0.0103, unjudged=
         "also": [],
         "style": "plain",
         "has_gain": True,
-        "alone": {"rate": alone, "median_step_seconds": 0.01},
+        "alone": [{"rate": alone, "median_step_seconds": 0.01}],
         "doctored": {"rate": alone, "median_step_seconds": slow},
-        "fixed": {"rate": fixed},
+        "fixed": [{"rate": fixed}],
         "unjudged": unjudged,
         "findings": [{"name": name, "gain": {"likely": gain}} for name, gain in findings],
     }

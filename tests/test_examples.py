@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
-from warm_stoker import shared
+from warm_stoker import run_script_here
 
 FOLDER = Path(__file__).parent.parent / "examples"
 SAYS = {
@@ -49,20 +52,24 @@ def test_every_example_is_listed_here():
     assert sorted(path.name for path in FOLDER.glob("*.py")) == sorted(SAYS)
 
 
-# Each imports a library of its own for seconds; its other example runs in `make test`.
-LATER = {"captured_lightning.py", "captured_huggingface.py"}
+@pytest.fixture(scope="module")
+def imported():
+    """Have here what the examples import, so that none of their forks imports it for seconds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("torch._dynamo", "accelerate", "lightning.pytorch", "transformers.trainer"):
+            if importlib.util.find_spec(name.partition(".")[0]):
+                importlib.import_module(name)
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in LATER)) for name in sorted(SAYS)],
-)
-def test_example_runs_and_says_what_it_did(name, tmp_path):
+@pytest.mark.parametrize("name", sorted(SAYS))
+def test_example_runs_and_says_what_it_did(name, tmp_path, imported):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     warned = ["error", *(THEIR_WARNINGS if name in NEEDS else ())]
-    done = shared().run([], tmp_path, environment, script=FOLDER / name, warned=warned)
+    done = run_script_here(FOLDER / name, tmp_path, environment, warned)
     assert done.returncode == 0, done.stderr
     assert re.search(SAYS[name], done.stdout), done.stdout
     assert done.stderr == ""

@@ -7,13 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.recipes.images.pictures import PictureReader, given_pictures
+from stoker.recipes.given_pictures import given_pictures
+from stoker.recipes.images.pictures import PictureReader
 from stoker.recipes.segmentation.masks import Scale, ScenePictures
 
 
 def read(given, channels=3, value_range=None):
     """Return the keys, the pixels and the reasons of pictures."""
-    reader = PictureReader.open(given, (6, 5), channels, value_range, False, lambda x: x, 2)
+    rule = {"channels": channels, "value_range": value_range, "first_frame": False}
+    reader = PictureReader.open(given, size=(6, 5), normalise=lambda x: x, batch_size=2, **rule)
     batches = list(reader)
     keys = [key for batch in batches for key in batch.keys.tolist()]
     pixels = torch.cat([batch.batch["images"] for batch in batches])

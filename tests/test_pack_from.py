@@ -69,7 +69,12 @@ def test_samples_of_any_kind_become_a_store(tmp_path, make):
             assert torch.equal(batch["x"][:, 0, 0].long(), batch["label"])
 
 
-def test_worker_processes_give_the_same_store(tmp_path):
+@pytest.mark.parametrize(
+    "workers", ["forked", pytest.param("started", marks=pytest.mark.slow)]  # which import torch
+)
+def test_worker_processes_give_the_same_store(workers, tmp_path, request):
+    if workers == "started":
+        request.getfixturevalue("started_packers")
     one = pack_from(Items(), tmp_path / "one", options=HERE)
     two = pack_from(Items(), tmp_path / "two", options=PackOptions(jobs=2))
     assert [shard.checksum for shard in one.manifest.shards] == [

@@ -44,7 +44,7 @@ def tree(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
 
-def test_one_worker_and_several_give_the_same_bytes(numbers, tmp_path):
+def test_one_worker_and_several_give_the_same_bytes(started_packers, numbers, tmp_path):
     for jobs in (1, 2, 3):
         result = pack(NumbersSource(numbers), tmp_path / f"s{jobs}", PackOptions(jobs=jobs))
         assert result.manifest.attributes["counts"] == [5, 5, 5]

@@ -58,9 +58,11 @@ def test_a_library_that_gives_other_pixels_is_not_taken(channels):
         assert [each.shape[:2] for each in made] == [tuple(size) for size in sizes.tolist()]
         return [torch.from_numpy(each.transpose(2, 0, 1).copy()) for each in made]
 
-    nvjpeg._prove(SimpleNamespace(channels=channels, decode=decode))
+    nvjpeg._prove(SimpleNamespace(channels=channels, planes=False, decode=decode))
     turned = SimpleNamespace(
-        channels=channels, decode=lambda *given: [each.flip(2) for each in decode(*given)]
+        channels=channels,
+        planes=False,
+        decode=lambda *given: [each.flip(2) for each in decode(*given)],
     )
     with pytest.raises(nvjpeg.DecoderError, match="levels away"):
         nvjpeg._prove(turned)
@@ -92,7 +94,7 @@ def test_another_size_and_no_jpeg_are_refused_before_anything_is_decoded():
     good = jpeg(64, 64)
     for bad, size in ((jpeg(65, 64), (64, 64)), (torch.zeros(99, dtype=torch.uint8), (64, 64))):
         with pytest.raises(nvjpeg.DecoderError, match="no JPEG of 64 x 64"):
-            decoder.decode([good, bad], np.array([(64, 64), size]))
+            decoder.look([good, bad], np.array([(64, 64), size]), np.full(2, -1, np.int8))
     decoder.decode([good], np.array([(64, 64)]))
     torch.cuda.synchronize()
 
@@ -115,9 +117,9 @@ def test_epochs_on_a_gpu_repeat_to_the_bit_and_streams_are_kept():
     store, _ = make_store(40, form="JPEG")
     with Loader(store, 8, GPU, shuffle=True, augment=random_ops()) as loader:
         first = [batch["images"].clone() for batch in loader]
-        lanes = loader._pictures._lanes.qsize()
+        lanes = loader._pictures._streams.qsize()
         list(loader)
         loader.set_epoch(0)
         again = [batch["images"].clone() for batch in loader]
-        assert loader._pictures._lanes.qsize() == lanes == pictures._GPU_THREADS
+        assert loader._pictures._streams.qsize() == lanes == pictures._GPU_THREADS
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

@@ -39,6 +39,22 @@ def test_steps_that_differ_everywhere_cannot_be_judged():
     assert is_too_noisy(tensors, torch.tensor([float("nan")] * 3))
 
 
+def test_what_a_step_leaves_alone_does_not_hide_noise():
+    frozen = [torch.ones(3)] * 6
+    after, before = [torch.tensor(1.0), *frozen, torch.ones(2)], [*frozen, torch.zeros(2)]
+    noise = torch.tensor([0.5, *[0.0] * 6, 0.5])
+    assert not is_too_noisy(after, noise)
+    assert is_too_noisy(after, noise, before)
+    assert is_too_noisy(after, torch.tensor([0.0, *[0.0] * 6, 0.5]), before)
+    assert not is_too_noisy(after, torch.zeros(8), before)
+
+
+def test_a_loss_that_is_different_each_time_is_no_noise():
+    after, before = [torch.tensor(1.0), *[torch.ones(2)] * 5], [torch.zeros(2)] * 5
+    assert is_too_noisy(after, torch.tensor([0.1, *[0.0] * 5]), before)
+    assert not is_too_noisy(after, torch.tensor([0.001, *[0.0] * 5]), before)
+
+
 class Masked(nn.Module):
     """Takes another way while a graph is captured, as attention masks of Hugging Face models do."""
 

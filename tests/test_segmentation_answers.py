@@ -376,8 +376,8 @@ def test_a_store_gets_a_folder_of_masks_whatever_kind_it_is(trained):
 
 
 def test_large_pictures_keep_the_scale_of_training_of_encoded_pictures(trained):
+    from stoker.recipes.pictures import sized_store
     from stoker.recipes.segmentation.recipe import _packed_as
-    from stoker.recipes.sized import sized_store
     from stoker.store.reader import open_store
 
     root, _ = trained

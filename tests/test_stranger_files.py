@@ -19,6 +19,11 @@ from stoker.sources.images.masks import check_values, parse_mask_map
 from stoker.sources.images.segmentation import SegmentationSource
 from stoker.store.reader import open_store
 
+_SMALL = {
+    "size": (4, 4), "channels": 3, "value_range": None, "first_frame": False,
+    "normalise": lambda x: x.float(), "batch_size": 8,
+}  # fmt: skip
+
 # -- names -----------------------------------------------------------------------------------------
 
 
@@ -51,7 +56,7 @@ def test_pictures_that_cannot_be_read_have_a_reason_each(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     listing = list_pictures(tmp_path)
     assert listing.pictures == ["phone.HEIC", "saved.jfif"]
-    reader = PictureReader.open(tmp_path, (4, 4), 3, None, False, lambda x: x.float(), 8)
+    reader = PictureReader.open(tmp_path, **_SMALL)
     (batch,) = reader
     assert batch.keys.tolist() == ["phone.HEIC", "saved.jfif"]
     assert batch.answered.tolist() == [False, True]
@@ -66,11 +71,11 @@ def test_a_list_of_paths_is_answered_in_its_order(tmp_path):
     for name in ("b", "a"):
         Image.new("RGB", (8, 6), "red").save(tmp_path / f"{name}.png")
     given = [tmp_path / "b.png", str(tmp_path / "a.png"), tmp_path / "none.png"]
-    (batch,) = PictureReader.open(given, (4, 4), 3, None, False, lambda x: x.float(), 8)
+    (batch,) = PictureReader.open(given, **_SMALL)
     assert batch.keys.tolist() == list(map(str, given))
     assert batch.answered.tolist() == [True, True, False]
     assert "No such file" in batch.reasons[2]
-    assert PictureReader.open([1, 2], (4, 4), 3, None, False, lambda x: x, 8) is None
+    assert PictureReader.open([1, 2], **_SMALL) is None
 
 
 def test_what_was_seen_of_some_pictures_is_not_said_of_all(tmp_path):

@@ -49,13 +49,20 @@ def images(tmp_path):
 
 
 def fit(
-    path, device, capture="auto", model=None, after_step=None, epochs=5, kind=torch.optim.AdamW
+    path,
+    device,
+    capture="auto",
+    model=None,
+    after_step=None,
+    epochs=5,
+    kind=torch.optim.AdamW,
+    **config,
 ):
     torch.manual_seed(0)
     model = (model or make_model()).to(device)
     optimizer = kind(model.parameters(), lr=0.01)
     loader = Loader(path, 20, device, order="shuffled", seed=1)
-    config = {"epochs": epochs, "capture": capture, "precision": "fp32"}
+    config = {"epochs": epochs, "capture": capture, "precision": "fp32", **config}
     scheduler = None if after_step is None else AfterStep(optimizer, after_step)
     trainer = Trainer(
         model, loader, None, nn.functional.mse_loss, optimizer, scheduler, config, device
@@ -511,3 +518,22 @@ def test_an_augmentation_that_counts_on_the_host_is_caught(images, device):
         if capture == "auto":
             assert "on the host, which a graph cannot follow" in trainer._captured.reason
     assert runs[0] == pytest.approx(runs[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_a_step_that_does_something_else_each_time_is_not_taken_for_noise(rows, device, clip_norm):
+    class Alternates(nn.Module):
+        """Computes two things by turns, on top of layers that are not trained."""
+
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)))
+            self.body.requires_grad_(False)
+            self.head, self.turns = nn.Linear(6, 1), [iter(range(10_000))]
+
+        def forward(self, x):
+            return self.head(self.body(x)) * (1.0 + next(self.turns[0]) % 2)
+
+    torch.manual_seed(0)
+    trainer, _ = fit(rows, device, model=Alternates(), epochs=2, clip_norm=clip_norm)
+    assert trainer._captured.is_given_up, trainer._captured.reason

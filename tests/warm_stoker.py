@@ -31,7 +31,8 @@ import traceback
 import warnings
 from pathlib import Path
 
-from forked import Forked
+from forked import Forked, begin_as_python_does
+from forked_packers import fork_packers
 
 FIRST_USE = (
     "h5py", "pyarrow.csv", "pyarrow.parquet", "torch._dynamo", "torch.onnx", "torch.utils.data",
@@ -90,6 +91,7 @@ def _load():
     whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
     typer.main.get_command = lambda app: whole
     do_not_wait_for_the_disk()
+    fork_packers()
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
     return stoker.cli.main.run
@@ -107,16 +109,21 @@ def _answer(requests, answers, main) -> None:
         if asked["beside"]:
             _run_beside(asked, main)
             continue
-        pipes = os.pipe(), os.pipe()
-        pid = os.fork()
-        if not pid:
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            _run(asked, main, [nothing, *(end for _, end in pipes)])
-        for _, end in pipes:
-            os.close(end)
-        texts = _read([end for end, _ in pipes])
-        status = os.waitpid(pid, 0)[1]
-        print(json.dumps([os.waitstatus_to_exitcode(status), *texts]), file=answers, flush=True)
+        print(json.dumps(_in_a_fork(asked, main)), file=answers, flush=True)
+
+
+def _in_a_fork(asked: dict, main) -> list:
+    """Return the exit code of a command, and what it says on its two streams."""
+    pipes = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        _run(asked, main, [nothing, *(end for _, end in pipes)])
+    for _, end in pipes:
+        os.close(end)
+    texts = _read([end for end, _ in pipes])
+    status = os.waitpid(pid, 0)[1]
+    return [os.waitstatus_to_exitcode(status), *texts]
 
 
 def _read(ends: list[int]) -> list[str]:
@@ -183,6 +190,8 @@ def _run(asked: dict, main, streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if asked["here"]:
+        begin_as_python_does(asked["environment"])
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
@@ -260,7 +269,7 @@ def _fork_ranks(main) -> None:
 def _asked(words, folder, environment, script) -> dict:
     asked = {"words": words, "folder": str(folder or Path.cwd()), "script": str(script)}
     asked |= {"limit": 0, "blocked": [], "warnings": [], "beside": None}
-    asked |= {"forks_ranks": False, "forks_scripts": False}
+    asked |= {"forks_ranks": False, "forks_scripts": False, "here": False}
     return asked | {"environment": dict(os.environ if environment is None else environment)}
 
 
@@ -469,3 +478,16 @@ def stoker(
 ) -> subprocess.CompletedProcess[str]:
     """Run `stoker words` in a fork of this worker's server."""
     return shared().run(words, cwd, env)
+
+
+def run_script_here(
+    script: Path, folder: Path, environment: dict[str, str], warned=()
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fork of this worker, which has imported what earlier tests have needed."""
+    asked = _asked([], folder, environment, script) | {"warnings": [*warned], "here": True}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads that the child does not use
+        code, out, err = _in_a_fork(asked, None)
+    return subprocess.CompletedProcess([script], code, out, err)

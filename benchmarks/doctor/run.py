@@ -4,11 +4,12 @@
     python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
 
-Each script runs four times: alone, under `stoker doctor`, as its fixed twin, and alone again. The measured gain is the
-rate of the twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden
-unless `--gpu` is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again;
-one whose framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, of which
-`publish.py` makes the page docs/doctor-benchmark.md; `peers.py` asks other tools.
+Each script runs alone, under `stoker doctor`, and then in turns as its fixed twin and alone again: two twins at least,
+and up to four where two runs of the same script differ by more than 15 %. The measured gain is the median rate of the
+twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden unless `--gpu`
+is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again; one whose
+framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, of which `publish.py`
+makes the page docs/doctor-benchmark.md; `peers.py` asks other tools.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,9 +44,13 @@ from cases import CASES, Case  # noqa: E402
 
 from harness import RESULTS, machine_facts, machine_name  # noqa: E402
 
-STEPS, WARM_UP, LONGEST_SECONDS = 120, 20, 120
-BARE_SECONDS = 4
-"""A script alone, or its twin, ends after so long if it made enough steps; under the doctor it makes them all."""
+STEPS, RANK_STEPS, WARM_UP, LONGEST_SECONDS = 2000, 150, 20, 120
+BARE_SECONDS = 2.5
+"""A script alone, or its twin, ends after so long if it made enough steps; ranks make a fixed number."""
+DOCTORED_SECONDS, FEWEST_DOCTORED = 5.0, 100
+"""Under the doctor a script makes as many steps as take this long, and no fewer than these."""
+FEWEST_TURNS, MOST_TURNS, NOISY = 2, 4, 0.15
+"""Runs of the twin, each followed by the script alone: more of them while runs of the same script differ by more."""
 CLOSE = 0.3
 DROPPED = ("timeline", "subject")
 """Measurements of the doctor that are not kept. From the others its rules can be asked again."""
@@ -57,18 +62,20 @@ FORKS = multiprocessing.get_context("forkserver")
 """Starts processes that have imported torch already: a run takes its own seconds, not those of importing."""
 
 
-def variables_of(folder: Path, **more: str) -> dict[str, str]:
+def variables_of(folder: Path, steps: int, **more: str) -> dict[str, str]:
     """Return the variables that every run gets."""
-    return {"STEPS": str(STEPS), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **more}
+    return {"STEPS": str(steps), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **more}
 
 
 def rate_of(
-    words: Sequence[str], folder: Path, name: str, batch: int, cores: set[int], **more: str
+    case: Case, words: Sequence[str], folder: Path, batch: int, cores: set[int]
 ) -> dict[str, Any]:
     """Run a script with the stopwatch; return samples per second, or how it failed."""
-    out = folder / f"{name}.times"
-    more["STOPWATCH_LONGEST"] = str(BARE_SECONDS)
-    task = (str(out), words, str(folder), cores, variables_of(folder, **more))
+    out = folder / "bare.times"
+    out.unlink(missing_ok=True)
+    steps = RANK_STEPS if case.style == "ranks" else STEPS
+    variables = variables_of(folder, steps, STOPWATCH_LONGEST=str(BARE_SECONDS))
+    task = (str(out), words, str(folder), cores, variables)
     process = FORKS.Process(target=stopwatch.run_forked, args=task)
     process.start()
     process.join(LONGEST_SECONDS)
@@ -82,14 +89,14 @@ def rate_of(
 
 
 def doctored_rate(
-    script: Path, report: Path, folder: Path, batch: int, cores: set[int]
+    script: Path, report: Path, folder: Path, batch: int, cores: set[int], steps: int
 ) -> dict[str, Any]:
     """Run a script under the doctor with the stopwatch, as a user would: in a process of its own."""
     out = folder / "doctored.times"
     doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
     done = subprocess.run(
         [*doctor, sys.executable, str(HERE / "stopwatch.py"), str(out), str(script)],
-        env={**os.environ, **variables_of(folder)},
+        env={**os.environ, **variables_of(folder, steps)},
         cwd=folder,
         preexec_fn=partial(os.sched_setaffinity, 0, cores),
         capture_output=True,
@@ -110,6 +117,7 @@ def read_times(out: Path, batch: int) -> dict[str, Any]:
     return {
         "rate": batch * len(steps) / (times[-1] - times[0]),
         "median_step_seconds": statistics.median(steps),
+        "queued_share": seen["queued"] / (times[-1] - times[0]),
         "top": seen["top"],
     }
 
@@ -127,14 +135,27 @@ def examine(case: Case, folder: Path, cores: set[int]) -> dict[str, Any]:
         "has_gain": case.has_gain,
     }
     report = folder / "doctor.json"
-    # Alone, under the doctor, fixed, and alone again: a machine that drifts slows the first and the last alike.
-    result["alone"] = rate_of([str(script)], folder, "alone", case.batch, cores)
-    if "failure" in result["alone"]:
+
+    def time_script() -> dict[str, Any]:
+        return rate_of(case, [str(script)], folder, case.batch, cores)
+
+    result["alone"] = [time_script()]
+    if "failure" in result["alone"][0]:
         return result
-    result["doctored"] = doctored_rate(script, report, folder, case.batch, cores)
-    if case.causes:
-        result["fixed"] = rate_of([str(script), "--fixed"], folder, "fixed", fixed_batch, cores)
-    result["again"] = rate_of([str(script)], folder, "again", case.batch, cores)
+    per_second = 1 / result["alone"][0]["median_step_seconds"]
+    steps = min(STEPS, max(FEWEST_DOCTORED, round(DOCTORED_SECONDS * per_second)))
+    if case.style == "ranks":
+        steps = RANK_STEPS
+    result["doctored"] = doctored_rate(script, report, folder, case.batch, cores, steps)
+    result["fixed"] = []
+    for turn in range(MOST_TURNS if case.causes else 1):
+        if turn >= FEWEST_TURNS and max(map(drift, (result["alone"], result["fixed"]))) <= NOISY:
+            break
+        if case.causes:
+            twin = rate_of(case, [str(script), "--fixed"], folder, fixed_batch, cores)
+            result["fixed"].append(twin)
+        if turn != 1:  # as often as the twin: it ran before the first turn
+            result["alone"].append(time_script())
     if report.exists():
         found = json.loads(report.read_text())
         result["verdict"] = found["verdict"]
@@ -149,7 +170,18 @@ def examine(case: Case, folder: Path, cores: set[int]) -> dict[str, Any]:
     return result
 
 
+def drift(runs: Sequence[dict[str, Any]]) -> float:
+    """Return by how much the fastest of some runs of the same script is faster than the slowest; 0 of none."""
+    rates = [one["rate"] for one in runs if one.get("rate")]
+    return max(rates) / min(rates) - 1 if rates else 0.0
+
+
 # -- all of them -------------------------------------------------------------------------------------
+
+
+def _median(runs: Iterable[dict[str, Any]], what: str) -> float | None:
+    """Return the median of one figure of some runs; None if none has it."""
+    return statistics.median([one[what] for one in runs if one.get(what)] or [0.0]) or None
 
 
 def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -170,18 +202,17 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
     row["all_named"] = not unnamed or (
         len(unnamed) < len(causes) and any(name in told for name in result["also"])
     )
-    runs = [result["alone"], result.get("again", {})]
-    rates = [one["rate"] for one in runs if one.get("rate")]
-    alone = statistics.fmean(rates) if rates else None
-    fixed = result.get("fixed", {}).get("rate")
-    row["drift"] = max(rates) / min(rates) - 1 if rates else None
+    alone = _median(result["alone"], "rate")
+    fixed = _median(result.get("fixed", ()), "rate")
+    row["drift"] = max(drift(result["alone"]), drift(result.get("fixed", ())))
+    queued = [one["queued_share"] for one in result["alone"] if "queued_share" in one]
+    row["queued_share"] = max(queued, default=None)
     right = next((one for one in found if one["name"] in (*causes, *result["also"])), None)
     row["measured"] = fixed / alone if alone and fixed else None
     row["predicted"] = (
         right["gain"]["likely"] if right and len(causes) == 1 and result["has_gain"] else None
     )
-    steps = [one["median_step_seconds"] for one in runs if one.get("median_step_seconds")]
-    fast = statistics.fmean(steps) if steps else None
+    fast = _median(result["alone"], "median_step_seconds")
     slow = result["doctored"].get("median_step_seconds")
     row["overhead"] = slow / fast - 1 if slow and fast else None
     row["step_ms"] = fast * 1e3 if fast else None
@@ -283,7 +314,7 @@ def main() -> None:
         """Write what there is after every script, so that a run that is cut short leaves its results."""
         kept = {case.name: asked.state / f"{case.name}.json" for case in CASES}
         raw = {name: json.loads(path.read_text()) for name, path in kept.items() if path.exists()}
-        rows = [judge(name, one) for name, one in raw.items() if "failure" not in one["alone"]]
+        rows = [judge(name, one) for name, one in raw.items() if "failure" not in one["alone"][0]]
         done = {row["case"] for row in rows}
         summary = summarise(rows)
         summary["not_run"] = [case.name for case in wanted if case.name not in done]
@@ -307,8 +338,8 @@ def main() -> None:
             free.put(cores)
             shutil.rmtree(folder, ignore_errors=True)
         kept.write_text(json.dumps(result))
-        if "failure" in result["alone"]:
-            print(f"--  {case.name}: {result['alone']['failure'][-300:]}", flush=True)
+        if "failure" in result["alone"][0]:
+            print(f"--  {case.name}: {result['alone'][0]['failure'][-300:]}", flush=True)
             return
         row = judge(case.name, result)
         gains = [row["predicted"], row["measured"]] if row["causes"] else []

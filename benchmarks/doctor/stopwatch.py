@@ -19,11 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-LEAST, FIRST = 50, 21
+LEAST, FIRST = 40, 21
 PROFILED = (10, 20)
 main_process = os.getpid()
 lock: int | None = None
 times: list[float] = []
+queued_before = 0.0
 profiler = None
 top: list[str] = []
 
@@ -36,17 +37,31 @@ def await_gpu():
         torch.cuda.synchronize()
 
 
+def queued_seconds():
+    """Return the seconds for which this thread was ready to run and had no core; 0 if unknown."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def note(*_):
-    global profiler  # noqa: PLW0603  one per process
+    global profiler, queued_before  # noqa: PLW0603  one per process
     if len(times) + 1 in (FIRST, int(os.environ.get("STEPS", "120"))):
         await_gpu()
+    if len(times) + 1 == FIRST:
+        queued_before = queued_seconds()
     times.append(time.perf_counter())
     longest = float(os.environ.get("STOPWATCH_LONGEST", "inf"))
     is_long = len(times) >= LEAST and times[-1] - times[0] > longest and os.getpid() == main_process
     if is_long or len(times) == int(os.environ.get("STEPS", "120")):
+        if is_long:
+            await_gpu()
+            times[-1] = time.perf_counter()
         try:
             with Path(os.environ["STOPWATCH_OUT"]).open("x") as file:
-                json.dump({"times": times, "top": top}, file)
+                queued = queued_seconds() - queued_before
+                json.dump({"times": times, "top": top, "queued": queued}, file)
         except FileExistsError:
             pass
         if lock is not None:

@@ -27,14 +27,7 @@ def make_table(
     rows: Iterable[Sequence[str]] = (),
     left: Collection[int] = (0,),
 ) -> Table:
-    """Return a table; numbers stand to the right.
-
-    Args:
-        title: Above it.
-        heads: Of the columns.
-        rows: Cells as text.
-        left: Columns of text, which stand to the left and may be folded.
-    """
+    """Return a table; numbers stand to the right. Columns of `left` hold text and may be folded."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

@@ -117,15 +117,7 @@ class TrainingUse:
 
 @dataclass(frozen=True)
 class Projection:
-    """One scenario.
-
-    Attributes:
-        num_samples: Of the library.
-        kind: Of the dataset.
-        dataset_bytes: What it will take.
-        total_bytes: With model and training.
-        status: By `judge`.
-    """
+    """One scenario."""
 
     num_samples: int
     kind: Kind

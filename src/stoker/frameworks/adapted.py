@@ -82,9 +82,6 @@ class AdaptedLoader:
         loader: Of this process's share; closed by `close`.
         fields: Name in the loader's batch to name in the batch that is handed on; others are left out.
             None hands all of them on, as a tuple where the loader has `as_tuple`.
-
-    Attributes:
-        loader: As given.
     """
 
     def __init__(self, loader: Loader, fields: Mapping[str, str] | None = None) -> None:
@@ -232,11 +229,7 @@ class AdaptedLoader:
 
 
 class BatchNumbers:
-    """The batches of an epoch by their numbers, as a batch sampler of torch's would have them.
-
-    Attributes:
-        sampler: The loader.
-    """
+    """The batches of an epoch by their numbers, as a batch sampler of torch's would have them."""
 
     drop_last = False
 

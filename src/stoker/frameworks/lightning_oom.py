@@ -156,17 +156,7 @@ def _no_criterion(*_: Any) -> torch.Tensor:
 
 
 class _Call:
-    """One call of `training_step`. Not a dataclass, whose tensors would be cut with the batch.
-
-    Args:
-        loop: Lightning's loop, which calls it.
-        kwargs: Its arguments.
-        backward: Lightning's backward pass.
-
-    Attributes:
-        kwargs: As given.
-        output: Of the last call.
-    """
+    """One call of `training_step`. Not a dataclass, whose tensors would be cut with the batch."""
 
     def __init__(
         self, loop: Any, kwargs: Mapping[str, Any], backward: Callable[[torch.Tensor], None]

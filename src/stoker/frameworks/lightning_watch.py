@@ -52,10 +52,6 @@ class WaitClock:
     Args:
         trainer: Whose profiler is listened to; it keeps its type, and is left as it was found.
         told: Called after every wait with its begin and end.
-
-    Attributes:
-        waited_seconds: In all.
-        num_waits: How many there were.
     """
 
     def __init__(

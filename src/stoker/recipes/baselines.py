@@ -36,13 +36,7 @@ def thin_samples(samples: Array, most: int, seed: int) -> Array:
 
 
 def summary_rows(store: Store, field: str, samples: Array) -> Array:
-    """Return one row of float64 per sample: rows as they are, of a window its last row, mean and spread.
-
-    Args:
-        store: Open.
-        field: Dense `(n, columns)` or `(n, time, columns)`, or a series.
-        samples: Rising sample numbers.
-    """
+    """Return one row of float64 per sample: rows as they are, of a window its last row, mean and spread."""
     if store.fields[field].kind != "series":
         shape = store.fields[field].shape
         if len(shape) == 1:
@@ -235,13 +229,7 @@ def _softmax(scores: Array) -> Array:
 
 
 class Ridge:
-    """Least squares with a little shrinkage, over standardised columns.
-
-    Args:
-        rows: `(n, columns)` finite numbers of training samples.
-        targets: `(n, values)`.
-        strength: Of the shrinkage, in rows.
-    """
+    """Least squares with a little shrinkage, over standardised columns. `strength` of the shrinkage is in rows."""
 
     def __init__(self, rows: Array, targets: Array, strength: float = 10.0) -> None:
         self._center, spread = rows.mean(axis=0), rows.std(axis=0)

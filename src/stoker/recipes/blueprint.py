@@ -65,12 +65,7 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
 
 
 def rebuild(chosen: Chosen, facts: Facts) -> Rebuilt:
-    """Return the model that `describe_job` saw, without its weights.
-
-    Args:
-        chosen: The recipe with the options that the checkpoint keeps.
-        facts: From `describe_job`.
-    """
+    """Return the model that `describe_job` saw, without its weights."""
     with blamed(chosen.recipe, "rebuild"):
         made = chosen.recipe.rebuild(chosen.options, facts)
         made.model.eval().requires_grad_(False)

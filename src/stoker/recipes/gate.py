@@ -29,10 +29,7 @@ def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[F
     infinities and extremes (the 1e15 of S4) are refused. Values above 65,504 are infinite in float16:
     they are refused only where nothing scales them first.
 
-    Args:
-        store: Open.
-        fields: Those that training reads.
-        scaled: Whether the model scales its inputs, in float32, before anything else.
+    `scaled`: the model scales its inputs, in float32, before anything else.
 
     Raises:
         QualityError: With the gate's own findings, and what to type.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,53 +20,66 @@ import torch
 from stoker.store.fields import Array
 
 
-class ClassCounts:
-    """Samples and hits per class.
+class Counted:
+    """Counts on the device, which ranks can add up.
 
-    Args:
-        num_classes: Labels are 0 to num_classes - 1.
+    Attributes:
+        counts: Made by the first batch.
     """
+
+    counts: torch.Tensor | None = None
+
+    def state(self) -> torch.Tensor | None:
+        """Return what was counted, for `merge`."""
+        return self.counts
+
+    def merge(self, states: Sequence[torch.Tensor | None]) -> None:
+        """Become what all of these have counted together."""
+        counted = [state for state in states if state is not None]
+        self.counts = torch.stack(counted).sum(dim=0) if counted else None
+
+
+class CountedParts:
+    """Several `Counted` as one."""
+
+    parts: Sequence[Counted]
+
+    def state(self) -> list[Any]:
+        """Return what was counted, for `merge`."""
+        return [part.state() for part in self.parts]
+
+    def merge(self, states: Sequence[list[Any]]) -> None:
+        """Become what all of these have counted together."""
+        for part, theirs in zip(self.parts, zip(*states, strict=True), strict=True):
+            part.merge(theirs)
+
+
+class ClassCounts(Counted):
+    """Samples and hits per class."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
-        self._counts: torch.Tensor | None = None
 
     def update(
         self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
     ) -> None:
-        """Take a batch.
-
-        Args:
-            scores: `(batch, classes)`; the largest is the answer.
-            labels: `(batch,)` whole numbers.
-            valid: `(batch,)` bool, rows that count; None for all.
-        """
-        if self._counts is None:
+        """Take a batch. Scores are `(batch, classes)`; `valid` marks the rows that count."""
+        if self.counts is None:
             shape = (2, self._num_classes)
-            self._counts = torch.zeros(shape, dtype=torch.int64, device=scores.device)
+            self.counts = torch.zeros(shape, dtype=torch.int64, device=scores.device)
         labels = labels.long()
         seen = torch.ones_like(labels) if valid is None else valid.long()
         hits = (scores.argmax(dim=1) == labels).long() * seen
         # index_add_, not bincount: bincount asks the host for the largest label.
-        self._counts[0].index_add_(0, labels, seen)
-        self._counts[1].index_add_(0, labels, hits)
-
-    def state(self) -> torch.Tensor | None:
-        """Return what was counted, for `merge`."""
-        return self._counts
-
-    def merge(self, states: Sequence[torch.Tensor | None]) -> None:
-        """Become what all of these have counted together."""
-        self._counts = add_up(states)
+        self.counts[0].index_add_(0, labels, seen)
+        self.counts[1].index_add_(0, labels, hits)
 
     def compute(self) -> dict[str, float]:
         """Return accuracy, and the mean of the recalls of the classes that occur."""
-        if self._counts is None:
+        if self.counts is None or not self.counts[0].any():
             return {"accuracy": math.nan, "balanced_accuracy": math.nan}
-        seen, hits = self._counts.cpu().double().numpy()
+        seen, hits = self.counts.cpu().double().numpy()
         occurs = seen > 0
-        if not occurs.any():
-            return {"accuracy": math.nan, "balanced_accuracy": math.nan}
         recalls = hits[occurs] / seen[occurs]
         return {
             "accuracy": float(hits.sum() / seen.sum()),
@@ -74,71 +87,27 @@ class ClassCounts:
         }
 
 
-class MaskedMean:
+class MaskedMean(Counted):
     """Mean over the samples of a pass; a sample's own values are averaged first."""
 
-    def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None
-
     def update(self, values: torch.Tensor, valid: torch.Tensor | None = None) -> None:
-        """Take a batch.
-
-        Args:
-            values: `(batch, ...)`.
-            valid: `(batch,)` bool, rows that count; None for all.
-        """
+        """Take a batch. Values are `(batch, ...)`; `valid` marks the rows that count."""
         per_sample = values.detach().double().reshape(len(values), -1).mean(dim=1)
         seen = torch.ones_like(per_sample) if valid is None else valid.double()
         # Where, not a product: a row that does not count may hold anything, NaN included.
         added = torch.stack([torch.where(seen > 0, per_sample, 0.0).sum(), seen.sum()])
-        self._sums = added if self._sums is None else self._sums + added
-
-    def state(self) -> torch.Tensor | None:
-        """Return what was counted, for `merge`."""
-        return self._sums
-
-    def merge(self, states: Sequence[torch.Tensor | None]) -> None:
-        """Become what all of these have counted together."""
-        self._sums = add_up(states)
+        self.counts = added if self.counts is None else self.counts + added
 
     def compute(self) -> float:
         """Return the mean; NaN when nothing was seen."""
-        if self._sums is None:
+        if self.counts is None:
             return math.nan
-        total, count = self._sums.tolist()
+        total, count = self.counts.tolist()
         return total / count if count else math.nan
 
 
-class Mergeable(Protocol):
-    """Something that has counted, and can be put together with its likes."""
-
-    def state(self) -> Any:
-        """Return what was counted: tensors, in lists or alone."""
-
-    def merge(self, states: Sequence[Any]) -> None:
-        """Become what all of these have counted together."""
-
-
-def merge_each(parts: Sequence[Mergeable], states: Sequence[Sequence[Any]]) -> None:
-    """Merge every part with its place in each of the states."""
-    for part, theirs in zip(parts, zip(*states, strict=True), strict=True):
-        part.merge(theirs)
-
-
-def add_up(states: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the sum of counts; None where nothing was counted."""
-    counted = [state for state in states if state is not None]
-    return torch.stack(counted).sum(dim=0) if counted else None
-
-
 def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, float]:
-    """Return what always answering the commonest training class reaches on `val`.
-
-    Args:
-        train: `(n,)` labels of training samples.
-        val: `(m,)` labels of the validation samples.
-        num_classes: Labels are 0 to num_classes - 1.
-    """
+    """Return what always answering the commonest training class reaches on `val`."""
     if not len(val):
         return {}
     majority = int(np.argmax(np.bincount(train, minlength=num_classes)))
@@ -207,10 +176,7 @@ def bootstrap_counts(
 ) -> tuple[float, float]:
     """Return the 95 % confidence interval of a statistic of a table of counts, such as a confusion matrix.
 
-    Args:
-        counts: Whole numbers of samples per cell; any shape.
-        statistic: `(draws, *shape)` counts to `(draws,)` numbers.
-        seed: Of the draws.
+    `statistic` turns `(draws, *shape)` counts into `(draws,)` numbers.
     """
     total = int(counts.sum())
     if total < 2:

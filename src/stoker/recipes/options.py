@@ -1,16 +1,27 @@
 """A recipe's options from plain values: names, types, and the three-part refusal of anything else.
 
 Enters: a frozen dataclass with annotated defaults, and a mapping (a config section, `--set`). Leaves:
-an instance of it. Costs: microseconds; no torch. Ranges are checked by the dataclass itself.
+an instance of it. Costs: microseconds; no torch. Ranges stand beside the type of a field (`Range`).
 """
 
 from __future__ import annotations
 
 import ast
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from stoker.display import quoted
 from stoker.errors import InputError
@@ -20,11 +31,7 @@ T = TypeVar("T")
 
 
 class OptionError(InputError):
-    """An option of a recipe that cannot be used.
-
-    Attributes:
-        option: Its name.
-    """
+    """An option of a recipe that cannot be used."""
 
     option = ""
 
@@ -110,6 +117,38 @@ def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> No
     """Raise unless a condition on an option holds."""
     if not holds:
         raise OptionError.about(name, f"the option {name!r} is {value!r}.", allowed, fix)
+
+
+class Range(NamedTuple):
+    """What the values of an option may be: `width: Annotated[int, Range("1 or more", lambda n: n >= 1)]`.
+
+    Attributes:
+        words: The same for the error.
+        holds: Tells whether a value is allowed; not asked about None.
+        example: Advised in the error; None advises the default.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    example: Any = None
+
+
+AtLeastOne = Annotated[int, Range("1 or more", lambda value: value >= 1)]
+Share = Annotated[float, Range("0 or more, below 1", lambda value: 0 <= value < 1, 0.1)]
+
+
+class CheckedOptions:
+    """Base of dataclasses of options: checks the `Range` of every field."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            for rule in getattr(hints[entry.name], "__metadata__", ()):
+                if isinstance(rule, Range) and value is not None and not rule.holds(value):
+                    example = entry.default if rule.example is None else rule.example
+                    example = list(example) if isinstance(example, tuple) else example
+                    require(False, entry.name, value, rule.words, f"{entry.name}={example}")
 
 
 def _convert(value: Any, hint: Any) -> Any:

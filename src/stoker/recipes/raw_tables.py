@@ -167,11 +167,7 @@ def _check_names(piece: _Piece, columns: Sequence[Column]) -> None:
 class RawTable:
     """The rows of one or more tables; a `RawReader`.
 
-    Args:
-        pieces: The tables, in order.
-        columns: What each column becomes.
-        facts: Of the checkpoint.
-        ranges: Middle and spread of each feature in training, if known.
+    `ranges` are middle and spread of each feature in training, if known.
     """
 
     key = ROW_COLUMN

@@ -49,9 +49,6 @@ def ready_recipes() -> Mapping[str, str]:
 def find_recipe(name: str) -> Recipe:
     """Return the recipe of a name.
 
-    Args:
-        name: One of `ready_recipes()`, or `package.module:Class`.
-
     Raises:
         InputError: There is none, or it lacks a member of `Recipe`.
     """

@@ -158,10 +158,7 @@ def training_rows(store: Store, field: str, samples: Array) -> Array:
 
     Evenly spaced over the samples; of a series every row is taken once, though many windows show it.
 
-    Args:
-        store: Open.
-        field: Dense `(n, columns)` or `(n, time, columns)`, or a series.
-        samples: Rising sample numbers.
+    Sample numbers rise.
     """
     info = store.fields[field]
     columns = info.shape[-1]

@@ -35,10 +35,7 @@ def warmup_cosine(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Return a schedule that rises to the full rate and falls to 0 along half a cosine.
 
-    Args:
-        optimizer: Whose rate is the full one.
-        num_updates: In the whole run.
-        warmup_share: Share of the updates in which the rate rises.
+    The rate rises in `warmup_share` of the updates.
     """
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(cosine_factor, num_updates=num_updates, warmup_share=warmup_share)

@@ -33,9 +33,6 @@ _ENTRY = re.compile(r"^ {4}(?! )(\w+): (.*(?:\n {8}.*)*)", re.M)
 def render_config(name: str) -> str:
     """Return a commented config for a recipe.
 
-    Args:
-        name: One of ours, or `package.module:Class`.
-
     Raises:
         ConfigError: There is no such recipe.
     """

@@ -35,14 +35,7 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of an evaluation, such as a calibration or what a strategy earned.
-
-    Attributes:
-        title: What is drawn.
-        along: Name of x.
-        unit: Of y.
-        lines: Name to (x, y) points, x rising.
-    """
+    """A line of an evaluation, such as a calibration or what a strategy earned."""
 
     title: str
     along: str

@@ -115,12 +115,7 @@ def parse_time(text: str, day_first: bool | None, aware: bool | None = None) -> 
 def parse_times(
     texts: pa.StringArray, day_first: bool | None, aware: bool | None
 ) -> tuple[Array, Array]:
-    """Read one block of a column at once.
-
-    Args:
-        texts: One arrow string array without nulls.
-        day_first: As in `parse_time`.
-        aware: As in `parse_time`.
+    """Read one block of a column at once. Arguments as for `parse_time`; the array has no nulls.
 
     Returns:
         `(n,)` int64 nanoseconds, and `(n,)` bool, False where the careful reader must look.
@@ -172,12 +167,6 @@ def to_utc(local_ns: Array, zone: str) -> Array:
 
 def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bool:
     """Decide over a whole file whether "10/11/2020" is the tenth or October.
-
-    Args:
-        text: The file, lines ended by a newline.
-        delimiter: Between cells.
-        date_cell: Position of the cell that holds the date.
-        file: For the error.
 
     Raises:
         SourceError: No date, or dates of both kinds, can be read only one way.

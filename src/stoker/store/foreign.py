@@ -114,15 +114,7 @@ def own_rows(
 def recognise(
     path: Path, file: h5py.File, arrays: Arrays, sparse: Sequence[Sparse], group: str | None
 ) -> Foreign | None:
-    """Recognise a file of another program whose arrays would be read wrongly; None for a plain file.
-
-    Args:
-        path: The file.
-        file: The same, open.
-        arrays: Shape and dtype of its arrays.
-        sparse: Its sparse matrices.
-        group: The caller's choice: a NeXus group may well hold samples.
-    """
+    """Recognise a file of another program whose arrays would be read wrongly; None for a plain file."""
     is_anndata = _is_anndata(file)
     by_columns = next((matrix for matrix in sparse if matrix.by_columns), None)
     if by_columns is not None and (by_columns.group == "X" or not is_anndata):

@@ -85,10 +85,6 @@ class PlainFile(NamedTuple):
 def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFile:  # noqa: B008
     """Return what a plain file holds; reads no data.
 
-    Args:
-        path: The file.
-        chosen: Of its datasets.
-
     Raises:
         StoreError: Nothing to read, or no telling which dimension counts samples; with what to type.
     """

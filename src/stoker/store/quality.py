@@ -429,13 +429,7 @@ def _correlation(a: Array, b: Array) -> tuple[float, int]:
 
 
 def judge_time(time: Array, *, first_row: int = 0, field: str = "time") -> list[Finding]:
-    """Return the steps of a time axis that go backwards or stand still.
-
-    Args:
-        time: `(n,)` integers.
-        first_row: Number of row 0.
-        field: For the findings.
-    """
+    """Return the steps of a time axis that go backwards or stand still."""
     cases: Sequence[tuple[FindingName, Array, str]] = (
         ("time-backwards", time[1:] < time[:-1], "are earlier than"),
         ("time-repeats", time[1:] == time[:-1], "have the time of"),

@@ -39,15 +39,7 @@ def quality_page(
     facts: Mapping[str, str],
     samples: page.Section | None = None,
 ) -> str:
-    """Return the inspect page.
-
-    Args:
-        title: Usually the path of the store.
-        stats: By field.
-        findings: Of all fields, in any order.
-        facts: Names and values for the top of the page.
-        samples: Samples as the model gets them, drawn; shown first.
-    """
+    """Return the inspect page. Samples as the model gets them are shown first."""
     findings = sorted_findings(findings)
     sections = [
         *([samples] if samples is not None else []),

@@ -218,9 +218,7 @@ class Mirror:
         same shard, one fetches and the others wait. After a failure or a kill the bytes that came stay in the
         `.part`, and the next call continues there.
 
-        Args:
-            info: The shard.
-            check: Raises when the file it is given is not the shard.
+        `check` raises when the file it is given is not the shard.
         """
         whole = self.folder / info.file
         make_folder(self.folder)  # forgotten, when another version came and no shard had been read

@@ -244,10 +244,7 @@ def fit_repairs(
 ) -> list[FittedRepair]:
     """Fit repairs, in order, each on what the ones before leave.
 
-    Args:
-        specs: From `parse_repair`.
-        sample: `(rows, ..., columns)` floats of training rows only; anything else leaks.
-        columns: Names of the last axis.
+    The sample is of training rows only; anything else leaks.
 
     Raises:
         InputError: A column that is not there, or has no finite value to fit on.
@@ -349,11 +346,6 @@ def apply_repairs(values: Array, fitted: Sequence[FittedRepair], columns: Sequen
 
     The result of a row depends on that row alone, so that parts give what the whole gives.
     Arithmetic is float64, rounded once per repair.
-
-    Args:
-        values: `(rows, ..., columns)` floats; never changed.
-        fitted: In the order they were fitted.
-        columns: Names of the last axis.
     """
     values = _checked(values, columns)
     repaired = np.array(values, order="C", copy=True)

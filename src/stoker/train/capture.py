@@ -35,6 +35,7 @@ from stoker.train.step_state import Snapshot, StepState, drawing_objects
 from stoker.train.update import Update
 
 MOST_MISFITS = 3
+_NO_MEMORY = "memory ran out while the step was being captured"
 
 
 def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
@@ -44,14 +45,14 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
         return "capture is off"
     if not has_graphs(parts.device):
         return f"there are no CUDA graphs on the {parts.device.type.upper()}"
-    if parts.accumulation_steps > 1:
-        together = parts.accumulation_steps * parts.nominal_batch
-        return f"several batches are accumulated per update; one batch of {together} is captured"
     if parts.recurrent is not None:
         return "recurrent state is carried from batch to batch"
     if feed.is_stoker and feed.loader.walks_in_lanes:
         return "lanes end at different batches"
-    if not step.guarded and parts.scaler.is_enabled():
+    is_accumulated = parts.accumulation_steps > 1
+    if is_accumulated and parts.ranks.joined:
+        return "ranks exchange the gradients of accumulated batches with the last one only"
+    if not is_accumulated and not step.guarded and parts.scaler.is_enabled():
         return f"{type(parts.optimizer).__name__} asks the host whether fp16 has overflowed; bf16 is captured"
     if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):
         return "ragged fields have another size in every batch"
@@ -67,12 +68,23 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
     return None
 
 
-def step_state(parts: StepParts, draws: Callable[[], Sequence[Any]] = tuple) -> StepState:
+def step_state(
+    parts: StepParts,
+    draws: Callable[[], Sequence[Any]] = tuple,
+    gradients: Callable[[], Sequence[torch.Tensor]] = tuple,
+) -> StepState:
     """Return what a step of the trainer changes."""
     modules = [m for m in (parts.model, parts.criterion) if isinstance(m, torch.nn.Module)]
     functions = [parts.criterion] if len(modules) == 1 else []
     return StepState(
-        modules, [parts.optimizer], [parts.scaler], parts.device, draws, parts.ranks, functions
+        modules,
+        [parts.optimizer],
+        [parts.scaler],
+        parts.device,
+        draws,
+        parts.ranks,
+        functions,
+        gradients,
     )
 
 
@@ -103,13 +115,16 @@ class CapturedStep(GraphedStep):
         self._others_draw = not feed.is_stoker
         self._num_misfits = 0
         self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        others = drawing_objects(feed.given_unpack, step.parts.criterion)
+        super().__init__(self._find_state(), say, demanded)
+
+    def _find_state(self) -> StepState:
+        others = drawing_objects(self.feed.given_unpack, self.step.parts.criterion)
 
         def draws() -> list[Any]:
-            return others if feed.augmentation is None else [feed.augmentation, *others]
+            augmentation = self.feed.augmentation
+            return others if augmentation is None else [augmentation, *others]
 
-        state = step_state(step.parts, draws)
-        super().__init__(state, say, demanded)
+        return step_state(self.step.parts, draws)
 
     def works(self) -> Iterator[Work]:
         """Yield an epoch's work. From a loader on the device it has indices only: the graph gathers the batch."""
@@ -125,9 +140,7 @@ class CapturedStep(GraphedStep):
 
     def run(self, work: Work) -> torch.Tensor:
         """Train on one batch; return its loss on the device."""
-        if self._update.is_lowered and not self.is_given_up:
-            self.give_up("memory ran out, and a batch that goes through in parts is not captured")
-        if self.is_given_up or not self._is_full(work) or not self._fits(work):
+        if not self._can_replay(work):
             return self._run_eagerly(work)
         loss: torch.Tensor
         if self._is_trusted:  # a replay allocates nothing, so it cannot run out of memory
@@ -138,18 +151,28 @@ class CapturedStep(GraphedStep):
             loss = self._run_captured(work)
         except RuntimeError as error:
             # An optimizer that is not fused may have changed some weights already.
-            if not self._update.survives or not is_oom(error) or not self.step.guarded:
-                raise
-            if self.step.parts.ranks.are_several:
-                raise self._update.next_time() from error
-            forget_frames(error)
+            self._check_survives(error, self.step.guarded)
         else:
             return loss
         self.forget()
         self._update.restore()
         if not self._update.give_way():
-            self.give_up("memory ran out while the step was being captured")
+            self.give_up(_NO_MEMORY)
         return self._run_eagerly(work, again=True)
+
+    def _can_replay(self, work: Work) -> bool:
+        """Whether the batch fits the graph, or one that will be made of it."""
+        if self._update.is_lowered and not self.is_given_up:
+            self.give_up("memory ran out, and a batch that goes through in parts is not captured")
+        return not self.is_given_up and self._is_full(work) and self._fits(work)
+
+    def _check_survives(self, error: RuntimeError, is_undone: bool) -> None:
+        """Return if memory ran out and the batch can be run again; otherwise raise."""
+        if not self._update.survives or not is_oom(error) or not is_undone:
+            raise error
+        if self.step.parts.ranks.are_several:
+            raise self._update.next_time() from error
+        forget_frames(error)
 
     # -- what the step is --------------------------------------------------------------------
 
@@ -248,3 +271,96 @@ class CapturedStep(GraphedStep):
         if self._num_misfits == MOST_MISFITS:
             self.give_up("batches change their shape")
         return False
+
+
+class CapturedPass(CapturedStep):
+    """Replays the forward and backward pass of each of several batches of an update; the update itself is eager.
+
+    The graph adds its gradients to tensors of its own, which are the parameters' gradients while an update is
+    being made: batches that are not replayed, such as a short one, add to the same. Batches are gathered and augmented
+    before the graph, and kept until the update is done: when memory runs out, all of them are run again.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.split_reason = "several batches are accumulated per update"
+        self._num_begun = 0
+        self._with_gradient: list[torch.nn.Parameter] = []
+
+    def works(self) -> Iterator[Work]:
+        """See `CapturedStep.works`."""
+        yield from self.feed
+
+    def run(self, work: Work) -> torch.Tensor:
+        """Add one batch to the update; return its loss on the device. The caller finishes the update."""
+        self._num_begun += not self.step.accumulation.num_batches
+        # The first update creates the optimizer's state: if memory runs out there, all of it is run again.
+        if self._num_begun == 1 or not self._can_replay(work):
+            return self._update.add(work)
+        self._update.count(work)
+        try:
+            self._attach()
+            loss: torch.Tensor = self._run_captured(work)
+        except RuntimeError as error:
+            self._check_survives(error, is_undone=True)
+        else:
+            return loss
+        self.give_up(_NO_MEMORY)
+        return self._update.repeat()
+
+    def _attach(self) -> None:
+        """Let backward passes add to the tensors that the graph writes, or will write."""
+        if not self._gradients and self._num_warm == self._warm_up_steps:
+            self._gradients = [(each, torch.zeros_like(each)) for each in self._with_gradient]
+        empty = []
+        for parameter, gradient in self._gradients:
+            if parameter.grad is gradient:
+                continue
+            if parameter.grad is None:
+                empty.append(gradient)
+            else:  # of batches of this update that were not replayed
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if empty:
+            torch._foreach_zero_(empty)
+
+    def _find_state(self) -> StepState:
+        draws = drawing_objects(self.step.parts.criterion)
+        return step_state(
+            self.step.parts, lambda: draws, lambda: [gradient for _, gradient in self._gradients]
+        )
+
+    def _find_generation(self) -> tuple[int, int]:
+        return 0, 0  # the graph reads copies of its batches
+
+    def _warm_up(self, work: Work) -> torch.Tensor:
+        loss: torch.Tensor = super()._warm_up(work)
+        groups = self.step.parts.optimizer.param_groups
+        found = [p for group in groups for p in group["params"] if p.grad is not None]
+        if any(parameter.grad.is_sparse for parameter in found):
+            self.give_up("sparse gradients have another size at every step")
+        self._with_gradient = found
+        return loss
+
+    def _graphed_part(self) -> torch.Tensor:
+        return self._run_pass(*self._static)
+
+    def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
+        return self._run_pass(work.inputs, work.targets)
+
+    def _run_as_if_captured(self, work: Work) -> torch.Tensor:
+        with as_if_captured():
+            return self._run_eagerly(work)
+
+    def _run_pass(self, inputs: Any, targets: Any) -> torch.Tensor:
+        weight = self.step.accumulation.weight(self.step.parts.nominal_batch)
+        return self.step.forward_backward(inputs, targets, weight)
+
+    def _rest(self) -> None:
+        pass  # the caller's
+
+    def _keep_gradients(self) -> None:
+        pass  # they are known before
+
+    def _before_giving_up(self) -> None:
+        pass  # a capture computes nothing, and the gradients so far are those of eager batches and replays

@@ -434,7 +434,8 @@ class GraphedStep:
             if self._is_invalid():
                 return math.inf  # memory ran out: the tensors that the graph reads are gone
             noise = torch.maximum(spread(one, other), between_replays)
-            is_blind = is_too_noisy(one, noise)
+            before = keep.tensors if len(keep.tensors) == len(list(self._state.tensors())) else ()
+            is_blind = is_too_noisy(one, noise, before)
             away = self._agreed(math.inf if is_blind else difference(one, replayed, noise))
             if away <= 1.0:
                 break

@@ -66,9 +66,28 @@ def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.
     return torch.stack([_apart(a, b).to(device) for a, b in zip(one, other, strict=True)])
 
 
-def is_too_noisy(wanted: Sequence[torch.Tensor], noise: torch.Tensor) -> bool:
-    """Whether equal steps are so far apart that a comparison would accept a wrong graph."""
+def is_too_noisy(
+    wanted: Sequence[torch.Tensor], noise: torch.Tensor, before: Sequence[torch.Tensor] = ()
+) -> bool:
+    """Whether equal steps are so far apart that a comparison would accept a wrong graph.
+
+    Args:
+        wanted: Tensors after a step.
+        noise: Of each, how far repeated steps from the same state were apart.
+        before: The last of `wanted` as they were before the step. Those that it does not change, such as the frozen
+            part of a model, are equal after any two steps and tell nothing. The first of `wanted` are then results,
+            such as the loss, each of which must be steady.
+    """
     relative = noise / _sizes(wanted).clamp_min(_ABSOLUTE)
+    if before:
+        num_results = len(wanted) - len(before)
+        moved = spread(wanted[num_results:], before) != 0
+        results, relative = relative[:num_results], relative[num_results:][moved]
+        # Rounding moves no loss by that much: the step does something else each time.
+        if len(results) and not float(results.max()) <= _MOST_NOISE:
+            return True
+        if not len(relative):
+            return False
     return not float(relative.median()) <= _MOST_NOISE
 
 

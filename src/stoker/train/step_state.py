@@ -29,6 +29,7 @@ class StepState:
         draws: Returns the objects whose counters say what is drawn next, such as an augmentation.
         ranks: All of them must decide alike.
         functions: Python code of the step besides the modules' own.
+        gradients: Returns the tensors in which gradients are left, where the step does not use them up.
     """
 
     modules: Sequence[torch.nn.Module]
@@ -38,9 +39,10 @@ class StepState:
     draws: Callable[[], Sequence[Any]] = tuple
     ranks: Ranks = Ranks()  # noqa: RUF009 (immutable)
     functions: Sequence[Any] = ()
+    gradients: Callable[[], Sequence[torch.Tensor]] = tuple
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state."""
+        """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state, gradients that stay."""
         for module in self.modules:
             yield from module.parameters()
             yield from module.buffers()
@@ -52,6 +54,7 @@ class StepState:
                 value = getattr(scaler, name, None)
                 if isinstance(value, torch.Tensor):
                     yield value
+        yield from self.gradients()
 
     def find_on_host(self) -> str | None:
         """Return the name of an optimizer with a state that is not on the device; None if there is none."""
@@ -84,12 +87,15 @@ class Snapshot:
     Args:
         state: What it changes.
         count: The count of skipped updates, as an object with `num_skipped` and the tensor `_skipped`.
+
+    Attributes:
+        tensors: Copies of the tensors that the step changes, in the order of `StepState.tensors`.
     """
 
     def __init__(self, state: StepState, count: Any = None) -> None:
         self._state, self._count = state, count
         self._owners = list(state.tensors())
-        self._tensors = [tensor.detach().clone() for tensor in self._owners]
+        self.tensors = [tensor.detach().clone() for tensor in self._owners]
         self._states = [
             {key: dict(values) for key, values in optimizer.state.items()}
             for optimizer in state.optimizers
@@ -111,7 +117,7 @@ class Snapshot:
         owners = list(self._state.tensors())
         if len(owners) != len(self._owners):  # a buffer was added or removed
             owners = self._owners
-        for tensor, kept in zip(owners, self._tensors, strict=True):
+        for tensor, kept in zip(owners, self.tensors, strict=True):
             tensor.copy_(kept)
         for parameter, gradient, values in self._gradients:
             parameter.grad = gradient

@@ -27,7 +27,7 @@ from stoker.loader.slabs import usable_device
 from stoker.report import INCIDENTS, Note, Progress, RunEnd, Topic
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
-from stoker.train.capture import CapturedStep, cannot_capture
+from stoker.train.capture import CapturedPass, CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_optimizer,
     check_parameters,
@@ -231,8 +231,10 @@ class Trainer(Configured, Resumable):
         shrink = self._train.shrink if self._train.is_chunked else None
         self._update = Update(step, self.settings.survive_oom, self._weak_note, shrink)
         refusal = cannot_capture(asked, self._train, step)
+        is_accumulated = parts.accumulation_steps > 1
+        kind = CapturedPass if is_accumulated else CapturedStep
         self._captured = (
-            CapturedStep(step, self._train, self._update, self._weak_note, asked == "on")
+            kind(step, self._train, self._update, self._weak_note, asked == "on")
             if refusal is None
             else None
         )
@@ -245,7 +247,11 @@ class Trainer(Configured, Resumable):
             missing = f"without validation there is no {self.settings.monitor!r}"
             self.note(Note(f"{missing}: no checkpoint is the best"))
         self.note(
-            step_note("captured: one CUDA graph", captured=True)
+            step_note(
+                "captured: one CUDA graph"
+                + (" per batch; the update of several is eager" if is_accumulated else ""),
+                captured=True,
+            )
             if refusal is None
             else step_note(
                 f"eager: {refusal}",
@@ -628,13 +634,10 @@ class Trainer(Configured, Resumable):
                 if not at.has_batch_size:
                     self._set_batch_size(self._of_all(work.num_samples))
                     accumulation = self._step.accumulation
-                if self._captured is not None:
-                    loss, is_updated = self._captured.run(work), True
-                else:
-                    loss = self._update.add(work)
-                    is_updated = accumulation.is_complete
-                    if is_updated:
-                        self._update.finish()
+                loss = (self._update.add if self._captured is None else self._captured.run)(work)
+                is_updated = accumulation.steps == 1 or accumulation.is_complete
+                if accumulation.is_complete:  # a captured step with its update has done so
+                    self._update.finish()
                 if is_updated:
                     self._step_scheduler("update")
                 step, at.num_steps = at.num_steps, at.num_steps + 1

@@ -108,10 +108,18 @@ class Update:
         A batch that is too large for the memory level goes through in passes, each weighted by its share of
         the batch.
         """
-        if not self._works:
-            self.mark()
-        self._works.append(work)
+        self._keep(work)
         return self._run([work])
+
+    def count(self, work: Work) -> None:
+        """Add a batch whose gradients the caller computes, as replays do; `repeat` computes them again."""
+        self._keep(work)
+        self.step.begin_batch(work.num_samples, work.num_together)
+
+    def repeat(self) -> torch.Tensor:
+        """Run all batches of the update again, eagerly, from the last `mark`; return the loss of the last one."""
+        self.restore()
+        return self._run(self._works)
 
     @property
     def is_lowered(self) -> bool:
@@ -142,8 +150,7 @@ class Update:
                 self._works = []
                 return
             self._go_down()
-            self.restore()
-            self._run(self._works)
+            self.repeat()
 
     def survive(self, error: RuntimeError) -> None:
         """Go down a level after an error outside the step, such as in building a batch; the caller then retries.
@@ -155,8 +162,7 @@ class Update:
         self._check_survives(error)
         self._go_down()
         if self._works:
-            self.restore()
-            self._run(self._works)
+            self.repeat()
 
     def obtain(self, get: Callable[[bool], _T]) -> _T:
         """Return what `get` returns, going down a level each time it runs out of memory.
@@ -188,6 +194,12 @@ class Update:
         return self._take(lower, before)
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _keep(self, work: Work) -> None:
+        """Remember a batch until the update is done, and the state before the first one."""
+        if not self._works:
+            self.mark()
+        self._works.append(work)
 
     def _run(self, works: list[Work]) -> torch.Tensor:
         """Run batches; return the loss of the last one.

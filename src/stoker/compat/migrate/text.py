@@ -46,14 +46,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A key that was not taken over.
-
-    Attributes:
-        old: Its dotted name.
-        place: Where it stood.
-        value: What it said.
-        reason: Why it has no place in the new file.
-    """
+    """A key that was not taken over."""
 
     old: str
     place: Place
@@ -67,10 +60,6 @@ class Dropped:
 
 class Comments:
     """Which comment belongs to which key.
-
-    Args:
-        text: Of the old file.
-        document: What was read from it.
 
     Attributes:
         header: Lines of comment that the file begins with.

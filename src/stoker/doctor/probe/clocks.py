@@ -37,7 +37,8 @@ def memory() -> tuple[int | None, int | None]:
     torch: Any = sys.modules.get("torch")
     device = None
     if uses_cuda(torch):
-        device = int(torch.cuda.memory_allocated())
+        # Of the same figures `memory_allocated` first makes a flat dictionary, which takes five times as long.
+        device = int(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"])
     return resident, device
 
 

@@ -2,6 +2,10 @@
 
 Enters: a few steps after the warm-up. Leaves: one summary. Costs two to four steps, which are not counted, once.
 
+On a GPU torch traces kernels with CUPTI, which by default stays attached after the profiler has stopped and slows every
+later launch (a GPT's step of 23 ms took 30). So the profiler is told to detach it (TEARDOWN_CUPTI, from CUDA 12.6 on:
+before, that crashed with CUDA graphs), and the steps after it count. Where it stays, only the steps before it do.
+
 Contract: a profiler that the script starts has precedence; ours stops at once and notes that it was skipped. If
 the process ends or forks while ours runs, it is stopped first, because torch crashes otherwise.
 """
@@ -21,7 +25,9 @@ from . import clocks, hooks, recorder
 
 FIRST_STEP = 6
 _GPU_STEP, _GPU_SECONDS = 36, 1.5
-"""On a GPU the profiler waits for this step, or this long: what it leaves behind slows the launches of later steps."""
+"""On a GPU the profiler waits for this step, or this long: before it there are steps that it cannot have slowed."""
+_TEARDOWN, _TEARDOWN_CUDA = "TEARDOWN_CUPTI", (12, 6)
+_TEARDOWN_CALLS, _TEARDOWN_SECONDS = 3, 2e-3
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
 _MOST_EVENTS = 400_000
 _COPIED_BYTES = 1 << 25
@@ -83,6 +89,7 @@ _marks: list[int] = []
 _backwards: list[tuple[int, int]] = []
 _num_steps = 0
 _was_used = False
+_asked_teardown = False
 
 
 def install(torch: Any) -> None:
@@ -145,7 +152,7 @@ def _start(seen: Any) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if clocks.uses_cuda(torch):
         torch.cuda.synchronize()
-        seen.was_profiled = True
+        seen.was_profiled = not _detaches(torch)
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profiler = torch.profiler.profile(activities=activities, record_shapes=True)
     profiler.start()
@@ -155,6 +162,19 @@ def _start(seen: Any) -> None:
     _backwards.clear()
     # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
+
+
+def _detaches(torch: Any) -> bool:
+    """Ask torch to detach CUPTI after profiling, if that is safe; return whether it will.
+
+    A script that has set the variable itself, or torch.compile for it, is left its choice.
+    """
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    global _asked_teardown  # noqa: PLW0603
+    _asked_teardown = version >= _TEARDOWN_CUDA and _TEARDOWN not in os.environ
+    if _asked_teardown:
+        os.environ[_TEARDOWN] = "1"
+    return os.environ.get(_TEARDOWN) == "1"
 
 
 def _stop_early() -> None:
@@ -176,7 +196,16 @@ def _stop(seen: Any, keep: bool) -> None:
     torch: Any = sys.modules["torch"]
     if clocks.uses_cuda(torch):
         torch.cuda.synchronize()
+    if not keep and _asked_teardown:
+        # The script's own profiler starts at once, and must not meet a teardown that is still under way.
+        os.environ.pop(_TEARDOWN, None)
+        seen.was_profiled = True
     profiler.stop()
+    if clocks.uses_cuda(torch) and not seen.was_profiled:
+        # A thread of torch's asks for it, and it happens at the end of the next call of CUDA: here, not in a step.
+        for _ in range(_TEARDOWN_CALLS):
+            time.sleep(_TEARDOWN_SECONDS)
+            torch.cuda.synchronize()
     if not keep:
         seen.profile = {"skipped": "the script began a profiler of its own"}
         return

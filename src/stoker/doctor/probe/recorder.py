@@ -38,7 +38,7 @@ _HIGH_NUMBER = 1000
 
 DISTURBED, OTHER_LOADER, EPOCH_START, UNWATCHED, PROFILED = 1, 2, 4, 8, 16
 """Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it; only the
-clocks at its ends and around its waits ran; torch's profiler had run before it, which slows launches on a GPU."""
+clocks at its ends and around its waits ran; torch's profiler had run before it and still slows launches on a GPU."""
 
 _FIRST_WATCHED, _FIRST_UNWATCHED, _WINDOW = 20, 36, 16
 _PATTERN = 0b0110100110010110_1001011001101001

@@ -1,7 +1,8 @@
 """Sampling: a second thread looks at what the loading code, and between fetches the training thread, is doing.
 
 Enters: the thread that loads, the thread that trains. Leaves: counts by kind of work and by the user's line. Costs
-about 20 µs per sample: every 5 ms while something is being loaded, every 20 ms otherwise.
+about 20 µs per sample: every 5 ms while something is being loaded; the training every 4 ms until there are 300 samples,
+then every 20 ms. A share of 60 % is then known to 3 points; with 70 samples it was 6, which made gains wrong by a third.
 
 A sample of loading walks the stack from the innermost frame out to torch's fetch. The first frame that can be
 classified decides: by the library it belongs to, by the function's name, or by the words on its line of source.
@@ -33,7 +34,7 @@ from typing import Any
 from . import clocks, places, recorder
 
 LOOK_SECONDS = 0.005
-TRAINING_LOOK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOKS = 0.02, 0.01, 100
+TRAINING_LOOK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOKS = 0.02, 0.004, 300
 _IDLE_SECONDS = 0.02
 _SWITCH_SECONDS = 2e-4
 _usual_switch_seconds: float | None = None

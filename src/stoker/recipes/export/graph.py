@@ -29,14 +29,7 @@ Tensor = torch.Tensor
 
 
 class Deployed(torch.nn.Module):
-    """What is exported: `forward` takes one tensor per port, and returns one per name of `outputs`.
-
-    Attributes:
-        ports: The inputs, in order.
-        outputs: Names of the predictions, in order.
-        repaired: Fields that are repaired inside.
-        layout: Of the recipe.
-    """
+    """What is exported: `forward` takes one tensor per port, and returns one per name of `outputs`."""
 
     def __init__(self, trained: Trained, layout: Layout, repairs: bool) -> None:
         super().__init__()

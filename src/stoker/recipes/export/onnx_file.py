@@ -50,11 +50,7 @@ def write_onnx(
 ) -> Written:
     """Write a graph; replaces an older file of this name when all is well.
 
-    Args:
-        graph: From `deploy`.
-        out: The file.
-        about: Names and texts for the file's metadata.
-        opset: Version of ONNX's operators; None is torch's own.
+    `about` becomes the metadata of the file; `opset` None is torch's own.
 
     Raises:
         InputError: The opset is not one that torch writes.

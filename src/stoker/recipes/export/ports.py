@@ -44,12 +44,7 @@ class Port:
     name: str = ""
 
     def draw(self, sizes: Mapping[str, int], dice: torch.Generator) -> Tensor:
-        """Return values of the right shape and kind.
-
-        Args:
-            sizes: Of all free sizes.
-            dice: Draws them.
-        """
+        """Return values of the right shape and kind."""
         shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
         if self.below is None:
             values = torch.randn(shape, generator=dice)

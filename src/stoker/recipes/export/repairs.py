@@ -18,12 +18,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Repairs(torch.nn.Module):
-    """`stoker.store.repairs.apply_repairs` for tensors: float64 inside, rounded once per repair.
-
-    Args:
-        fitted: In the order they were fitted.
-        columns: Names of the last axis.
-    """
+    """`stoker.store.repairs.apply_repairs` for tensors: float64 inside, rounded once per repair."""
 
     def __init__(self, fitted: Sequence[FittedRepair], columns: Sequence[str]) -> None:
         super().__init__()

@@ -35,10 +35,6 @@ _SAVED = ("number", "step", "epoch", "metrics")
 def write_weights(loaded: Loaded, out: str | Path) -> None:
     """Write the weights of a checkpoint; replaces an older file of this name when it is whole.
 
-    Args:
-        loaded: Of float weights.
-        out: The file.
-
     Raises:
         MissingExtraError: The package safetensors is not installed.
         StoreError: The place cannot be written.

@@ -170,13 +170,7 @@ class BarEvaluation:
 
 
 def last_values(store: Store, samples: Array, step: int) -> Array | None:
-    """Return for each sample the latest return that was known at its decision; 0 where there is none.
-
-    Args:
-        store: With `time`, `label_time` and `targets`.
-        samples: Rising sample numbers.
-        step: Which of the returns of a label.
-    """
+    """Return for each sample the latest return that was known at its decision; 0 where there is none."""
     if not {"time", "label_time"} <= store.fields.keys():
         return None
     found, first = np.zeros(len(samples)), 0

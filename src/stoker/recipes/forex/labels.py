@@ -16,9 +16,7 @@ Every limit comes from training samples:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +26,11 @@ from stoker.recipes.contract import Tensors
 from stoker.recipes.forex.model import DOWN, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
 from stoker.recipes.metrics import (
     ClassCounts,
+    CountedParts,
     MaskedMean,
-    Mergeable,
     class_priors,
     constant_mae,
     majority_baseline,
-    merge_each,
 )
 from stoker.recipes.options import require
 from stoker.store.fields import Array
@@ -48,12 +45,7 @@ _TINY_PATH = 1e-12
 class LabelPlan:
     """How returns become labels; every number comes from training samples or from the options.
 
-    Attributes:
-        pip: Log return of one pip.
-        neutral: Returns within plus or minus this are NEUTRAL.
-        direction_step: Bars ahead, from 1.
-        scalp_step: Bars ahead.
-        swing_step: Bars ahead.
+    Steps are bars ahead, from 1; returns within plus or minus `neutral` are NEUTRAL.
     """
 
     pip: float
@@ -106,12 +98,7 @@ def _step_near(moves: Array, band: tuple[float, float]) -> int:
 
 
 def make_labels(returns: torch.Tensor, plan: LabelPlan) -> dict[str, torch.Tensor]:
-    """Return the four labels of a batch, on its device, without asking the host.
-
-    Args:
-        returns: `(batch, horizon)` log returns.
-        plan: From `plan_labels`.
-    """
+    """Return the four labels of a batch, on its device, without asking the host."""
     returns = returns.float()
     last = returns[:, plan.direction_step - 1]
     steps = torch.diff(returns, dim=1, prepend=torch.zeros_like(returns[:, :1]))
@@ -149,7 +136,7 @@ def _huber(predicted: torch.Tensor, wanted: torch.Tensor, delta: float) -> torch
     return functional.huber_loss(predicted.float(), wanted, reduction="none", delta=delta)
 
 
-class ForexMetrics:
+class ForexMetrics(CountedParts):
     """Accuracy of the direction, and mean absolute errors of the three sizes.
 
     Telling calm from wild hours is easy, because they cluster, and raises `accuracy` by itself.
@@ -160,6 +147,7 @@ class ForexMetrics:
         self._direction = ClassCounts(NUM_DIRECTIONS)
         self._side = ClassCounts(2)
         self._errors = {name: MaskedMean() for name in ("scalp", "swing", "trend")}
+        self.parts = [self._direction, self._side, *self._errors.values()]
 
     def update(self, outputs: Tensors, targets: Tensors) -> None:
         """Take a batch; no host synchronisation."""
@@ -172,18 +160,6 @@ class ForexMetrics:
         self._side.update(scores[:, DOWN::UP], (labels == UP).long(), moved)
         for name, errors in self._errors.items():
             errors.update((outputs[name].float() - targets[name]).abs(), valid)
-
-    @property
-    def _parts(self) -> list[Mergeable]:
-        return [self._direction, self._side, *self._errors.values()]
-
-    def state(self) -> list[Any]:
-        """Return what was counted, for `merge`."""
-        return [part.state() for part in self._parts]
-
-    def merge(self, states: Sequence[list[Any]]) -> None:
-        """Become what all of these have counted together."""
-        merge_each(self._parts, states)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen."""

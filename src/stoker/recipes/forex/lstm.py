@@ -32,14 +32,7 @@ _STATE_BYTES = 128  # per unit, in shared memory, beside the weights
 def run_lstm(
     lstm: nn.LSTM, rows: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `lstm(rows, (hidden, cell))` does, flat; by the kernels where they can be used.
-
-    Args:
-        lstm: With `batch_first`.
-        rows: `(batch, bars, inputs)`.
-        hidden: `(layers, batch, units)`.
-        cell: Likewise.
-    """
+    """Return what `lstm(rows, (hidden, cell))` does, flat; by the kernels where they can be used."""
     if not can_run(lstm, rows):
         rows, (hidden, cell) = lstm(rows, (hidden, cell))
         return rows, hidden, cell

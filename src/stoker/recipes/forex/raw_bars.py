@@ -223,14 +223,7 @@ def _with_time(given: Any) -> pa.Table:
 
 
 class RawBars:
-    """The bars of one or more symbols; a `RawReader`.
-
-    Args:
-        read: Symbol to timeframe to its bars.
-        source: How they are cut into windows.
-        scalers: Symbol to timeframe to what was fitted in training.
-        facts: Of the checkpoint.
-    """
+    """The bars of one or more symbols; a `RawReader`."""
 
     key = TIME_COLUMN
 

@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -50,7 +50,14 @@ from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, S
 from stoker.recipes.forex.onnx_lstm import traceable
 from stoker.recipes.forex.raw_bars import open_raw_bars
 from stoker.recipes.gate import gate_notes, quality_gate
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import (
+    AtLeastOne,
+    CheckedOptions,
+    Range,
+    Share,
+    parse_options,
+    require,
+)
 from stoker.recipes.scaling import fit_robust, training_rows
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.store.fields import Array
@@ -61,7 +68,7 @@ _FIRST_SHARE, _VAL_SHARE = 0.4, 0.15
 
 
 @dataclass(frozen=True)
-class ForexOptions:
+class ForexOptions(CheckedOptions):
     """What the forex recipe may be told.
 
     Attributes:
@@ -101,59 +108,52 @@ class ForexOptions:
     """
 
     timeframes: tuple[str, ...] | None = None
-    d_model: int = 128
-    layers: int = 2
-    heads: int = 4
-    dropout: float = 0.1
-    ffn_factor: int = 4
+    d_model: AtLeastOne = 128
+    layers: AtLeastOne = 2
+    heads: AtLeastOne = 4
+    dropout: Share = 0.1
+    ffn_factor: AtLeastOne = 4
     pooling: Pooling = "attention+last"
     head_weights: HeadWeights = "mean"
     gaps: Gaps = "mask"
     input_clip: float | None = 10.0
     label_gaps: Literal["keep", "drop"] = "keep"
-    pip: float = 1e-4
-    cost_pips: float = 1.0
-    neutral_share: float = 1 / 3
+    pip: Annotated[float, Range("a return above 0", lambda pip: pip > 0)] = 1e-4
+    cost_pips: Annotated[float, Range("0 or more", lambda pips: pips >= 0)] = 1.0
+    neutral_share: Share = 1 / 3
     direction_step: int | None = None
     scalp_step: int | None = None
     swing_step: int | None = None
-    loss_weights: LossWeights = (0.40, 0.35, 0.15, 0.10)
+    loss_weights: Annotated[
+        LossWeights,
+        Range(
+            "four weights of 0 or more, not all 0",
+            lambda weights: min(weights) >= 0 and sum(weights) > 0,
+        ),
+    ] = (0.40, 0.35, 0.15, 0.10)
     ratios: tuple[float, float, float] = (0.70, 0.15, 0.15)
     embargo: int | None = None
-    fold: tuple[int, int] | None = None
+    fold: Annotated[
+        tuple[int, int] | None,
+        Range("[1, N] to [N, N]", lambda fold: 1 <= fold[0] <= fold[1], (1, 5)),
+    ] = None
     weight_decay: float = 1e-2
-    warmup_share: float = 0.05
+    warmup_share: Share = 0.05
     order: Literal["shuffled", "time"] = "shuffled"
     stateful: bool = False
-    lanes: int = 16
+    lanes: AtLeastOne = 16
     carried: tuple[str, ...] | None = None
     max_gap_rows: int = 0
     parallel_streams: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "layers", "heads", "ffn_factor", "lanes"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        super().__post_init__()
         require(
             self.d_model % self.heads == 0,
             "heads",
             self.heads,
             f"a divisor of d_model, which is {self.d_model}",
             "heads=4",
-        )
-        shares = {"dropout": self.dropout, "neutral_share": self.neutral_share}
-        for name, value in (shares | {"warmup_share": self.warmup_share}).items():
-            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
-        require(self.pip > 0, "pip", self.pip, "a return above 0", "pip=1e-4")
-        number, count = self.fold or (1, 1)
-        require(1 <= number <= count, "fold", self.fold, "[1, N] to [N, N]", "fold=[1, 5]")
-        require(self.cost_pips >= 0, "cost_pips", self.cost_pips, "0 or more", "cost_pips=1")
-        require(
-            min(self.loss_weights) >= 0 and sum(self.loss_weights) > 0,
-            "loss_weights",
-            self.loss_weights,
-            "four weights of 0 or more, not all 0",
-            "loss_weights=[0.4, 0.35, 0.15, 0.1]",
         )
 
 

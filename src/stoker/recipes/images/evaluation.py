@@ -8,15 +8,14 @@ pictures and of the test pictures.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from stoker.packing.samples import encode_png
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
-from stoker.recipes.metrics import add_up, bootstrap
+from stoker.recipes.metrics import Counted, bootstrap
+from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
 from stoker.runs.evaluation import Evaluation, Example
 from stoker.store.fields import Array
@@ -24,7 +23,6 @@ from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _FIT_IMAGES = 20_000
-_READ_BYTES = 64 << 20
 _THUMBNAIL = 8
 _SHOWN = 12
 _SHOWN_SIDE = 72
@@ -32,7 +30,7 @@ _TOP = 5
 _OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
-class ImageMetrics:
+class ImageMetrics(Counted):
     """Counts classes against answers, and hits among the five best, on the device.
 
     Args:
@@ -41,14 +39,13 @@ class ImageMetrics:
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
-        self._counts: Tensor | None = None
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take scores and class numbers of a batch."""
         num = self._num_classes
-        if self._counts is None:
+        if self.counts is None:
             # Per class its samples, its answers and its hits; then the hits among the five best.
-            self._counts = torch.zeros(4, num, dtype=torch.int64, device=outputs.device)
+            self.counts = torch.zeros(4, num, dtype=torch.int64, device=outputs.device)
         labels, answers = targets.long(), outputs.argmax(dim=1)
         ones = torch.ones_like(labels)
         for row, places, seen in (
@@ -57,21 +54,13 @@ class ImageMetrics:
             (2, labels, (labels == answers).long()),
             (3, labels, hits_in_top(outputs, labels).long()),
         ):
-            self._counts[row].index_add_(0, places, seen)
-
-    def state(self) -> Tensor | None:
-        """Return what was counted, for `merge`."""
-        return self._counts
-
-    def merge(self, states: Sequence[Tensor | None]) -> None:
-        """Become what all of these have counted together."""
-        self._counts = add_up(states)
+            self.counts[row].index_add_(0, places, seen)
 
     def compute(self) -> dict[str, float]:
         """Return accuracy, balanced accuracy, macro F1, and top-5 accuracy where there are more classes."""
-        if self._counts is None:
+        if self.counts is None:
             return {}
-        seen, answered, hits, near = self._counts.cpu().double().numpy()
+        seen, answered, hits, near = self.counts.cpu().double().numpy()
         occurs = seen > 0
         found = {
             "accuracy": float(hits.sum() / seen.sum()),
@@ -93,13 +82,7 @@ def hits_in_top(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 class FinalImageMetrics:
-    """Evaluates the best weights on the test pictures.
-
-    Args:
-        store: Open; its training pictures fit the baselines, its test pictures are shown.
-        train: Training samples.
-        names: Of the classes.
-    """
+    """Evaluates the best weights on the test pictures. Training pictures of the store fit the baselines."""
 
     def __init__(self, store: Store, train: Array, names: Sequence[str]) -> None:
         self._store, self._train, self._names = store, train, list(names)
@@ -123,14 +106,10 @@ class FinalImageMetrics:
             intervals["top5_accuracy"] = bootstrap(near)
         baselines, note = self._baselines(samples, labels)
         return Evaluation(
-            num_samples=len(labels),
-            compared_by=("accuracy", True),
-            metrics=metrics,
-            intervals=intervals,
+            len(labels),
+            ("accuracy", True),
+            **vars(report) | {"metrics": metrics, "intervals": intervals},
             baselines=baselines,
-            groups=report.groups,
-            confusion=report.confusion,
-            curves=report.curves,
             examples=tuple(self._mistakes(samples, labels, shares)),
             notes=(note, "pictures: the mistakes that the model was surest of"),
         )
@@ -151,7 +130,7 @@ class FinalImageMetrics:
 
     def _features(self, samples: Array) -> Array:
         return np.concatenate(
-            [thumbnails(images) for _, images in read_images(self._store, samples)]
+            [thumbnails(images) for images in read_rows(self._store, "images", samples)]
         )
 
     def _mistakes(self, samples: Array, labels: Array, shares: Array) -> Iterator[Example]:
@@ -160,14 +139,13 @@ class FinalImageMetrics:
         wrong = np.flatnonzero(labels != answers)
         for place in wrong[np.argsort(-sure[wrong], kind="stable")[:_SHOWN]].tolist():
             sample = int(samples[place])
-            is_named = "name" in self._store.fields
             image = self._store.gather("images", np.array([sample]))[0]
             yield Example(
                 "image",
-                self._store.read_text("name", sample) if is_named else f"sample {sample}",
+                sample_name(self._store, sample),
                 self._names[labels[place]],
                 f"{self._names[answers[place]]} ({sure[place]:.0%})",
-                {"picture": as_data_url(image)},
+                {"picture": as_data_url(image, _SHOWN_SIDE)},
             )
 
 
@@ -193,20 +171,3 @@ def fit_ridge(features: Array, labels: Array, num_classes: int, strength: float 
     gram = rows.T @ rows / len(rows) + strength * np.eye(rows.shape[1])
     made: Array = np.linalg.solve(gram, rows.T @ wanted / len(rows))
     return made
-
-
-def read_images(store: Store, samples: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield samples and their pictures, 64 MB at a time."""
-    row_bytes = int(np.prod(store.fields["images"].shape, dtype=np.int64))
-    step = max(1, _READ_BYTES // max(1, row_bytes))
-    for low in range(0, len(samples), step):
-        part = samples[low : low + step]
-        yield part, store.gather("images", part)
-
-
-def as_data_url(image: Array, side: int = _SHOWN_SIDE) -> str:
-    """Return a picture `(channels, height, width)` as a small PNG for a page."""
-    pixels = np.moveaxis(np.broadcast_to(image, (3, *image.shape[1:])), 0, -1)
-    step = max(1, -(-max(pixels.shape[:2]) // side))
-    small = np.ascontiguousarray(pixels[::step, ::step])
-    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"

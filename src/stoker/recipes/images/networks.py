@@ -46,10 +46,7 @@ class ResNet9(nn.Module):
 
     The shape is known from CIFAR-10 speed runs (DAWNBench, 2018); this is written to that description.
 
-    Args:
-        num_classes: Out.
-        channels: Of the pictures.
-        width: Of the first convolution; the last has eight times as many channels.
+    `width` is that of the first convolution; the last has eight times as many channels.
     """
 
     def __init__(self, num_classes: int, channels: int = 3, width: int = 64) -> None:
@@ -87,11 +84,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class ConvNextBlock(nn.Module):
-    """A 7x7 convolution per channel, then a wide layer at every place; added to what came in, scaled.
-
-    Args:
-        width: In and out.
-    """
+    """A 7x7 convolution per channel, then a wide layer at every place; added to what came in, scaled."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -112,12 +105,7 @@ class ConvNextBlock(nn.Module):
 class ConvNext(nn.Module):
     """A small ConvNeXt (Liu et al., 2022): for pictures of 64 px and more.
 
-    Args:
-        num_classes: Out.
-        channels: Of the pictures.
-        width: Of the first stage; it doubles three times.
-        depths: Blocks of the four stages.
-        dropout: Before the last layer.
+    `width` is that of the first stage; it doubles three times.
     """
 
     def __init__(

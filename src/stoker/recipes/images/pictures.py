@@ -1,15 +1,13 @@
-"""New pictures for a trained model: files or arrays as batches, each picture with an answer or a reason.
+"""New pictures for a trained classifier: batches in which each picture has an answer or a reason.
 
-Enters: a folder, one file, a list of paths, or pictures in memory. Leaves: batches of uint8 pictures in the size of
-training, under their relative file names, or their numbers. Costs one decode per file; one batch in memory.
+Enters: a folder, files, or pictures in memory. Leaves: batches of normalised pictures in the size of training, under
+their relative file names, or their numbers. Costs one decode per file; one batch in memory.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -17,247 +15,55 @@ import torch
 
 from stoker.errors import SourceError
 from stoker.recipes.contract import RawBatch
-from stoker.sources.images.decoding import (
-    ORIENTATION,
-    Decoded,
-    PictureError,
-    decode,
-    pillow,
-    to_pixels,
-    turned,
-)
-from stoker.sources.images.listing import find_pictures
-from stoker.store.fields import Array
-from stoker.train.predict import FILE_COLUMN, ROW_COLUMN
-from stoker.units import format_count
-
-_CHANNELS = (1, 3, 4)
+from stoker.recipes.given_pictures import GivenPictures, as_keys
+from stoker.recipes.pictures import FolderPictures, Size
 
 
-@dataclass(frozen=True)
-class GivenPictures:
-    """Pictures of a user, in files or in memory.
-
-    Attributes:
-        keys: Relative paths, names, or numbers from 0.
-        root: Folder of the files.
-        held: Pictures in memory, in the order of the keys; empty where all are files of those names.
-        told: What to say at the end.
-    """
-
-    keys: Sequence[Any]
-    root: Path = Path()
-    held: Sequence[Any] = ()
-    told: Sequence[str] = field(default_factory=list)
-
-    @property
-    def key(self) -> str:
-        """Name of the column of keys."""
-        is_numbered = bool(self.held) and not isinstance(self.keys[0], str)
-        return ROW_COLUMN if is_numbered else FILE_COLUMN
-
-    def path(self, place: int) -> Path:
-        """Return the file of a picture, or what stands for it in messages."""
-        return self.root / str(self.keys[place])
-
-    def decode(
-        self, place: int, first_frame: bool, value_range: tuple[float, float] | None
-    ) -> Decoded:
-        """Decode one picture.
-
-        Args:
-            place: Of the picture among the keys.
-            first_frame: Take the first frame of a file that holds several.
-            value_range: LOW and HIGH of float arrays, as in training.
-
-        Raises:
-            SourceError: It is damaged or not a picture.
-        """
-        given = self.held[place] if self.held else self.path(place)
-        if isinstance(given, str | os.PathLike):
-            return decode(Path(given), first_frame)
-        if isinstance(given, torch.Tensor | np.ndarray):
-            given = _image_of(given, value_range)
-        if not hasattr(given, "getbands"):
-            raise PictureError(f"is a {type(given).__name__}, not a picture.")
-        orientation = int(given.getexif().get(ORIENTATION, 1) or 1)
-        upright = turned(given, orientation)
-        return Decoded(upright, given.size, orientation, False, given.format or "", False)
-
-
-def given_pictures(given: Any) -> GivenPictures | None:
-    """Return the pictures of a folder, a file, an array, an image, or several of them; None for anything else.
-
-    Args:
-        given: A folder or file; an image of Pillow; an array or tensor of one picture, `(height, width)`,
-            `(height, width, channels)` or `(channels, height, width)`, or of several, with one more axis in front of
-            the last two kinds; a list of paths, images or arrays; a mapping of names to them.
-
-    Raises:
-        SourceError: The folder holds no picture.
-    """
-    found = find_pictures(given)
-    if found is not None:
-        root, names, told = found
-        return GivenPictures(names, root, told=told)
-    if isinstance(given, Mapping):
-        values = list(given.values())
-        is_pictures = all(map(_may_be_picture, values))
-        return GivenPictures(list(map(str, given)), held=values) if is_pictures else None
-    if isinstance(given, np.ndarray) and given.dtype.kind in "OUS":
-        return given_pictures(given.tolist())
-    if isinstance(given, torch.Tensor | np.ndarray):
-        given = given if given.ndim == 4 else [given]
-    elif _may_be_picture(given):
-        given = [given]
-    elif not isinstance(given, list | tuple):
-        if not hasattr(given, "tolist"):  # a column of pandas
-            return None
-        return given_pictures(given.tolist())
-    is_pictures = all(map(_may_be_picture, given))
-    return GivenPictures(range(len(given)), held=list(given)) if is_pictures else None
-
-
-def _may_be_picture(given: Any) -> bool:
-    is_known = isinstance(given, str | os.PathLike | torch.Tensor | np.ndarray)
-    return is_known or hasattr(given, "getbands")
-
-
-def _image_of(given: Any, value_range: tuple[float, float] | None) -> Any:
-    """Return an array as Pillow's image; float values by the rule of `decoding`, for colours too."""
-    is_tensor = isinstance(given, torch.Tensor)
-    values = given.detach().cpu().numpy() if is_tensor else np.asarray(given)
-    shape = tuple(values.shape)
-    if values.ndim == 2:
-        values = values[..., None]
-    # Tensors have their channels in front, arrays behind; an array that can only be meant the other way is taken so.
-    ends = (0, -1) if is_tensor else (-1, 0)
-    axis = next((end for end in ends if values.ndim == 3 and values.shape[end] in _CHANNELS), None)
-    if axis is None or not values.size:
-        raise PictureError(
-            f"is an array of shape {shape}, not (height, width[, channels]) with 1, 3 or 4 channels.",
-            kind="not a picture",
-        )
-    values = np.moveaxis(values, axis, -1)
-    if values.dtype.kind == "f":
-        low, high = float(values.min()), float(values.max())
-        bottom, top = value_range or (0.0, 1.0)
-        is_outside = value_range is None and (low < 0 or high > 1)
-        if is_outside or not np.isfinite([low, high]).all():
-            raise PictureError(
-                f"holds float values from {low:g} to {high:g}, not 0 to 1 (uint8: 0 to 255).",
-                kind="float values",
-            )
-        scaled = np.clip((values.astype(np.float32) - bottom) * (255.0 / (top - bottom)), 0, 255)
-        values = np.rint(scaled).astype(np.uint8)
-    elif values.dtype == np.bool_:
-        values = values.astype(np.uint8) * 255
-    is_deep = values.dtype == np.uint16 and values.shape[-1] == 1
-    if values.dtype != np.uint8 and not is_deep:
-        raise PictureError(
-            f"holds {values.dtype} values, not uint8 from 0 to 255.", kind="values of another type"
-        )
-    plain = np.ascontiguousarray(values[..., 0] if values.shape[-1] == 1 else values)
-    return pillow().fromarray(plain)
-
-
-def as_keys(names: Sequence[Any]) -> Array:
-    """Return names, or numbers, as the keys of a batch."""
-    return np.asarray(names, dtype=object if names and isinstance(names[0], str) else np.int64)
-
-
-class PictureReader:
-    """Pictures in the order of their names, or in that of a list; see `RawReader`.
+class PictureReader(FolderPictures):
+    """Pictures at the size of training; see `RawReader`.
 
     Args:
         pictures: Of the user.
         size: Height and width of training.
-        channels: 1 for grey, 3 for RGB.
-        value_range: LOW and HIGH of 16-bit and float pictures, as in training.
-        first_frame: Take the first frame of files that hold several.
         normalise: Pixels `(n, channels, height, width)` uint8 to what the network takes.
-        batch_size: Pictures at once.
         classes: Names of the classes: a folder that is called like one says the truth.
+        more: As for `FolderPictures`.
     """
 
     def __init__(
         self,
         pictures: GivenPictures,
-        size: tuple[int, int],
-        channels: int,
-        value_range: tuple[float, float] | None,
-        first_frame: bool,
+        *,
+        size: Size,
         normalise: Callable[[torch.Tensor], torch.Tensor],
-        batch_size: int,
         classes: Sequence[str] = (),
+        **more: Any,
     ) -> None:
-        self._pictures, self.key = pictures, pictures.key
-        self._size, self._channels = size, channels
-        self._value_range, self._first_frame = value_range, first_frame
-        self._normalise = normalise
-        self._batch_size = batch_size
-        self._num_refused = 0
+        super().__init__(pictures, **more)
+        self._size, self._normalise = size, normalise
         self._places = {name: place for place, name in enumerate(classes)}
-        self.num_rows: int | None = len(pictures.keys)
-
-    @classmethod
-    def open(
-        cls,
-        given: Any,
-        size: tuple[int, int],
-        channels: int,
-        value_range: tuple[float, float] | None,
-        first_frame: bool,
-        normalise: Callable[[torch.Tensor], torch.Tensor],
-        batch_size: int,
-        classes: Sequence[str] = (),
-    ) -> PictureReader | None:
-        """Return a reader of what `given_pictures` takes; None for anything else.
-
-        Raises:
-            SourceError: The folder holds no picture.
-        """
-        found = given_pictures(given)
-        more = (size, channels, value_range, first_frame, normalise, batch_size, classes)
-        return None if found is None else cls(found, *more)
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names."""
-        for low in range(0, len(self._pictures.keys), self._batch_size):
-            yield self._read(range(low, min(low + self._batch_size, len(self._pictures.keys))))
+        places = range(len(self._pictures.keys))
+        for low in range(0, len(places), self._batch_size):
+            yield self._read(places[low : low + self._batch_size])
 
-    def _read(self, places: range) -> RawBatch:
+    def _read(self, places: Sequence[int]) -> RawBatch:
         images = np.zeros((len(places), self._channels, *self._size), np.uint8)
-        answered = np.ones(len(places), bool)
         reasons: list[str | None] = [None] * len(places)
         for row, place in enumerate(places):
             try:
-                images[row] = self._decode(place)
+                images[row] = self._pixels(place, self._decode(place), self._size)
             except SourceError as error:
-                answered[row] = False
-                reasons[row] = error.reason if isinstance(error, PictureError) else error.given
-                self._num_refused += 1
-        names = [self._pictures.keys[place] for place in places]
+                reasons[row] = self._refuse(error)
         made = self._normalise(torch.from_numpy(images))
+        answered = np.array([reason is None for reason in reasons])
+        names = [self._pictures.keys[place] for place in places]
         folders = [PurePosixPath(str(name)).parent.name for name in names]
         truth = np.array([self._places.get(folder, -1) for folder in folders])
         return RawBatch(as_keys(names), {"images": made}, answered, reasons, truth=truth)
 
-    def _decode(self, place: int) -> Array:
-        decoded = self._pictures.decode(place, self._first_frame, self._value_range)
-        pixels = to_pixels(
-            decoded, self._pictures.path(place), self._size, self._channels, self._value_range
-        )
-        return np.moveaxis(pixels.values, -1, 0)
-
     def notes(self) -> Sequence[str]:
         """Return what was left out."""
-        refused = self._num_refused
-        return [
-            *self._pictures.told,
-            *(
-                [f"{format_count(refused, 'picture')} without an answer; see 'reason'"]
-                if refused
-                else []
-            ),
-        ]
+        return [*self._pictures.told, *self._left_out("an answer")]

@@ -8,10 +8,10 @@ augmented on the device; class names and probabilities for new pictures. Costs: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from stoker.recipes.contract import (
 )
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.images.classifier import ClassificationLoss, Classifier
-from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics, read_images
+from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
     choose_network,
@@ -51,22 +51,28 @@ from stoker.recipes.images.networks import (
 )
 from stoker.recipes.images.pictures import PictureReader
 from stoker.recipes.metrics import majority_baseline
-from stoker.recipes.options import parse_options, require
-from stoker.recipes.scaling import evenly
+from stoker.recipes.options import AtLeastOne, CheckedOptions, Range, Share, parse_options
+from stoker.recipes.pictures import (
+    IMAGE_SIZE,
+    channel_statistics,
+    is_encoded,
+    make_normaliser,
+    packed_as,
+    sized_store,
+)
 from stoker.recipes.schedule import make_adamw, warmup_cosine
-from stoker.recipes.sized import is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
-_LOOK_IMAGES = 512
 _HELD_BACK = 0.1
 _ENCODED_SIZE = (224, 224)
+_ALPHA = Range("0, or 0.001 to 100", lambda alpha: alpha == 0 or 1e-3 <= alpha <= 100, 0.2)
 
 
 @dataclass(frozen=True)
-class ImagesOptions:
+class ImagesOptions(CheckedOptions):
     """What the images recipe may be told.
 
     Attributes:
@@ -89,40 +95,20 @@ class ImagesOptions:
     """
 
     network: str = "auto"
-    width: int = 64
+    width: AtLeastOne = 64
     weights: str | None = None
     augmentation: Literal["none", "light", "standard", "strong"] = "standard"
     horizontal_flip: bool = True
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_share: float = 1.0
-    label_smoothing: float = 0.1
+    mixup: Annotated[float, _ALPHA] = 0.0
+    cutmix: Annotated[float, _ALPHA] = 0.0
+    mix_share: Annotated[float, Range("0 to 1", lambda share: 0 <= share <= 1)] = 1.0
+    label_smoothing: Share = 0.1
     balance: Literal["none", "weights", "sampling"] = "none"
-    ema: float = 0.999
+    ema: Share = 0.999
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    size: tuple[int, int] | None = None
+    size: Annotated[tuple[int, int] | None, IMAGE_SIZE] = None
     weight_decay: float = 0.05
-    warmup_share: float = 0.15
-
-    def __post_init__(self) -> None:
-        require(self.width >= 1, "width", self.width, "1 or more", "width=64")
-        for name in ("mixup", "cutmix"):
-            value = getattr(self, name)
-            require(
-                value == 0 or 1e-3 <= value <= 100, name, value, "0, or 0.001 to 100", f"{name}=0.2"
-            )
-        require(0 <= self.mix_share <= 1, "mix_share", self.mix_share, "0 to 1", "mix_share=1.0")
-        for name in ("label_smoothing", "ema", "warmup_share"):
-            value = getattr(self, name)
-            fix = f"{name}={getattr(type(self), name)}"
-            require(0 <= value < 1, name, value, "0 or more, below 1", fix)
-        require(
-            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
-            "size",
-            self.size,
-            "height and width, 1 to 16384",
-            "size=[224, 224]",
-        )
+    warmup_share: Share = 0.15
 
 
 @dataclass(frozen=True)
@@ -234,7 +220,7 @@ class ImagesRecipe(Recipe):
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels of the training size as input; classes and probabilities."""
         del made
-        normalise = make_normaliser(facts)
+        normalise = make_normaliser(facts["mean"], facts["std"])
         shape = (BATCH, facts["channels"], *facts["size"])
         about = "pixels from 0 to 255, channel by channel, resized to this size"
         port = Port("images", shape, torch.uint8, about, below=256)
@@ -248,13 +234,13 @@ class ImagesRecipe(Recipe):
         known = _pictures_of(facts)
         return PictureReader.open(
             given,
-            known.size,
-            known.channels,
-            known.value_range,
-            known.first_frame,
-            make_normaliser(facts),
-            int(told.get("batch_size", 64)),
-            facts.get("class_names", ()),
+            size=known.size,
+            channels=known.channels,
+            value_range=known.value_range,
+            first_frame=known.first_frame,
+            normalise=make_normaliser(facts["mean"], facts["std"]),
+            batch_size=int(told.get("batch_size", 64)),
+            classes=facts.get("class_names", ()),
         )
 
 
@@ -286,17 +272,6 @@ def _build(pictures: Pictures, options: ImagesOptions) -> tuple[Classifier, list
 def _predict(model: Any, images: Tensor) -> Columns:
     shares = model(images).softmax(dim=1)
     return {"class": shares.argmax(dim=1), "probability": shares}
-
-
-def make_normaliser(facts: Facts) -> Callable[[Tensor], Tensor]:
-    """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
-    mean, std = torch.tensor([facts["mean"], facts["std"]]).view(2, 1, -1, 1, 1)
-
-    def normalise(pixels: Tensor) -> Tensor:
-        normal: Tensor = (pixels.float() * (1 / 255) - mean) * (1 / std)
-        return normal
-
-    return normalise
 
 
 def unpack_pictures(batch: Tensors, pictures: Pictures) -> tuple[Tensor, Tensor]:
@@ -333,15 +308,14 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         raise _unfit(store, f"has labels from {least} to {most} for {num_classes} classes")
     if num_classes < 2:
         raise _unfit(store, f"has one class, {names[0]!r}")
-    packed = {} if store.manifest.provenance is None else store.manifest.provenance.options
-    span = packed.get("range")
+    span, first_frame = packed_as(store)
     size = (int(images.shape[1]), int(images.shape[2]))
     made = Pictures(
         int(images.shape[0]),
         size,
         num_classes,
         None if span is None else (float(span[0]), float(span[1])),
-        bool(packed.get("first_frame", False)),
+        first_frame,
         is_encoded(store),
     )
     return made, names or [str(number) for number in range(num_classes)]
@@ -395,21 +369,6 @@ def _divide(samples: Array, labels: Array, share: float, seed: int) -> tuple[Arr
         return samples, samples
     first = draw_samples(samples, round(share * len(samples)), seed, labels[samples])
     return first, np.setdiff1d(samples, first)
-
-
-def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of at most 512 training pictures, scaled to [0, 1]."""
-    channels = store.fields["images"].shape[0]
-    sums = np.zeros((2, channels))
-    count = 0
-    for _, images in read_images(store, evenly(train, _LOOK_IMAGES)):
-        values = images.astype(np.float64) / 255
-        sums += values.sum(axis=(0, 2, 3)), (values**2).sum(axis=(0, 2, 3))
-        count += values[:, 0].size
-    mean = sums[0] / count
-    # One grey for all pictures must not divide by nothing: the smallest step is 1 / 255.
-    std = np.maximum(np.sqrt(np.maximum(sums[1] / count - mean**2, 0)), 1 / 255)
-    return mean.tolist(), std.tolist()
 
 
 def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:

@@ -34,12 +34,7 @@ _FLOOR = 1e-3
 
 
 def soften(spectra: Tensor, temperature: Tensor) -> Tensor:
-    """Return spectra of length 1 with small peaks raised; zero stays zero.
-
-    Args:
-        spectra: `(batch, bins)`, not negative.
-        temperature: A scalar tensor of 1 or more.
-    """
+    """Return spectra of length 1 with small peaks raised; zero stays zero."""
     power = 1 / temperature
     raised: Tensor = (unit_length(spectra) + _FLOOR) ** power
     return raised - _FLOOR**power
@@ -55,10 +50,7 @@ def cosine_loss(
 class DistillationLoss:
     """The three terms of the module's text; targets also hold `teacher (batch, bins)`.
 
-    Args:
-        weights: Of hard, soft and shape.
-        temperature: Of the first update.
-        mass_power: Of the mass weights in hard and soft.
+    `weights` are those of hard, soft and shape.
     """
 
     def __init__(

@@ -95,16 +95,7 @@ def _entropy(shares: Tensor) -> Tensor:
 
 
 class FinalSpectrumMetrics:
-    """Evaluates the best weights on the test spectra.
-
-    Args:
-        store: Open, with `ecfp_bits`, `atoms`, `group`, `mol_weight`.
-        train: Training samples.
-        library: Of the training compounds.
-        mean: Mean training spectrum, of root spectra.
-        ranking: How predictions are ranked.
-        rounding: How an m/z finds its bin.
-    """
+    """Evaluates the best weights on the test spectra."""
 
     def __init__(
         self,

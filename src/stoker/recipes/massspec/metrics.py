@@ -82,13 +82,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How predictions are ranked.
-
-    Attributes:
-        recall_at: The k of recall@k.
-        tolerance: Of the mass filter, in dalton.
-        mass_power: Of the mass weights.
-    """
+    """How predictions are ranked. `tolerance` of the mass filter is in dalton."""
 
     recall_at: tuple[int, ...] = (1, 10)
     tolerance: float = 5.0
@@ -104,10 +98,6 @@ class SpectrumMetrics:
 
     Outputs are `{"spectrum": ...}`; targets hold `spectrum`, `mol_weight` and `group`. What is kept
     until the end: two spectra, a mass and a group per sample, on the device.
-
-    Args:
-        library: Compounds of the training split.
-        ranking: How predictions are ranked.
     """
 
     def __init__(self, library: Library, ranking: Ranking) -> None:
@@ -221,14 +211,7 @@ def _exact_products() -> Iterator[None]:
 def read_root_spectra(
     store: Store, samples: Array, max_mz: int, rounding: Rounding
 ) -> Iterator[tuple[Array, Tensor]]:
-    """Yield some of the samples and their `(n, max_mz + 1)` root spectra, on the CPU.
-
-    Args:
-        store: With `mz` and `intensity`.
-        samples: Rising sample numbers.
-        max_mz: Last bin.
-        rounding: How an m/z finds its bin.
-    """
+    """Yield some of the samples and their `(n, max_mz + 1)` root spectra, on the CPU. Sample numbers rise."""
     for low in range(0, store.num_samples, _READ_SAMPLES):
         high = min(low + _READ_SAMPLES, store.num_samples)
         first, last = np.searchsorted(samples, (low, high))
@@ -246,15 +229,7 @@ def read_root_spectra(
 def make_library(
     store: Store, train: Array, max_mz: int, rounding: Rounding, mass_power: float
 ) -> tuple[Library, Tensor]:
-    """Return the library of the training compounds and the mean training spectrum `(bins,)`.
-
-    Args:
-        store: With `mz`, `intensity`, `group` and `mol_weight`.
-        train: Rising sample numbers of the training split.
-        max_mz: Last bin.
-        rounding: How an m/z finds its bin.
-        mass_power: Of the mass weights.
-    """
+    """Return the library of the training compounds and the mean training spectrum `(bins,)`."""
     groups = store.read_rows("group", 0, store.num_samples)
     masses = store.read_rows("mol_weight", 0, store.num_samples)
     entries = np.sort(train[np.unique(groups[train], return_index=True)[1]])
@@ -277,16 +252,7 @@ def chance_metrics(
     ranking: Ranking,
     rounding: Rounding,
 ) -> dict[str, float]:
-    """Return what chance reaches: the mean training spectrum for all, and a random rank.
-
-    Args:
-        store: The library's store.
-        samples: Held-out samples.
-        library: Of the training compounds.
-        mean: Mean training spectrum, of root spectra.
-        ranking: How predictions are ranked.
-        rounding: How an m/z finds its bin.
-    """
+    """Return what chance reaches: the mean training spectrum for all, and a random rank."""
     if not len(samples):
         return {}
     cosine = 0.0

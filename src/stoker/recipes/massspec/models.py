@@ -53,10 +53,6 @@ class BidirectionalHead(nn.Module):
     """Features to spectra, counted from m/z 0 and from the molecule's mass, mixed by a gate.
 
     `relu(g * forward + (1 - g) * reverse)`, with `g` a sigmoid for every bin.
-
-    Args:
-        width: Of the features.
-        num_bins: `max_mz + 1`.
     """
 
     def __init__(self, width: int, num_bins: int) -> None:
@@ -73,13 +69,7 @@ class BidirectionalHead(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Norm, ReLU, dropout, narrow; norm, ReLU, wide; added to what came in.
-
-    Args:
-        width: In and out.
-        bottleneck: Share of the width in between.
-        dropout: Share of features zeroed in training.
-    """
+    """Norm, ReLU, dropout, narrow; norm, ReLU, wide; added to what came in."""
 
     def __init__(self, width: int, bottleneck: float, dropout: float) -> None:
         super().__init__()
@@ -150,11 +140,7 @@ class Student(nn.Module):
 
 
 class GineLayer(nn.Module):
-    """`x_i + MLP((1 + e) n_i + sum_j relu(n_j + W b_ij))` with `n` the norm of `x` (Hu 2020).
-
-    Args:
-        width: Of the atoms' features.
-    """
+    """`x_i + MLP((1 + e) n_i + sum_j relu(n_j + W b_ij))` with `n` the norm of `x` (Hu 2020)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -257,10 +243,7 @@ class Teacher(nn.Module):
 def pool_graphs(atoms: Tensor, owner: Tensor, num_graphs: int) -> Tensor:
     """Return `(num_graphs, 2 * width)`: mean and sum over the atoms of each graph.
 
-    Args:
-        atoms: `(n, width)`.
-        owner: `(n,)` graph of each atom; `num_graphs` for padding.
-        num_graphs: Graphs in the batch.
+    The owner of padding is `num_graphs`.
     """
     # In float32 whatever autocast says: bfloat16 counts to 256.
     ones = torch.ones(atoms.shape[0], 1, device=atoms.device)

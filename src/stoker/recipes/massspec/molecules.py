@@ -112,14 +112,7 @@ class Wanted:
 
 
 class MoleculeReader:
-    """The molecules of a file, a folder or a frame, in their order; see `RawReader`.
-
-    Args:
-        molecules: Each molecule of the input.
-        source: What to name in messages.
-        model: What the trained model reads and predicts.
-        batch_size: Molecules at once.
-    """
+    """The molecules of a file, a folder or a frame, in their order; see `RawReader`."""
 
     key = "name"
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -57,7 +57,14 @@ from stoker.recipes.massspec.metrics import (
 )
 from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
 from stoker.recipes.massspec.molecules import ModelInputs, MoleculeReader, as_ragged, write_spectra
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import (
+    AtLeastOne,
+    CheckedOptions,
+    Range,
+    Share,
+    parse_options,
+    require,
+)
 from stoker.recipes.schedule import warmup_cosine
 from stoker.sources.massspec import MassSpecSource
 from stoker.sources.massspec.conditions import CONDITION_COLUMNS
@@ -73,10 +80,11 @@ LEARNING_RATE = 1e-3
 _SPECTRUM_FIELDS = ("mz", "intensity", "ecfp_bits", "ecfp_counts", "mol_weight", "group")
 _GRAPH_FIELDS = ("atoms", "bonds")
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
+_TEMPERATURE = Range("1 or more", lambda value: value >= 1)
 
 
 @dataclass(frozen=True)
-class MassSpecOptions:
+class MassSpecOptions(CheckedOptions):
     """What both massspec recipes may be told.
 
     Attributes:
@@ -92,52 +100,19 @@ class MassSpecOptions:
         ratios: Expected shares of compounds in train, val and test, for stores without a split.
     """
 
-    max_mz: int | None = None
-    width: int = 1024
-    num_blocks: int = 3
-    bottleneck: float = 0.5
-    dropout: float = 0.25
+    max_mz: Annotated[int | None, Range("1 or more", lambda mz: mz >= 1, 500)] = None
+    width: AtLeastOne = 1024
+    num_blocks: AtLeastOne = 3
+    bottleneck: Annotated[float, Range("above 0, up to 1", lambda share: 0 < share <= 1)] = 0.5
+    dropout: Share = 0.25
     mass_power: float = 1.0
-    recall_at: tuple[int, ...] = (1, 5, 10)
-    mass_tolerance: float = 5.0
-    warmup_share: float = 0.05
+    recall_at: Annotated[
+        tuple[int, ...],
+        Range("one or more ranks of 1 or more", lambda ranks: bool(ranks) and min(ranks) >= 1),
+    ] = (1, 5, 10)
+    mass_tolerance: Annotated[float, Range("0 dalton or more", lambda mass: mass >= 0)] = 5.0
+    warmup_share: Share = 0.05
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-
-    def __post_init__(self) -> None:
-        for name in ("width", "num_blocks"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
-        for name in ("dropout", "warmup_share"):
-            value = getattr(self, name)
-            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
-        require(
-            0 < self.bottleneck <= 1,
-            "bottleneck",
-            self.bottleneck,
-            "above 0, up to 1",
-            "bottleneck=0.5",
-        )
-        require(
-            self.max_mz is None or self.max_mz >= 1,
-            "max_mz",
-            self.max_mz,
-            "1 or more",
-            "max_mz=500",
-        )
-        require(
-            bool(self.recall_at) and min(self.recall_at) >= 1,
-            "recall_at",
-            self.recall_at,
-            "one or more ranks of 1 or more",
-            "recall_at=[1, 5, 10]",
-        )
-        require(
-            self.mass_tolerance >= 0,
-            "mass_tolerance",
-            self.mass_tolerance,
-            "0 dalton or more",
-            "mass_tolerance=5",
-        )
 
 
 @dataclass(frozen=True)
@@ -152,24 +127,15 @@ class StudentOptions(MassSpecOptions):
     """
 
     teacher: str | None = None
-    distill_weights: tuple[float, float, float] = (0.3, 0.5, 0.2)
-    temperature_start: float = 4.0
-    temperature_end: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            len(self.distill_weights) == 3
-            and min(self.distill_weights) >= 0
-            and sum(self.distill_weights) > 0,
-            "distill_weights",
-            self.distill_weights,
+    distill_weights: Annotated[
+        tuple[float, float, float],
+        Range(
             "three weights of 0 or more, not all 0",
-            "distill_weights=[0.3, 0.5, 0.2]",
-        )
-        for name in ("temperature_start", "temperature_end"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name):g}")
+            lambda weights: len(weights) == 3 and min(weights) >= 0 and sum(weights) > 0,
+        ),
+    ] = (0.3, 0.5, 0.2)
+    temperature_start: Annotated[float, _TEMPERATURE] = 4.0
+    temperature_end: Annotated[float, _TEMPERATURE] = 1.0
 
 
 @dataclass(frozen=True)
@@ -182,23 +148,10 @@ class TeacherOptions(MassSpecOptions):
         drop_edge: Share of bonds that carry no message in a training step.
     """
 
-    num_blocks: int = 2
-    num_layers: int = 4
-    graph_width: int = 128
-    drop_edge: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("num_layers", "graph_width"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
-        require(
-            0 <= self.drop_edge < 1,
-            "drop_edge",
-            self.drop_edge,
-            "0 or more, below 1",
-            "drop_edge=0.2",
-        )
+    num_blocks: AtLeastOne = 2
+    num_layers: AtLeastOne = 4
+    graph_width: AtLeastOne = 128
+    drop_edge: Share = 0.2
 
 
 @dataclass(frozen=True)

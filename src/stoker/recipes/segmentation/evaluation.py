@@ -11,7 +11,6 @@ of the shares that match; a class's is the mean over the images that have it in 
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,8 +19,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from stoker.packing.samples import colour_of, encode_png
+from stoker.packing.samples import colour_of
 from stoker.recipes.metrics import bootstrap
+from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
 from stoker.recipes.segmentation.metrics import IGNORE, compute_metrics
 from stoker.runs.evaluation import Confusion, Evaluation, Example
@@ -33,7 +33,6 @@ EDGE_SHARE = 0.0075
 _FIT_MASKS = 512
 _SHOWN = 6
 _SHOWN_SIDE = 120
-_READ_BYTES = 64 << 20
 
 
 class FinalSegmentationMetrics:
@@ -143,10 +142,7 @@ class FinalSegmentationMetrics:
 
     def _masks(self, samples: Array) -> Iterator[Array]:
         """Yield masks with 255 wherever a pixel counts nowhere."""
-        row_bytes = int(np.prod(self._store.fields["masks"].shape, dtype=np.int64))
-        step = max(1, _READ_BYTES // max(1, row_bytes))
-        for low in range(0, len(samples), step):
-            masks = self._store.gather("masks", samples[low : low + step])
+        for masks in read_rows(self._store, "masks", samples):
             masks[np.isin(masks, self._ignored)] = IGNORE
             yield masks
 
@@ -161,18 +157,17 @@ class FinalSegmentationMetrics:
             (truth,) = next(iter(self._masks(np.array([sample]))))
             inputs = self._normalise(torch.from_numpy(image)).to(device)
             answer = model(inputs).argmax(dim=1)[0].cpu().numpy().astype(np.uint8)
-            is_named = "name" in self._store.fields
-            shown = np.moveaxis(np.broadcast_to(image[0], (3, *image.shape[2:])), 0, -1)
+            pictures = {
+                "picture": image[0],
+                "truth": np.moveaxis(palette()[truth], -1, 0),
+                "answer": np.moveaxis(palette()[answer], -1, 0),
+            }
             yield Example(
                 "image",
-                self._store.read_text("name", sample) if is_named else f"sample {sample}",
+                sample_name(self._store, sample),
                 self._words(truth),
                 f"{self._words(answer)}; mIoU {scores[place]:.2f}",
-                {
-                    "picture": as_data_url(shown),
-                    "truth": as_data_url(palette()[truth]),
-                    "answer": as_data_url(palette()[answer]),
-                },
+                {name: as_data_url(each, _SHOWN_SIDE) for name, each in pictures.items()},
             )
 
     def _words(self, mask: Array) -> str:
@@ -275,13 +270,6 @@ def _edges(inside: Tensor) -> Tensor:
 def palette() -> Array:
     """Return the colours of mask values, `(256, 3)` uint8; those of `stoker inspect`."""
     return np.array([colour_of(value) for value in range(256)], dtype=np.uint8)
-
-
-def as_data_url(pixels: Array, side: int = _SHOWN_SIDE) -> str:
-    """Return pixels `(height, width, 3)` as a small PNG for a page."""
-    step = max(1, -(-max(pixels.shape[:2]) // side))
-    small = np.ascontiguousarray(pixels[::step, ::step])
-    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"
 
 
 def class_names(store_names: Sequence[str], num_classes: int) -> list[str]:

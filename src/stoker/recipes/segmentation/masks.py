@@ -39,15 +39,14 @@ from stoker.ownership import (
     writing,
 )
 from stoker.recipes.contract import RawBatch
-from stoker.recipes.images.pictures import GivenPictures, as_keys, given_pictures
+from stoker.recipes.given_pictures import GivenPictures, as_keys
+from stoker.recipes.pictures import FolderPictures, Size
 from stoker.recipes.segmentation.evaluation import legend, palette
-from stoker.sources.images.decoding import Decoded, PictureError, to_pixels
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
 from stoker.units import format_count
 
 Tensor = torch.Tensor
-Size = tuple[int, int]
 OVERLAP = 0.25
 _LARGER = 1.25
 """Pictures up to this much larger than the largest of training are resized, not cut into tiles."""
@@ -87,60 +86,43 @@ class Scale:
 # -- pictures in ---------------------------------------------------------------------------------
 
 
-class ScenePictures:
+class ScenePictures(FolderPictures):
     """Pictures at the size they go through the network; see `RawReader`.
 
     Args:
         pictures: Of the user.
         scale: Of training.
-        channels: 1 for grey, 3 for RGB.
-        value_range: LOW and HIGH of 16-bit and float pictures, as in training.
-        first_frame: Take the first frame of files that hold several.
-        batch_size: Pictures at once.
         is_table: Whether answers become rows of one table, which needs masks of one size.
+        more: As for `FolderPictures`.
     """
 
     def __init__(
-        self,
-        pictures: GivenPictures,
-        scale: Scale,
-        channels: int,
-        value_range: tuple[float, float] | None,
-        first_frame: bool,
-        batch_size: int,
-        is_table: bool,
+        self, pictures: GivenPictures, *, scale: Scale, is_table: bool, **more: Any
     ) -> None:
-        self._pictures, self.key, self._scale = pictures, pictures.key, scale
-        self._channels, self._value_range = channels, value_range
-        self._first_frame, self._batch_size = first_frame, batch_size
-        self._is_table = is_table
-        self._num_refused = self._num_tiled = 0
-        self.num_rows: int | None = len(pictures.keys)
-
-    @classmethod
-    def open(cls, given: Any, **more: Any) -> ScenePictures | None:
-        """Return a reader of what `given_pictures` takes; None for anything else."""
-        found = given_pictures(given)
-        return None if found is None else cls(found, **more)
+        super().__init__(pictures, **more)
+        self._scale, self._is_table = scale, is_table
+        self._num_tiled = 0
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names; those of one size together."""
         held: list[tuple[Any, Array, Size]] = []
         first: Size | None = None
         for place, name in enumerate(self._pictures.keys):
-            path = self._pictures.path(place)
             try:
-                decoded = self._pictures.decode(place, self._first_frame, self._value_range)
+                decoded = self._decode(place)
                 original = (decoded.image.height, decoded.image.width)
-                pixels = self._pixels(decoded, path, original)
+                size = self._scale.work_size(original)
+                pixels = self._pixels(place, decoded, size)
             except SourceError as error:
                 yield from _as_batch(held)
                 held = []
                 yield self._refused(name, error, first)
                 continue
+            self._num_tiled += size != self._scale.size
             if self._is_table and first not in (None, original):
                 raise InputError(
-                    f"{path} has {original[1]} x {original[0]} pixels, and pictures before it had others.",
+                    f"{self._pictures.path(place)} has {original[1]} x {original[0]} pixels, and those before it had "
+                    "others.",
                     "masks of one size in a table, or a folder of masks",
                     "a folder as OUT",
                 )
@@ -152,38 +134,19 @@ class ScenePictures:
             held.append((name, pixels, original))
         yield from _as_batch(held)
 
-    def _pixels(self, decoded: Decoded, path: Path, original: Size) -> Array:
-        size = self._scale.work_size(original)
-        self._num_tiled += size != self._scale.size
-        made = to_pixels(decoded, path, size, self._channels, self._value_range)
-        return np.moveaxis(made.values, -1, 0)
-
     def _refused(self, name: Any, error: SourceError, size: Size | None) -> RawBatch:
-        self._num_refused += 1
-        reason = error.reason if isinstance(error, PictureError) else error.given
         blank = torch.zeros((1, self._channels, *self._scale.size), dtype=torch.uint8)
         blank_size = size or self._scale.size
         batch = {"images": blank, "original_size": torch.tensor([blank_size])}
+        reasons = [self._refuse(error)]
         labels = _size_labels([blank_size])
-        return RawBatch(as_keys([name]), batch, np.zeros(1, bool), [reason], labels)
+        return RawBatch(as_keys([name]), batch, np.zeros(1, bool), reasons, labels)
 
     def notes(self) -> Sequence[str]:
         """Return what was cut into tiles and what was left out."""
-        refused, tiled = self._num_refused, self._num_tiled
-        high, wide = self._scale.size
-        return [
-            *self._pictures.told,
-            *(
-                [f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"]
-                if tiled
-                else []
-            ),
-            *(
-                [f"{format_count(refused, 'picture')} without a mask; see 'reason'"]
-                if refused
-                else []
-            ),
-        ]
+        tiled, (high, wide) = self._num_tiled, self._scale.size
+        words = f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"
+        return [*self._pictures.told, *([words] if tiled else []), *self._left_out("a mask")]
 
 
 def _as_batch(held: Sequence[tuple[Any, Array, Size]]) -> Iterator[RawBatch]:
@@ -308,11 +271,6 @@ def write_masks(
 
     Masks of an earlier prediction are removed first: a folder never holds answers of two. `answers.csv` comes last, so
     a folder without it is of a prediction that did not end.
-
-    Args:
-        out: Made where it is missing; an older one of masks is taken.
-        answers: With the column "mask".
-        names: Of the classes.
 
     Raises:
         InputError: The folder holds what stoker did not write.

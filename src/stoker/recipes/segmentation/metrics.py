@@ -7,13 +7,11 @@ passes over the logits; static shapes and no host synchronisation until the metr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch.nn import functional
 
-from stoker.recipes.metrics import add_up
+from stoker.recipes.metrics import Counted
 from stoker.store.fields import Array
 
 Tensor = torch.Tensor
@@ -28,12 +26,6 @@ def segmentation_loss(
 
     Both are taken per sample and then averaged, so accumulated batches equal one big batch. A sample
     without a pixel that counts adds nothing but its place in the mean.
-
-    Args:
-        logits: `(batch, classes, height, width)`.
-        masks: `(batch, height, width)` whole numbers, 255 where a pixel counts nowhere.
-        ce_weight: Of the cross-entropy.
-        dice_weight: Of the Dice loss.
     """
     counts = masks != IGNORE
     labels = masks.masked_fill(~counts, 0).long()
@@ -51,10 +43,7 @@ def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     Dice of a class is `(2 * overlap + 1) / (predicted + true + 1)`, in pixels. Classes that the mask
     does not show are left to the cross-entropy: their Dice is next to 0 for any prediction.
 
-    Args:
-        shares: `(batch, classes, height, width)` probabilities, 0 where a pixel does not count.
-        labels: `(batch, height, width)`.
-        counts: `(batch, height, width)` bool.
+    Shares are probabilities, 0 where a pixel does not count.
     """
     classes = torch.arange(shares.shape[1], device=shares.device)[:, None, None]
     true = (labels[:, None] == classes) & counts[:, None]
@@ -65,42 +54,29 @@ def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     return ((1 - dice) * shown).sum(dim=1) / shown.sum(dim=1).clamp(min=1)
 
 
-class SegmentationMetrics:
-    """Counts every pixel's class against its prediction, on the device.
-
-    Args:
-        num_classes: Classes are 0 to num_classes - 1.
-    """
+class SegmentationMetrics(Counted):
+    """Counts every pixel's class against its prediction, on the device."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
-        self._counts: Tensor | None = None
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take logits and masks of a batch."""
         num = self._num_classes
-        if self._counts is None:
+        if self.counts is None:
             # One spare cell takes the pixels that count nowhere, so that shapes stay static.
-            self._counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
+            self.counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
         masks = targets.long()
         cells = torch.where(masks == IGNORE, num * num, masks * num + outputs.argmax(dim=1))
         cells = cells.flatten()
-        self._counts.index_add_(0, cells, torch.ones_like(cells))
-
-    def state(self) -> Tensor | None:
-        """Return what was counted, for `merge`."""
-        return self._counts
-
-    def merge(self, states: Sequence[Tensor | None]) -> None:
-        """Become what all of these have counted together."""
-        self._counts = add_up(states)
+        self.counts.index_add_(0, cells, torch.ones_like(cells))
 
     def compute(self) -> dict[str, float]:
         """Return mIoU, mean Dice and pixel accuracy; waits for the device."""
-        if self._counts is None:
+        if self.counts is None:
             return {}
         num = self._num_classes
-        return compute_metrics(self._counts[:-1].view(num, num).cpu().numpy())
+        return compute_metrics(self.counts[:-1].view(num, num).cpu().numpy())
 
 
 def compute_metrics(confusion: Array) -> dict[str, float]:

@@ -43,11 +43,7 @@ def to_maps(tokens: Tensor, size: Size) -> Tensor:
 class PatchEmbedding(nn.Module):
     """Overlapping patches: a strided convolution whose kernel is wider than its stride.
 
-    Args:
-        channels: In.
-        width: Out.
-        kernel: Odd.
-        stride: Sizes are divided by it and rounded up.
+    The kernel is odd; sizes are divided by the stride and rounded up.
     """
 
     def __init__(self, channels: int, width: int, kernel: int, stride: int) -> None:
@@ -64,10 +60,7 @@ class PatchEmbedding(nn.Module):
 class EfficientAttention(nn.Module):
     """Self-attention whose keys and values come from a map averaged over squares.
 
-    Args:
-        width: Of tokens.
-        heads: Divides the width.
-        reduction: Side of a square; 1 attends to every token.
+    `heads` divides `width`; a `reduction` of 1 attends to every token.
     """
 
     def __init__(self, width: int, heads: int, reduction: int) -> None:
@@ -104,12 +97,7 @@ class EfficientAttention(nn.Module):
 
 
 class MixForward(nn.Module):
-    """Wide, a 3x3 convolution per channel (which tells tokens where they are), GELU, narrow.
-
-    Args:
-        width: In and out.
-        expansion: Width in between over `width`.
-    """
+    """Wide, a 3x3 convolution per channel (which tells tokens where they are), GELU, narrow."""
 
     def __init__(self, width: int, expansion: int) -> None:
         super().__init__()
@@ -174,10 +162,6 @@ class MultiScaleAttention(nn.Module):
 
     `x + gate * mix(near + further + far)`: three 3x3 convolutions per channel with dilation 1, 2 and
     4, a 1x1 convolution, and a gate per channel from the image's mean.
-
-    Args:
-        width: In and out.
-        reduction: Of the gate's hidden layer.
     """
 
     def __init__(self, width: int, reduction: int = 8) -> None:
@@ -201,14 +185,7 @@ class MultiScaleAttention(nn.Module):
 
 
 class Head(nn.Module):
-    """All stages at the first one's size, joined, through `MultiScaleAttention`, to classes.
-
-    Args:
-        widths: Of the stages.
-        width: Of the joined map.
-        num_classes: Out.
-        dropout: Of whole channels, before the classes.
-    """
+    """All stages at the first one's size, joined, through `MultiScaleAttention`, to classes."""
 
     def __init__(self, widths: Four, width: int, num_classes: int, dropout: float) -> None:
         super().__init__()

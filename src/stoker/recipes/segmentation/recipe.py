@@ -10,11 +10,11 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,23 @@ from stoker.recipes.contract import (
     Tensors,
 )
 from stoker.recipes.export.ports import BATCH, IMAGE_SIZES, Layout, Port
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import (
+    AtLeastOne,
+    CheckedOptions,
+    Range,
+    Share,
+    parse_options,
+    require,
+)
+from stoker.recipes.pictures import (
+    IMAGE_SIZE,
+    channel_statistics,
+    is_encoded,
+    make_normaliser,
+    packed_as,
+    read_rows,
+    sized_store,
+)
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import FinalSegmentationMetrics, class_names
@@ -48,7 +64,6 @@ from stoker.recipes.segmentation.metrics import (
     segmentation_loss,
 )
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
-from stoker.recipes.sized import is_encoded, sized_store
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.predict import Predicted
@@ -61,11 +76,11 @@ _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
-_READ_BYTES = 64 << 20
+_STAGES = Range("four numbers of 1 or more", lambda four: min(four) >= 1, (2, 2, 2, 2))
 
 
 @dataclass(frozen=True)
-class SegmentationOptions:
+class SegmentationOptions(CheckedOptions):
     """What the segmentation recipe may be told.
 
     Attributes:
@@ -95,18 +110,21 @@ class SegmentationOptions:
         epochs: Of the run: what the trainer gets.
     """
 
-    num_classes: int | None = None
-    ignore_values: tuple[int, ...] = ()
-    widths: Four = (32, 64, 128, 192)
-    depths: Four = (2, 2, 2, 2)
-    heads: Four = (1, 2, 4, 6)
-    expansion: int = 3
-    head_width: int = 128
-    dropout: float = 0.1
+    num_classes: Annotated[int | None, Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)] = None
+    ignore_values: Annotated[
+        tuple[int, ...],
+        Range("mask values, 0 to 255", lambda all_: all(0 <= n <= IGNORE for n in all_), (11,)),
+    ] = ()
+    widths: Annotated[Four, _STAGES] = (32, 64, 128, 192)
+    depths: Annotated[Four, _STAGES] = (2, 2, 2, 2)
+    heads: Annotated[Four, _STAGES] = (1, 2, 4, 6)
+    expansion: AtLeastOne = 3
+    head_width: AtLeastOne = 128
+    dropout: Share = 0.1
     ce_weight: float = 1.0
     dice_weight: float = 1.5
     augmentation: Literal["standard", "minimal", "strong", "progressive", "none"] = "standard"
-    strong_from_epoch: int = 50
+    strong_from_epoch: AtLeastOne = 50
     horizontal_flip_prob: float | None = None
     rotation_degrees: float | None = None
     brightness: float | None = None
@@ -114,20 +132,13 @@ class SegmentationOptions:
     saturation: float | None = None
     split: Literal["random", "ordered"] = "random"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    size: tuple[int, int] | None = None
+    size: Annotated[tuple[int, int] | None, IMAGE_SIZE] = None
     weight_decay: float = 0.01
-    warmup_epochs: int = 5
-    epochs: int = 100
+    warmup_epochs: Annotated[int, Range("0 or more", lambda epochs: epochs >= 0)] = 5
+    epochs: AtLeastOne = 100
 
     def __post_init__(self) -> None:
-        for name in ("expansion", "head_width", "epochs", "strong_from_epoch"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
-        for name in ("widths", "depths", "heads"):
-            value = getattr(self, name)
-            require(
-                min(value) >= 1, name, value, "four numbers of 1 or more", f"{name}=[2, 2, 2, 2]"
-            )
+        super().__post_init__()
         whole = all(
             width % heads == 0 for width, heads in zip(self.widths, self.heads, strict=True)
         )
@@ -138,7 +149,6 @@ class SegmentationOptions:
             f"divisors of the widths {self.widths}",
             "heads=[1, 2, 4, 6]",
         )
-        require(0 <= self.dropout < 1, "dropout", self.dropout, "0 or more, below 1", "dropout=0.1")
         weights = (self.ce_weight, self.dice_weight)
         require(
             min(weights) >= 0 and sum(weights) > 0,
@@ -146,36 +156,6 @@ class SegmentationOptions:
             weights,
             "0 or more, not both 0",
             "ce_weight=1, dice_weight=1.5",
-        )
-        require(
-            self.warmup_epochs >= 0,
-            "warmup_epochs",
-            self.warmup_epochs,
-            "0 or more",
-            "warmup_epochs=5",
-        )
-        inside = all(0 <= value <= IGNORE for value in self.ignore_values)
-        require(
-            inside,
-            "ignore_values",
-            self.ignore_values,
-            "mask values, 0 to 255",
-            "ignore_values=[11]",
-        )
-        require(
-            self.num_classes is None or 2 <= self.num_classes <= IGNORE,
-            "num_classes",
-            self.num_classes,
-            "2 to 255",
-            "num_classes=19",
-        )
-
-        require(
-            self.size is None or 1 <= min(self.size) <= max(self.size) <= 16384,
-            "size",
-            self.size,
-            "height and width, 1 to 16384",
-            "size=[512, 512]",
         )
 
     @property
@@ -375,18 +355,6 @@ def build_network(num_classes: int, channels: int, options: SegmentationOptions)
 # -- batches -------------------------------------------------------------------------------------
 
 
-def make_normaliser(mean: list[float], std: list[float]) -> Callable[[Tensor], Tensor]:
-    """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
-    means, deviations = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
-
-    def normalise(pixels: Tensor) -> Tensor:
-        on = pixels.device
-        normal: Tensor = (pixels.float() * (1 / 255) - means.to(on)) * (1 / deviations.to(on))
-        return normal
-
-    return normalise
-
-
 def unpack_images(
     batch: Tensors, ignore_values: tuple[int, ...], packed: Mapping[str, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -403,7 +371,7 @@ def unpack_images(
 
 def _packed_as(store: Store) -> dict[str, Any]:
     """Return how the pictures were packed, for new ones."""
-    options = {} if store.manifest.provenance is None else store.manifest.provenance.options
+    value_range, first_frame = packed_as(store)
     size = list(store.fields["images"].shape[1:])
     sizes = store.manifest.attributes.get("original_sizes")
     if sizes is not None and "per_pixel" in sizes:
@@ -413,8 +381,8 @@ def _packed_as(store: Store) -> dict[str, Any]:
         "size": size,
         **({"encoded": True} if is_encoded(store) else {}),
         "original_sizes": sizes,
-        "value_range": options.get("range"),
-        "first_frame": bool(options.get("first_frame", False)),
+        "value_range": value_range,
+        "first_frame": first_frame,
     }
 
 
@@ -476,25 +444,6 @@ def split_images(
             "ratios=[0.8, 0.1, 0.1]",
         )
     return samples, f"{note}; " + ", ".join(f"{name} {len(ids):,}" for name, ids in samples.items())
-
-
-def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation per channel of training images, scaled to [0, 1].
-
-    Exact over at most 512 images, evenly spaced: counts of the 256 values, no running sums.
-    """
-    channels = store.fields["images"].shape[0]
-    counts = np.zeros((channels, 256), dtype=np.int64)
-    for images in _read(store, "images", evenly(train, _LOOK_IMAGES)):
-        for channel in range(channels):
-            counts[channel] += np.bincount(images[:, channel].ravel(), minlength=256)
-    values = np.arange(256) / 255
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    mean = shares @ values
-    variance = shares @ values**2 - mean**2
-    # One grey for all images must not divide by nothing: the smallest step is 1 / 255.
-    std = np.maximum(np.sqrt(np.maximum(variance, 0)), 1 / 255)
-    return mean.tolist(), std.tolist()
 
 
 def make_augmentation(
@@ -559,16 +508,9 @@ def majority_metrics(
 def count_pixels(store: Store, samples: Array) -> Array:
     """Return `(256,)` pixels of each mask value."""
     counts = np.zeros(256, dtype=np.int64)
-    for masks in _read(store, "masks", samples):
+    for masks in read_rows(store, "masks", samples):
         counts += np.bincount(masks.ravel(), minlength=256)
     return counts
-
-
-def _read(store: Store, field: str, samples: Array) -> Iterator[Array]:
-    row_bytes = int(np.prod(store.fields[field].shape, dtype=np.int64))
-    step = max(1, _READ_BYTES // max(1, row_bytes))
-    for low in range(0, len(samples), step):
-        yield store.gather(field, samples[low : low + step])
 
 
 def _check_fields(store: Store) -> int:

@@ -40,15 +40,7 @@ _HASH_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Inputs:
-    """The field that is learned from.
-
-    Attributes:
-        field: Its name.
-        is_series: Whether windows are cut from a series.
-        window: Rows of a window; None for single rows.
-        num_features: Columns as stored.
-        reason: Why this one.
-    """
+    """The field that is learned from. `window` is None for single rows."""
 
     field: str
     is_series: bool
@@ -63,13 +55,7 @@ class Inputs:
 
 
 def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
-    """Decide which field is learned from.
-
-    Args:
-        store: Open.
-        wanted: Its name, if the user gave one.
-        target: The field to be predicted, which is none.
-    """
+    """Decide which field is learned from."""
     usable = {
         name: info for name, info in store.fields.items() if name != target and _is_usable(info)
     }
@@ -116,14 +102,7 @@ def _is_usable(info: FieldInfo) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is predicted.
-
-    Attributes:
-        name: Classification or regression.
-        classes: `(classes,)` rising, the targets' own numbers; None for regression.
-        num_outputs: Classes, or values per sample.
-        reason: Why.
-    """
+    """What is predicted. `classes` are the targets' own numbers, rising; None for regression."""
 
     name: TaskName
     classes: Array | None
@@ -134,11 +113,7 @@ class Task:
 def find_task(store: Store, target: str, values: Array, wanted: TaskName | None) -> Task:
     """Decide what is predicted, from the type of the targets.
 
-    Args:
-        store: Open.
-        target: Field of the targets.
-        values: Targets of all samples that are used, to find the classes.
-        wanted: If the user said so.
+    `values` are those of all samples that are used, to find the classes.
     """
     whole = values.dtype.kind in "iu"
     # A packed table says what its target is; other floats are classes where they are a few whole numbers.

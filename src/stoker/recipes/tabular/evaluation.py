@@ -52,16 +52,7 @@ _QUIET = {
 class TableData:
     """What the evaluation needs of the job.
 
-    Attributes:
-        store: Open while the run goes on.
-        inputs: What is learned from.
-        target_field: What is predicted.
-        task: Classes or values.
-        samples: Of the splits.
-        targets: Of the splits, as stored.
-        quiet_class: Name of the class that should raise no alarm; None finds it by its name.
-        unpack: Batch to the model's inputs.
-        seed: Of draws and permutations.
+    `quiet_class` is the name of the class that should raise no alarm; None finds it by its name.
     """
 
     store: Store
@@ -157,10 +148,7 @@ class ClassTable:
 class ValueTable:
     """Final metrics of a regression, in the units of the targets.
 
-    Args:
-        data: Of the job.
-        center: `(values,)` that scaled targets are counted from.
-        scale: `(values,)` one unit of them.
+    `center` and `scale` are what targets were scaled by.
     """
 
     def __init__(self, data: TableData, center: Array, scale: Array) -> None:

@@ -8,7 +8,6 @@ training a gather of a small constant, copied to the device once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +17,11 @@ from torch.nn import functional
 from stoker.recipes.contract import Metrics
 from stoker.recipes.metrics import (
     ClassCounts,
+    CountedParts,
     MaskedMean,
-    Mergeable,
     class_priors,
     constant_mae,
     majority_baseline,
-    merge_each,
 )
 from stoker.recipes.options import require
 from stoker.recipes.scaling import OnDevice, fit_robust
@@ -35,14 +33,7 @@ RegressionLoss = Literal["huber", "mse"]
 
 
 class Classify:
-    """Targets as places in the list of classes; cross-entropy, the mean over samples.
-
-    Args:
-        classes: `(classes,)` rising, the targets' own numbers.
-        train: `(n,)` training targets.
-        val: `(m,)` targets that the baseline is evaluated on.
-        weights: Of the classes in the loss.
-    """
+    """Targets as places in the list of classes; cross-entropy, the mean over samples."""
 
     def __init__(self, classes: Array, train: Array, val: Array, weights: ClassWeights) -> None:
         self._classes = classes
@@ -107,13 +98,7 @@ class Classify:
 
 
 class Regress:
-    """Targets scaled by their training spread; errors reported in their own units.
-
-    Args:
-        train: `(n, ...)` training targets.
-        val: `(m, ...)` targets that the baseline is evaluated on.
-        loss: "huber" with delta 1, or "mse", of scaled targets.
-    """
+    """Targets scaled by their training spread; errors reported in their own units."""
 
     def __init__(self, train: Array, val: Array, loss: RegressionLoss) -> None:
         flat = train.reshape(len(train), -1).astype(np.float64)
@@ -160,17 +145,12 @@ class Regress:
         return {"mae": constant_mae(self._center, val), "r2": 0.0, "loss": loss}
 
 
-class RegressionMetrics:
-    """Mean absolute error in the targets' units, and R2 against the training mean.
-
-    Args:
-        scale: `(values,)` of the targets.
-        mean: `(values,)` training mean in scaled units.
-    """
+class RegressionMetrics(CountedParts):
+    """Mean absolute error in the targets' units, and R2 against the training mean."""
 
     def __init__(self, scale: OnDevice, mean: OnDevice) -> None:
         self._scale, self._mean = scale, mean
-        self._absolute, self._squares, self._spread = MaskedMean(), MaskedMean(), MaskedMean()
+        self._absolute, self._squares, self._spread = self.parts = [MaskedMean() for _ in range(3)]
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take a batch; no host synchronisation."""
@@ -178,18 +158,6 @@ class RegressionMetrics:
         self._absolute.update(errors.abs() * self._scale.on(errors.device))
         self._squares.update(errors.square())
         self._spread.update((targets.double() - self._mean.on(errors.device)).square())
-
-    @property
-    def _parts(self) -> list[Mergeable]:
-        return [self._absolute, self._squares, self._spread]
-
-    def state(self) -> list[Any]:
-        """Return what was counted, for `merge`."""
-        return [part.state() for part in self._parts]
-
-    def merge(self, states: Sequence[list[Any]]) -> None:
-        """Become what all of these have counted together."""
-        merge_each(self._parts, states)
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything seen."""

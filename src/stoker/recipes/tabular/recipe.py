@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,14 @@ from stoker.errors import InputError
 from stoker.recipes.contract import Default, Facts, Job, RawReader, Rebuilt, Recipe, Tensors
 from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.gate import gate_notes, quality_gate
-from stoker.recipes.options import parse_options, require
+from stoker.recipes.options import (
+    AtLeastOne,
+    CheckedOptions,
+    Range,
+    Share,
+    parse_options,
+    require,
+)
 from stoker.recipes.raw_tables import open_raw_table
 from stoker.recipes.scaling import Ramps, RobustScale, fit_ramps, fit_robust, training_rows
 from stoker.recipes.schedule import LrRule, lr_factor, make_adamw, warmup_cosine
@@ -54,10 +61,11 @@ from stoker.store.reader import Store
 
 _MOST_RAMPS = 4096
 """Of all columns together: the first layer has `hidden[0]` weights for each."""
+_ABOVE_0 = Range("above 0", lambda value: value > 0, 1)
 
 
 @dataclass(frozen=True)
-class TabularOptions:
+class TabularOptions(CheckedOptions):
     """What the tabular recipe may be told.
 
     Attributes:
@@ -103,38 +111,38 @@ class TabularOptions:
     target_field: str = "targets"
     model: Literal["auto", "mlp", "patchtst"] = "auto"
     task: Literal["auto", "classification", "regression"] = "auto"
-    hidden: tuple[int, ...] = (512, 512)
-    d_model: int = 256
-    layers: int = 3
-    heads: int = 4
-    ffn_factor: int = 4
-    patch: int = 16
-    stride: int = 8
+    hidden: Annotated[
+        tuple[int, ...], Range("widths of 1 or more", lambda widths: min(widths, default=1) >= 1)
+    ] = (512, 512)
+    d_model: AtLeastOne = 256
+    layers: AtLeastOne = 3
+    heads: AtLeastOne = 4
+    ffn_factor: AtLeastOne = 4
+    patch: AtLeastOne = 16
+    stride: AtLeastOne = 8
     channels: Channels = "mixed"
-    dropout: float = 0.1
-    init_gain: float | None = None
-    output_bound: float | None = None
+    dropout: Share = 0.1
+    init_gain: Annotated[float | None, _ABOVE_0] = None
+    output_bound: Annotated[float | None, _ABOVE_0] = None
     output_bound_mode: BoundMode = "soft"
     scale_inputs: bool = True
     input_tails: Literal["log", "cut"] = "log"
-    input_clip: float | None = 10.0
-    input_ramps: int = 32
+    input_clip: Annotated[float | None, _ABOVE_0] = 10.0
+    input_ramps: Annotated[int, Range("0 or more", lambda ramps: ramps >= 0)] = 32
     class_weights: ClassWeights = "none"
     quiet_class: str | None = None
     loss: RegressionLoss = "huber"
     split: SplitMode = "auto"
     ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
     embargo: int | None = None
-    batch_size: int | None = None
-    reference_batch: int = 128
+    batch_size: Annotated[int | None, _ABOVE_0] = None
+    reference_batch: Annotated[int, _ABOVE_0] = 128
     lr_rule: LrRule = "linear"
     weight_decay: float = 1e-2
-    warmup_share: float = 0.05
+    warmup_share: Share = 0.05
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "layers", "heads", "ffn_factor", "patch", "stride"):
-            value = getattr(self, name)
-            require(value >= 1, name, value, "1 or more", f"{name}={getattr(type(self), name)}")
+        super().__post_init__()
         require(
             self.d_model % self.heads == 0,
             "heads",
@@ -142,22 +150,6 @@ class TabularOptions:
             f"a divisor of d_model, which is {self.d_model}",
             "heads=4",
         )
-        require(
-            min(self.hidden, default=1) >= 1,
-            "hidden",
-            self.hidden,
-            "widths of 1 or more",
-            "hidden=[512, 512]",
-        )
-        for name in ("init_gain", "output_bound", "input_clip", "batch_size", "reference_batch"):
-            value = getattr(self, name)
-            require(value is None or value > 0, name, value, "above 0", f"{name}=1")
-        require(
-            self.input_ramps >= 0, "input_ramps", self.input_ramps, "0 or more", "input_ramps=32"
-        )
-        for name in ("dropout", "warmup_share"):
-            value = getattr(self, name)
-            require(0 <= value < 1, name, value, "0 or more, below 1", f"{name}=0.1")
 
     @property
     def patch_shape(self) -> PatchShape:

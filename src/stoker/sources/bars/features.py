@@ -33,12 +33,7 @@ _PLAIN = ("return", "range", "body", "upper_wick", "lower_wick")
 
 @dataclass(frozen=True)
 class Features:
-    """Features of one timeframe before scaling.
-
-    Attributes:
-        rows: `(bars, features)` float64.
-        columns: Names, in order.
-    """
+    """Features of one timeframe before scaling."""
 
     rows: Array
     columns: tuple[str, ...]

@@ -172,10 +172,6 @@ def clock_shift(fine: tuple[Array, Array, str], coarse: tuple[Array, Array, str]
 
     Two bars that end at the same moment have the same closing price. Files of one symbol from
     two brokers, or one of them turned to UTC, break that at 0 hours and hold it at another.
-
-    Args:
-        fine: Open times, closing prices and timeframe of the shorter bars.
-        coarse: The same of the longer bars.
     """
     fine_close, coarse_close = close_times(fine[0], fine[2]), close_times(coarse[0], coarse[2])
     if len(fine_close) < 2 or len(coarse_close) < 2:
@@ -356,12 +352,6 @@ def assign_splits(
 
     A sample is purged when its label ends after the boundary that closes its split, or when it
     decides within `embargo` base bars after a boundary.
-
-    Args:
-        samples: From `make_samples`.
-        base_close: Close times of all base bars.
-        boundaries: Last decision times of train and val.
-        embargo: Base bars left out after each boundary.
     """
     train_end, val_end = boundaries
     val_start, test_start = (_skip_bars(base_close, end, embargo) for end in boundaries)

@@ -60,11 +60,7 @@ def group_of(key: str) -> int:
 def assign_splits(groups: Array, train_ratio: float, val_ratio: float, seed: int = 42) -> Array:
     """Return 0, 1 or 2 (train, validation, test) per sample, from its group and the seed alone.
 
-    Args:
-        groups: `(n,)` int64; equal groups get equal splits.
-        train_ratio: Expected share of groups in training.
-        val_ratio: Expected share in validation; the rest is test.
-        seed: Another seed, another division.
+    Equal groups get equal splits; the ratios are expected shares of groups.
     """
     # splitmix64: the ratios hold for any set of groups, and a longer library keeps its splits.
     with np.errstate(over="ignore"):

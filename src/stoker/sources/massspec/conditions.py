@@ -127,13 +127,7 @@ def described_conditions(values: Sequence[float]) -> dict[str, str]:
 def completed_conditions(
     values: Sequence[float], usual: Sequence[float], ranges: Ranges
 ) -> list[float]:
-    """Return conditions whose unknown parts are the usual ones, where training always knew them.
-
-    Args:
-        values: From `encode_conditions`.
-        usual: The commonest conditions of training.
-        ranges: Lowest and highest value of each column in training.
-    """
+    """Return conditions whose unknown parts are the usual ones, where training always knew them."""
     made = list(values)
     if made[:2] != list(usual[:2]):
         return made  # of another kind of spectrum, which has other conditions

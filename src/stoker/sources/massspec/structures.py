@@ -66,11 +66,7 @@ def own_structure(meta: Mapping[str, str]) -> tuple[str, StructureForm] | None:
 def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float | None = None) -> str:
     """Return how a structure contradicts its record, with both values; empty when it does not.
 
-    Args:
-        mol: The structure.
-        meta: Of the record.
-        where: Where the structure is from: "the MOL file", "the SMILES".
-        mass: Its monoisotopic mass, where that is known.
+    `where` says where the structure is from; `mass` is its monoisotopic mass, where that is known.
     """
     written = str(meta.get("formula") or "")
     # The usual case, without RDKit's formula (13 µs): no two formulas have masses as close as this.

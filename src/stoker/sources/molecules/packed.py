@@ -218,11 +218,7 @@ def read_structure(
     May hang for minutes on rare inputs (rdkit issues 6434, 6545) and cannot be interrupted from
     Python: run it in a process that somebody watches. Not thread-safe while it explains a failure.
 
-    Args:
-        text: A V2000/V3000 MOL block, a SMILES, or an InChI.
-        form: Which of them.
-        file: Where it came from, for the refusal.
-        line: Line there, for the refusal.
+    `file` is for the refusal.
 
     Returns:
         The sanitised molecule, or why there is none, in RDKit's own words.

@@ -200,8 +200,7 @@ class _Odd(NamedTuple):
 class BlockParser:
     """Reads closed blocks; sends to the careful parser whatever is not regular.
 
-    Args:
-        careful: Idle whenever `read` is called.
+    The careful parser is idle whenever `read` is called.
     """
 
     def __init__(self, careful: CarefulParser) -> None:

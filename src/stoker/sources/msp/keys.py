@@ -88,9 +88,6 @@ _ALIAS = {word: key for key, words in _OTHER_WORDS.items() for word in words}
 def spell(raw: str) -> Key:
     """Normalise a key: lower case, runs of space, `_`, `-` and `#` become one `_`, ends trimmed.
 
-    Args:
-        raw: The text before the colon.
-
     Returns:
         Its spelling, the canonical key it stands for, and the kind of its values.
     """

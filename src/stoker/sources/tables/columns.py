@@ -63,13 +63,7 @@ _YEAR_MONTH = "^([0-9]{4}-[0-9]{2})$"
 
 
 class Fault(NamedTuple):
-    """Why a row is refused.
-
-    Attributes:
-        column: The column at fault.
-        reason: In words, with the cell.
-        kind: The same without the cell.
-    """
+    """Why a row is refused. `kind` is the reason without the cell."""
 
     column: str
     reason: str
@@ -135,13 +129,7 @@ class Column:
 
 
 class Unusable(NamedTuple):
-    """A column that cannot be packed as it is.
-
-    Attributes:
-        name: The column.
-        what: What it holds.
-        option: What to type about it.
-    """
+    """A column that cannot be packed as it is."""
 
     name: str
     what: str
@@ -185,11 +173,7 @@ def as_text(column: Any) -> Any:
 def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column | Unusable:
     """Decide what a column becomes, from a sample of its rows.
 
-    Args:
-        name: Of the column.
-        sample: Arrow column.
-        decimal: The decimal sign of text cells.
-        asked: The user's word, one of `KINDS`; None decides by the values.
+    `asked` is the user's word, one of `KINDS`; None decides by the values.
     """
     refused = _refuse_type(name, sample.type)
     if refused is not None:

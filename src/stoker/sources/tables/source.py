@@ -257,13 +257,7 @@ class TableSource(PlainSource):
 class _Piece:
     """Rows of one file, as they wait in the scratch folder.
 
-    Attributes:
-        path: The user's file.
-        file: The Arrow file's name.
-        row: First row within the user's file.
-        first: First row within the whole table.
-        count: Rows.
-        decimal: The decimal sign of text cells.
+    `row` is its first row within the user's file, `first` within the whole table.
     """
 
     path: str
@@ -343,14 +337,7 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
 
 
 def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
-    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers.
-
-    Args:
-        table: Arrow table with the target's column.
-        target: What it becomes.
-        decimal: The decimal sign of text cells.
-        faults: Gets the rows without a usable target.
-    """
+    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers."""
     column = table.column(target.name)
     missing = Fault(
         target.name, f"no value in the target column {target.name!r}", "no value in the target"

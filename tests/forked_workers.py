@@ -1,0 +1,205 @@
+"""`pytest --workers 3`: the tests are collected once, and forks of that process run them.
+
+Enters: what pytest has collected, and how `shares.py` shares it out. Leaves: the report of every test, given to pytest as
+if the test had run in the process that collected it. A worker of pytest-xdist imports torch and collects everything by
+itself: 10 s of CPU for each of them; a fork begins with all of it. A worker that dies is replaced: the test that it ran
+has failed, and its successor runs what was left of the share. Tests that use CUDA run here too, as long as nothing
+that is collected has begun to use it (`shares.py`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import mmap
+import multiprocessing.connection
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+
+import pytest
+from _pytest.reports import TestReport
+
+import shares
+
+PR_SET_PDEATHSIG = 1  # a worker ends with the process that has started it
+PATIENCE = 10.0
+"""Seconds in which a worker that is interrupted ends its test; then it is killed."""
+
+
+class Worker:
+    """A fork, as its parent sees it."""
+
+    def __init__(self, session: pytest.Session, number: int):
+        self.number, self.left = number, deque[int]()
+        self._running = mmap.mmap(-1, 8)  # the test it is at: known when it dies, too
+        self.messages, theirs = multiprocessing.connection.Pipe()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads, where a plugin has some
+            self.pid = os.fork()
+        if not self.pid:
+            self.messages.close()
+            try:
+                _Fork(session, number, theirs, self._running).work()
+            except BaseException:  # noqa: BLE001  nobody else would say it
+                traceback.print_exc(file=sys.__stderr__)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self.ended = os.pidfd_open(self.pid)
+
+    def give(self, share: list[int]) -> None:
+        self.left = deque(share)
+        self.messages.send(share)
+
+    def running(self) -> int:
+        return struct.unpack("q", self._running[:])[0]
+
+    def wait(self) -> int:
+        """Return how it ended."""
+        status = os.waitpid(self.pid, 0)[1]
+        os.close(self.ended)
+        self.messages.close()
+        return os.waitstatus_to_exitcode(status)
+
+    def stop(self) -> None:
+        """End it within `PATIENCE`, as Ctrl-C would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGINT)
+            if not multiprocessing.connection.wait([self.ended], PATIENCE):
+                os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+
+class _Fork:
+    """A worker, as it sees itself: it runs the shares that it is given, and never returns."""
+
+    def __init__(self, session, number: int, messages, running: mmap.mmap):
+        self.session, self.number, self.messages, self._running = session, number, messages, running
+        self._reports: list[dict] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        config = self.session.config
+        self._reports.append(
+            config.hook.pytest_report_to_serializable(config=config, report=report)
+        )
+
+    def work(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        config = self.session.config
+        plugins = config.pluginmanager
+        for name in ("terminalreporter", "terminalprogress"):
+            if plugins.has_plugin(name):
+                plugins.unregister(name=name)
+        plugins.register(self, "forked-worker")
+        capture = plugins.getplugin("capturemanager")
+        if capture.is_globally_capturing():
+            capture.stop_global_capturing()  # its files are the parent's, too
+            capture.start_global_capturing()
+        factory = config._tmp_path_factory
+        factory._basetemp = factory.getbasetemp() / f"worker-{self.number}"
+        factory._basetemp.mkdir(exist_ok=True)
+        code = 0
+        try:
+            while (share := self.messages.recv()) is not None:
+                self._run(share)
+        except KeyboardInterrupt:
+            code = 1
+        self._end(code)
+
+    def _run(self, share: list[int]) -> None:
+        items = self.session.items
+        for place, number in enumerate(share):
+            # Behind the last one stands the session: what is made once for all tests stays.
+            follows = items[share[place + 1]] if place + 1 < len(share) else self.session
+            self._running[:] = struct.pack("q", number)
+            item = items[number]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=follows)
+            self.messages.send((number, self._reports))
+            self._reports = []
+
+    def _end(self, code: int) -> None:
+        """Undo what was made once for all tests; then end as Python does."""
+        self.session._setupstate.teardown_exact(None)
+        self.session.config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
+        threading._shutdown()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton tells at length what it leaves
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def run(session: pytest.Session, number: int) -> None:
+    """Run all that is collected in that many workers."""
+    files = [item.nodeid.partition("::")[0] for item in session.items]
+    waiting = deque(shares.shares_of(files))
+    workers: list[Worker] = []
+    session.config._tmp_path_factory.getbasetemp()
+    try:
+        for place in range(min(number, len(waiting))):
+            workers.append(Worker(session, place))
+            workers[-1].give(waiting.popleft())
+        while workers:
+            _attend(session, workers, waiting)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def _attend(session: pytest.Session, workers: list[Worker], waiting: deque[list[int]]) -> None:
+    """Take one message of every worker that has some, and bury the dead."""
+    known = {one.messages: one for one in workers} | {one.ended: one for one in workers}
+    ready = multiprocessing.connection.wait([*known])
+    for worker in dict.fromkeys(known[each] for each in ready):
+        if worker.messages.poll():
+            with contextlib.suppress(EOFError):
+                _take(session, worker, *worker.messages.recv())
+                if not worker.left:
+                    worker.messages.send(waiting[0] if waiting else None)
+                    worker.left = deque(waiting.popleft() if waiting else ())
+                continue
+        if worker.ended not in ready and not multiprocessing.connection.wait([worker.ended], 5):
+            continue
+        workers.remove(worker)
+        _bury(session, workers, worker)
+
+
+def _take(session: pytest.Session, worker: Worker, number: int, reports: list[dict]) -> None:
+    hook, config = session.config.hook, session.config
+    for data in reports:
+        report = hook.pytest_report_from_serializable(config=config, data=data)
+        hook.pytest_runtest_logreport(report=report)
+    item = session.items[number]
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    worker.left.popleft()
+
+
+def _bury(session: pytest.Session, workers: list[Worker], worker: Worker) -> None:
+    """Report the test in which a worker has died, and have another one do what it has left."""
+    number, code = worker.running(), worker.wait()
+    if not code and not worker.left:
+        return
+    item = session.items[number] if worker.left else None
+    text = f"a worker ended with {code} in {item.nodeid if item else 'the teardown of the session'}"
+    facts = (item.nodeid, item.location) if item else ("workers", ("workers", None, "workers"))
+    began = time.time()
+    report = TestReport(
+        *facts, {}, "failed", text, "call", (), duration=0.0, start=began, stop=began
+    )
+    session.config.hook.pytest_runtest_logreport(report=report)
+    left = [index for index in worker.left if index != number]
+    if left:
+        workers.append(Worker(session, worker.number))
+        workers[-1].give(left)
