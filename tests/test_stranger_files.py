@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,6 +130,42 @@ def test_the_advice_for_colours_names_all_and_works(tmp_path):
         assert store.num_samples == 3
         assert store.manifest.attributes["mask_values"] == [*range(11), 255]
     assert parse_mask_map([entries]).other == 255
+
+
+def write_palettes(folder, palettes):
+    """Write two pictures whose masks have the values 0 and 1, each in its own colours."""
+    rng = np.random.default_rng(0)
+    for part in ("images", "masks"):
+        (folder / part).mkdir(parents=True)
+    for number, palette in enumerate(palettes):
+        mask = Image.fromarray(rng.integers(0, 2, (8, 8), dtype=np.uint8), "P")
+        mask.putpalette([channel for colour in palette for channel in colour])
+        mask.save(folder / "masks" / f"{number}.png")
+        Image.new("RGB", (8, 8), "red").save(folder / "images" / f"{number}.png")
+    return SegmentationSource(images=folder / "images", masks=folder / "masks", size=(8, 8))
+
+
+def test_a_value_has_one_colour_in_all_masks_with_a_palette(tmp_path):
+    black, white, red = (0, 0, 0), (255, 255, 255), (255, 0, 0)
+    same = write_palettes(tmp_path / "same", [(black, red), (black, red)])
+    pack(same, tmp_path / "store", PackOptions(jobs=1))
+    with open_store(tmp_path / "store") as store:
+        assert store.manifest.attributes["mask_values"] == [0, 1]
+    own = write_palettes(tmp_path / "own", [(black, white), (white, black)])
+    with pytest.raises(
+        SourceError, match="the value 0 is the colour #000000 in one and #ffffff"
+    ) as e:
+        pack(own, tmp_path / "other", PackOptions(jobs=1))
+    option, entries = shlex.split(e.value.fix.partition(", or ")[0])
+    assert option == "--mask-map"
+    pack(replace(own, mask_map=(entries,)), tmp_path / "other", PackOptions(jobs=1))
+    with open_store(tmp_path / "other") as store:
+        masks = store.read_rows("masks", 0, 2)
+    shown = [
+        np.asarray(Image.open(tmp_path / "own" / "masks" / f"{n}.png").convert("L")) for n in "01"
+    ]
+    assert (masks == (np.stack(shown) == 255)).all()
+    pack(replace(own, mask_map=("keep",)), tmp_path / "kept", PackOptions(jobs=1))
 
 
 def test_masks_that_are_pictures_are_refused():
