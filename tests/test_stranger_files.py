@@ -14,6 +14,7 @@ from stoker.packing import PackOptions, pack
 from stoker.recipes.images.pictures import PictureReader
 from stoker.recipes.inference import load_trained
 from stoker.runs.evaluation import Evaluation
+from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.timeframes import name_file
 from stoker.sources.images.listing import list_pictures
 from stoker.sources.images.masks import check_values, parse_mask_map
@@ -41,10 +42,30 @@ _SMALL = {
         ("Binance_ETHUSDT_1h.csv", ("BINANCE_ETHUSDT", "H1")),
         ("EUR_USD_M5_2020.csv", ("EUR_USD", "M5")),
         ("eurusd-m1-bid-2020-01-01.csv", ("EURUSD", "M1")),
+        ("EURUSD_Candlestick_1_M_BID_01.01.2020-02.01.2020.csv", ("EURUSD", "M1")),
+        ("EURUSD_Candlestick_4_Hour_ASK_01.01.2020-02.01.2020.csv", ("EURUSD", "H4")),
+        ("EURUSD_Candlestick_1_D_BID_01.01.2020-02.01.2020.csv", ("EURUSD", "D1")),
+        ("EURUSD_Candlestick_1_Month_BID_01.01.2020-02.01.2020.csv", ("EURUSD", None)),
+        ("eurusd_d.csv", ("EURUSD", "D1")),
+        ("Binance_BTCUSDT_d.csv", ("BINANCE_BTCUSDT", "D1")),
+        ("daily.csv", ("DAILY", None)),
     ],
 )
 def test_a_timeframe_behind_the_symbol_is_not_minutes(name, wanted):
     assert name_file(name) == wanted
+
+
+def test_prices_with_a_dollar_are_prices(tmp_path):
+    (tmp_path / "AAPL_D1.csv").write_text(
+        "Date,Close/Last,Volume,Open,High,Low\n"
+        "01/31/2020,$309.51,49897100,$320.93,$322.68,$308.29\n"
+        '01/30/2020,"$1,323.87",31685810,"$1,320.54","$1,324.09","$1,318.75"\n'
+        "01/29/2020,$324.34,54149930,$324.45,$327.85,$321.38\n"
+    )
+    bars = read_bars(tmp_path / "AAPL_D1.csv")
+    assert bars.columns["close"].tolist() == [324.34, 1323.87, 309.51]
+    assert bars.columns["open"].tolist() == [324.45, 1320.54, 320.93]
+    assert not bars.refused
 
 
 # -- pictures --------------------------------------------------------------------------------------
