@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 # Three workers for two cores: while one waits for a server or a signal, another computes.
-TESTS := $(BIN)/pytest -q -n 3 --dist loadfile -m "not whole_gpu"
+TESTS := $(BIN)/pytest -q --workers 3 -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
 .PHONY: run test test-gpu lint types check campaign proof exactly-once fuzz kills soak mutate bench audit docs clean help

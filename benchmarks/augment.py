@@ -8,7 +8,7 @@ Flip, rotate ±15 degrees, brightness, with and without contrast, normalise. Fiv
     tables    32 x 3 x 512 x 512, float32 to float32 and uint8 to float16, with and without a mask
     launches  what the launches cost: eager, CUDA graph, and the kernels alone, at three sizes
     epoch     a training epoch of a segmentation net with fused augmentation against one without
-    contrast  one pass against two and the copy limit, at two sizes; only where it is asked for, published apart
+    contrast  beside the copy limit, at two sizes; only where it is asked for, published apart; half a minute
     workers   augmentation in DataLoader workers on the CPU beside all of the above, on this machine; only
               where it is asked for, and never published: its batch, size and types may be chosen
 
@@ -41,15 +41,10 @@ from augment_compare import (
 )
 from augment_peers import MEAN, STD, UnavailableError, Work
 from harness import publish
-from stoker.augment import fused
 
 TYPES = ("float32", "float16", "bfloat16")
 PARTS = ("tables", "launches", "epoch")
-HELD_TILES = {
-    "one pass, 8 pixels a thread": lambda: fused.choose_held,
-    "one pass, 16 pixels a thread": lambda: lambda *_: fused.Config(32, 64, 16, 16),
-    "two passes": lambda: lambda *_: None,
-}
+CONTRAST_WAYS = (OURS_FUSED, OURS_GRAPH, LIMIT)
 BASE = "flip, rotate, brightness"
 
 
@@ -129,28 +124,19 @@ def launches(work: Work, repeats: int) -> list[dict]:
     return rows
 
 
-def contrast(work: Work, repeats: int) -> list[dict]:
-    """One pass over memory, whose programs hold their pixels until the mean is known, against two."""
-    chosen, rows = fused.choose_held, []
+def contrast(work: Work, repeats: int) -> None:
+    """The mean that contrast needs, beside the copy limit, as a CUDA graph; published after each case."""
     pairs = ((torch.float32, torch.float32), (torch.uint8, torch.float16))
-    for batch, size in ((work.batch, work.size), (256, (224, 224))):
+    sizes = [(work.batch, work.size), *([(256, (224, 224))] if work.device.type == "cuda" else [])]
+    rows = []
+    for batch, size in sizes:
         for entering, leaving in pairs:
-            for name, tiles in HELD_TILES.items():
-                fused.choose_held = tiles()
-                case = replace(
-                    work,
-                    batch=batch,
-                    size=size,
-                    input_dtype=entering,
-                    output_dtype=leaving,
-                    contrast=True,
-                )
-                made = bench.compare(
-                    name, case, repeats=repeats, ways=(OURS_FUSED, OURS_GRAPH, LIMIT)
-                )
-                fused.choose_held = chosen
-                rows.append(show(made))
-    return rows
+            case = replace(
+                work, batch=batch, size=size, input_dtype=entering, output_dtype=leaving, contrast=True
+            )  # fmt: skip
+            title = f"{BASE}, contrast, normalise"
+            rows.append(show(bench.compare(title, case, repeats=repeats, ways=CONTRAST_WAYS)))
+            publish("augment_contrast", {"rows": rows})
 
 
 def ms(comparison: Comparison, name: str) -> float | None:
@@ -444,7 +430,7 @@ def main() -> None:
         return
     work = Work(32, (512, 512), device) if on_gpu else Work(4, (96, 96), device)
     if set(parts) == {"contrast"}:
-        publish("augment_contrast", {"rows": contrast(work, repeats)})
+        contrast(work, repeats)
         return
     result: dict = {"device": str(device), "batch": work.batch, "size": work.size}
     made, trained = {}, None

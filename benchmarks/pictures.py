@@ -2,6 +2,7 @@
 
     python benchmarks/pictures.py [--cpu] [--seconds 4] [--turns 3] [--count 4096] [--batch 256] [--no-training]
                                   [--peer-turns 1] [--no-dataloader]
+    python benchmarks/pictures.py --pack 50000 [--photographs TAR]
 
 Made-up photographs of two sizes: 500 x 375 (about 114 kB as JPEG of quality 90) and 341 x 256 (about 32 kB). Every way
 gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and saturation of 0.4, normalised.
@@ -13,9 +14,14 @@ gives float batches of `RandomResizedCrop(224)`, flip, brightness, contrast and 
     dataloader   torch's DataLoader, 16 workers (2 with --cpu), Pillow, torchvision's transforms (else Pillow's)
     dali         NVIDIA DALI's pipeline, where it is installed
 
-Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch. Printed beside: busy cores, the
+Training: resnet18 at 224, bf16, channels-last, on each of them and on one held batch; from encoded pictures also on a
+stream of high priority, and by stoker's Trainer, which captures the step (its held batch: replays of the graph alone).
+Printed beside: busy cores, the
 share of time with a kernel on the GPU (NVML), bytes, growth of resident memory, packing, and how far the pixels of
 nvJPEG are from those of Pillow. The peers whose workers take seconds to fill their queues have fewer turns.
+
+With --pack: `pack images --keep-encoded` of that many photographs at 256 px beside a plain read of their files, by as
+many threads as there are cores, from the disk (the page cache is emptied, which needs root) and from memory.
 """
 
 from __future__ import annotations
@@ -26,11 +32,14 @@ import io
 import itertools
 import os
 import resource
+import shutil
 import statistics
+import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +62,7 @@ from stoker.machine.process import rss_bytes
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded
 from stoker.store.reader import open_store
+from stoker.train.trainer import Trainer
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 KINDS = {"full": (375, 500), "256 px": (256, 341)}
@@ -274,16 +284,15 @@ def engines_way(
     files = sorted(folder.rglob("*.jpg"))[: 4 * batch]
     data = [torch.from_numpy(np.frombuffer(f.read_bytes(), np.uint8).copy()) for f in files]
     sizes = np.tile(size, (batch, 1))
-    layouts = np.full(batch, 2, np.int8)  # 4:2:0
 
     def batches() -> Iterator[Any]:
         while True:
             for start in range(0, len(data) - batch + 1, batch):
-                made = engines.decode(data[start : start + batch], sizes, layouts)
+                made = engines.decode(data[start : start + batch], sizes, np.empty(0, np.int64))
                 assert made is not None
                 yield made
 
-    return Way("engines", batches(), len)
+    return Way("engines", batches(), lambda made: len(made.starts))
 
 
 def loader_way(name: str, store: Path, batch: int, device: torch.device, half: bool) -> Way:
@@ -367,6 +376,72 @@ def make_step(device: torch.device) -> Callable[[Any], None] | None:
     return step
 
 
+def train_on_high_priority(
+    ways: list[Way], turns: int, seconds: float, step: Any
+) -> dict[str, Any]:
+    """Return rates of a hand-written loop on a stream of high priority, as shares of its held batch."""
+    stream = torch.cuda.Stream(priority=-1)
+    stream.wait_stream(torch.cuda.current_stream())
+    for way in ways:
+        way.rates, way.cores, way.busy = [], [], []
+    with torch.cuda.stream(stream):
+        side_by_side([lambda way=way: way.run(seconds, True, step) for way in ways], turns)
+    torch.cuda.current_stream().wait_stream(stream)
+    rows: dict[str, Any] = {way.name: way.result() for way in ways}
+    most = rows["held batch"]["images_per_second"]
+    rows["share_of_held_batch"] = round(rows["encoded"]["images_per_second"] / most, 3)
+    return rows
+
+
+def train_by_trainer(
+    store: Path, batch: int, device: torch.device, seconds: float
+) -> dict[str, Any] | None:
+    """Return the rate of stoker's Trainer on encoded pictures, and of replays of its graph alone."""
+    try:
+        from torchvision.models import resnet18
+    except ImportError:
+        return None
+    model = resnet18(num_classes=10).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    steps = max(24, round(seconds / 0.02))
+    with open_store(store) as opened:
+        drawn = np.ones(opened.num_samples)
+    loader = Loader(
+        store, batch, device, augment=make_compose(True), drop_last=True,
+        weights=drawn, epoch_samples=steps * batch,
+    )  # fmt: skip
+
+    def criterion(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs, labels.long().view(-1))
+
+    settings = {"epochs": 3, "precision": "bf16", "read_every": 50}
+    with loader:
+        trainer = Trainer(model, loader, None, criterion, optimizer, None, settings, device)
+        busy: list[float] = []
+        with gpu_busy(busy):
+            history = trainer.fit(quiet=True)
+        captured = trainer._captured
+        graph = None if captured is None else captured._graph
+        rate = max(report.samples_per_second for report in history.epochs[1:])
+        made: dict[str, Any] = {
+            "images_per_second": round(rate, 1),
+            "wait_share": round(history.epochs[-1].wait_share, 3),
+            "gpu_busy_percent": round(statistics.median(busy), 1) if busy else None,
+            "step": "eager" if captured is None else captured.reason,
+        }
+        if graph is not None:
+            graph.replay()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(steps):
+                graph.replay()
+            torch.cuda.synchronize()
+            limit = steps * batch / (time.perf_counter() - began)
+            made["replays_images_per_second"] = round(limit, 1)
+            made["share_of_replays"] = round(rate / limit, 3)
+    return made
+
+
 # -- facts -----------------------------------------------------------------------------------------
 
 
@@ -392,6 +467,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     device = torch.device("cpu" if options.cpu else "cuda:0")
     cuda = not options.cpu
     workers = 2 if options.cpu else 16
+    published = "pictures_cpu" if options.cpu else "pictures"
     result: dict[str, Any] = {}
 
     def in_turns(ways: list[Way], step: Callable[[Any], None] | None = None) -> None:
@@ -477,9 +553,121 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
                 name: round(row["images_per_second"] / most, 3) for name, row in rows.items()
             }
             print(f"  training: {rows}", flush=True)
-        name = "pictures_cpu" if options.cpu else "pictures"
-        publish(name, result)  # after each size: a run that is cut off leaves one
+            pair = [way for way in training if way.name in ("held batch", "encoded")]
+            found_high = train_on_high_priority(pair, options.turns, options.seconds, step)
+            result[kind]["training_on_high_priority"] = found_high
+            print(f"  on a stream of high priority: {found_high}", flush=True)
+            publish(published, result)
+            trained = train_by_trainer(encoded, options.batch, device, options.seconds)
+            result[kind]["training_by_trainer"] = trained
+            print(f"  by the Trainer: {trained}", flush=True)
+        publish(published, result)  # after each size: a run that is cut off leaves one
         del ways, found
+    return result
+
+
+# -- packing ---------------------------------------------------------------------------------------
+
+
+def write_photographs(folder: Path, count: int, photographs: Path | None) -> int:
+    """Write `count` JPEG files of which no two are equal; return their bytes.
+
+    Of up to 2,000 pictures: parts of the photographs in a tar file at 341 x 256 and quality 90, or drawn ones. Each is
+    used again with a comment in its header.
+    """
+    rng = np.random.default_rng(0)
+    distinct = min(count, 2000 if photographs else DISTINCT)
+    if photographs is None:
+        made = [photograph(256, 341, seed) for seed in range(distinct)]
+    else:
+        with tarfile.open(photographs) as tar:
+            files = [tar.extractfile(each) for each in tar if each.name.lower().endswith(".jpg")]
+            images = [Image.open(file).convert("RGB") for file in files if file is not None]
+        made = []
+        for number in range(distinct):
+            image = images[number % len(images)]
+            width = int(image.width * rng.uniform(0.7, 1.0))
+            height = min(image.height, width * 3 // 4)
+            left = int(rng.integers(0, image.width - width + 1))
+            top = int(rng.integers(0, image.height - height + 1))
+            file = io.BytesIO()
+            image.crop((left, top, left + width, top + height)).resize((341, 256)).save(
+                file, "JPEG", quality=90
+            )
+            made.append(file.getvalue())
+    num_bytes = 0
+    for number in range(count):
+        data = made[number % distinct]
+        note = f"{number:08}".encode()
+        data = data[:2] + b"\xff\xfe" + (len(note) + 2).to_bytes(2, "big") + note + data[2:]
+        home = folder / f"class-{number % 10}"
+        home.mkdir(parents=True, exist_ok=True)
+        (home / f"{number:06}.jpg").write_bytes(data)
+        num_bytes += len(data)
+    return num_bytes
+
+
+def forget_files() -> bool:
+    """Empty the page cache; False where this process may not."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def measure_packing(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    folder = work / "photographs"
+    num_bytes = write_photographs(folder, options.pack, options.photographs)
+    files = sorted(folder.rglob("*.jpg"))
+    cores = len(os.sched_getaffinity(0))
+
+    def read_all() -> None:
+        with ThreadPoolExecutor(cores) as pool:
+            assert sum(pool.map(lambda file: len(file.read_bytes()), files)) == num_bytes
+
+    def pack_all() -> None:
+        shutil.rmtree(work / "store", ignore_errors=True)
+        source = ImagesSource((8, 8), 3, folder, keep_encoded=KeepEncoded())
+        pack(source, work / "store", PackOptions())
+
+    def decode_some() -> None:
+        for file in files[:: max(1, len(files) // 500)]:
+            image = Image.open(io.BytesIO(file.read_bytes()))
+            image.draft(None, (image.width // 8, image.height // 8))
+            image.load()
+
+    result: dict[str, Any] = {"photographs": len(files), "jpeg_bytes": num_bytes, "cores": cores}
+    for name, run in (("read", read_all), ("pack", pack_all)):
+        for state in ("disk", "memory"):
+            if state == "disk" and not forget_files():
+                result[f"{name}_from_disk"] = None
+                continue
+            if state == "memory":
+                read_all()
+            children = resource.getrusage(resource.RUSAGE_CHILDREN)
+            before = cpu_seconds() + children.ru_utime + children.ru_stime
+            began = time.perf_counter()
+            run()
+            took = time.perf_counter() - began
+            children = resource.getrusage(resource.RUSAGE_CHILDREN)
+            spent = cpu_seconds() + children.ru_utime + children.ru_stime - before
+            result[f"{name}_from_{state}"] = {
+                "seconds": round(took, 2),
+                "bytes_per_second": round(num_bytes / took),
+                "busy_cores": round(spent / took, 2),
+                "bytes_per_core_second": round(num_bytes / spent),
+            }
+            print(f"  {name} from {state}: {result[f'{name}_from_{state}']}", flush=True)
+    began = time.process_time()
+    decode_some()
+    some = files[:: max(1, len(files) // 500)]
+    spent = time.process_time() - began
+    result["decode_bytes_per_core_second"] = round(sum(f.stat().st_size for f in some) / spent)
+    with open_store(work / "store") as store:
+        result["store_share_of_jpeg_bytes"] = round(store.num_bytes / num_bytes, 4)
+    publish("pictures_pack", result)
     return result
 
 
@@ -498,9 +686,11 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, help="folder for pictures and stores [default: a temporary one]"
     )
+    parser.add_argument("--pack", type=int, metavar="COUNT", help="measure packing, nothing else")
+    parser.add_argument("--photographs", type=Path, metavar="TAR", help="of JPEG files for --pack")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        measure(options, Path(folder))
+        (measure_packing if options.pack else measure)(options, Path(folder))
 
 
 if __name__ == "__main__":

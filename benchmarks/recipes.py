@@ -79,7 +79,7 @@ def make_trainer(job, store: Store, batch: int, device: torch.device) -> Trainer
         job.criterion,
         job.make_optimizer(job.model.parameters(), 1e-4),
         None,
-        {"epochs": 4, "precision": "auto"},
+        {"epochs": 4, "precision": "auto", "clip_norm": 1.0},
         device,
         job.augmentation,
         unpack=job.unpack,

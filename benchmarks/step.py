@@ -106,7 +106,13 @@ def trainer_rate(path: Path, batch: int, device, capture: str, rows: int) -> dic
             nn.functional.cross_entropy,
             optimizer,
             None,
-            {"epochs": 3, "precision": "fp32", "capture": capture, "read_every": 200},
+            {
+                "epochs": 3,
+                "precision": "fp32",
+                "capture": capture,
+                "read_every": 200,
+                "clip_norm": 1.0,
+            },
             device,
         )
         history = trainer.fit()
@@ -213,7 +219,7 @@ def overhead(
     with Loader(
         path, batch, device, order="shuffled", samples=np.arange(rows), drop_last=True
     ) as loader:
-        config = {"epochs": 1, "precision": "fp32", "capture": capture}
+        config = {"epochs": 1, "precision": "fp32", "capture": capture, "clip_norm": 1.0}
         trainer = Trainer(
             model, loader, None, nn.functional.cross_entropy, optimizer, None, config, device
         )

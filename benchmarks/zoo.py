@@ -181,7 +181,7 @@ def stoker_way(entry: Entry, batches, device):
         entry.criterion,
         optimizer,
         None,
-        {"epochs": 1, "precision": entry.precision},
+        {"epochs": 1, "precision": entry.precision, "clip_norm": 1.0},
         device,
     )
 

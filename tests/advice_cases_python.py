@@ -156,7 +156,7 @@ SOURCES = (
 RECIPES = (
     "from stoker.recipes.massspec.recipe import *; from stoker.recipes.schedule import *; from stoker.recipes.options import *; "
     "from stoker.recipes.inference import *; from stoker.recipes.catalogue import restore; from stoker.recipes.export.graph import deploy; "
-    "from stoker.recipes.export.ports import Sizes; from stoker.store.reader import open_store; from stoker.recipes.tabular.recipe import *; "
+    "from stoker.recipes.contract import Sizes; from stoker.store.reader import open_store; from stoker.recipes.tabular.recipe import *; "
     "from dataclasses import replace; apart = write_store(Path('apart'), [{'group': Dense(np.arange(9)), 'split': Dense(np.ones(9, 'i8'))}])"
 )
 

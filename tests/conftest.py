@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import forked_packers
-import forked_workers
 import kept_commands
 import warm_stoker
+from forked_workers import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 
 # Tests start hundreds of processes; told to keep no bytecode, each of them would compile stoker again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -118,12 +118,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             leave_out(config, items, "gpu", NO_GPU)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--workers", type=int, default=0, help="run in this many forks; files go to them whole"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
     if config.option.workers or "PYTEST_XDIST_WORKER" in os.environ:
@@ -136,16 +130,6 @@ def pytest_configure(config: pytest.Config) -> None:
         serving = warm_stoker.for_all_workers()
         serving.__enter__()
         config.add_cleanup(lambda: serving.__exit__(None, None, None))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests in forks, where `--workers` asks for them."""
-    number = session.config.option.workers
-    if not number or session.config.option.collectonly or session.testsfailed:
-        return None
-    forked_workers.run(session, number)
-    return True
 
 
 def pytest_terminal_summary(terminalreporter: object) -> None:

@@ -34,6 +34,22 @@ PATIENCE = 10.0
 """Seconds in which a worker that is interrupted ends its test; then it is killed."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--workers", type=int, default=0, help="run in this many forks; files go to them whole"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forks, where `--workers` asks for them."""
+    number = session.config.option.workers
+    if not number or session.config.option.collectonly or session.testsfailed:
+        return None
+    run(session, number)
+    return True
+
+
 class Worker:
     """A fork, as its parent sees it."""
 
@@ -50,6 +66,8 @@ class Worker:
             self.messages.close()
             try:
                 _Fork(session, number, theirs, self._running).work()
+            except KeyboardInterrupt:
+                pass
             except BaseException:  # noqa: BLE001  nobody else would say it
                 traceback.print_exc(file=sys.__stderr__)
             finally:
@@ -200,6 +218,6 @@ def _bury(session: pytest.Session, workers: list[Worker], worker: Worker) -> Non
     )
     session.config.hook.pytest_runtest_logreport(report=report)
     left = [index for index in worker.left if index != number]
-    if left:
+    if left and not session.shouldfail:
         workers.append(Worker(session, worker.number))
         workers[-1].give(left)

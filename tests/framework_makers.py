@@ -67,12 +67,11 @@ def taken(batch):
 
 
 def run_ranks(framework, path, folder):
-    """Run `framework_ranks.py` in a process of its own, which starts two; return what each has seen."""
+    """Run `framework_ranks.py` in a fork, which starts two processes; return what each has seen."""
     script = Path(__file__).with_name("framework_ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    done = warm_stoker.shared().run(
-        [framework, path, folder], environment=environment, script=script
-    )
+    words = [framework, path, folder]
+    done = warm_stoker.run_script_here(script, None, environment, words=words)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 

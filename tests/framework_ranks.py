@@ -157,7 +157,9 @@ if __name__ == "__main__":
         # Imported before the fork, once for both.
         import torch._dynamo
         from accelerate import debug_launcher
+        from accelerate.state import AcceleratorState
 
+        AcceleratorState._reset_state(reset_partial_state=True)  # of tests, where this is a fork
         if framework == "huggingface":
             from transformers import Trainer  # noqa: F401
 

@@ -69,7 +69,12 @@ def train_by_trainer(loader, device, augments, capture, precision):
         nn.functional.cross_entropy,
         make_optimizer(model),
         None,
-        {"epochs": EPOCHS, "precision": precision, "capture": "auto" if capture else "off"},
+        {
+            "epochs": EPOCHS,
+            "precision": precision,
+            "capture": "auto" if capture else "off",
+            "clip_norm": CLIP,
+        },
         device,
         Jitter(device) if augments else None,
     )

@@ -180,7 +180,7 @@ def foreign_loader(folder: Path, ranks: Ranks) -> dict:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = torch.utils.data.DataLoader(data, -(-len(own) // 5))
-    config = {"precision": "fp32", "epochs": 2}
+    config = {"precision": "fp32", "epochs": 2, "clip_norm": 1.0}
     trainer = Trainer(model, loader, None, LOSS, optimizer, None, config, "cpu")
     trainer.fit()
     return outcome(trainer)

@@ -11,19 +11,17 @@ import os
 from functools import cache
 
 TOGETHER = {
-    "frameworks": (
+    "imports": (
         "every_pair", "frameworks_lightning", "frameworks_capture", "frameworks_huggingface",
         "frameworks_adapted", "frameworks_accelerate", "examples",
         "doctor_attach", "doctor_between", "doctor_endings", "doctor_samples",
-    ),  # Lightning and transformers are 7 s of imports, also for the scripts that the doctor watches
+        "advice", "architecture", "ownership", "facts", "printed_commands", "registry", "terminal", "words",
+        "bad_machine",
+    ),  # Lightning and transformers are 7 s of imports, the sources of the package some of reading
     "graphs": ("export", "recipe_images"),  # the exporter is 3 s of imports
-    "sources": (
-        "advice", "architecture", "ownership", "facts", "printed_commands", "registry", "terminal",
-        "words", "bad_machine",
-    ),  # they read the whole package
 }  # fmt: skip
 LONG_FIRST = (
-    "frameworks", "augment_fused", "sources", "graphs", "ranks", "cluster", "demo",
+    "imports", "augment_fused", "graphs", "ranks", "cluster", "demo",
     "docs_site", "run", "cli_doctor", "doctor_job", "doctor_cases", "tune", "recipe_massspec",
     "gallery", "packing", "bounds", "docs_code", "predict", "cli", "compat_massspec", "report_page",
     "shipped_configs", "msp", "lifetime", "remote_store", "trainer_edges", "recipe_tabular", "recipe_forex",

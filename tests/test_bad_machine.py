@@ -379,7 +379,7 @@ def test_text_with_nan_is_for_ourselves_only():
     }
     assert users <= {
         "strict_json.py", "address.py", "config/load.py", "config/resolve.py", "packing/gate.py",
-        "recipes/blueprint.py", "compat/massspec_memory.py", "recipes/export/weights_file.py",
+        "recipes/catalogue.py", "compat/massspec_memory.py", "recipes/export/weights_file.py",
         "sources/fingerprint.py", "store/manifest.py", "train/checkpoint.py",
         "train/checkpoint_file.py", "train/launch.py", "train/heartbeat.py",
             "runs/evaluation.py", "sources/contract.py",

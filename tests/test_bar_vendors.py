@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import InputError, SourceError, StokerError
 from stoker.sources.bars import Naming, read_bars
-from stoker.sources.bars.naming import clean_name, is_adjusted, split_ticker
+from stoker.sources.bars.dialects import clean_name, is_adjusted, split_ticker
 from stoker.sources.bars.timeframes import DAY_NS, HOUR_NS, describe_spacing
 
 NAMES = (

@@ -84,7 +84,8 @@ def test_more_workers_than_it_is_worth():
     found = diagnose(job(0.006, 0.004, load=0.0003, workers=8, busy=(0.05,) * 8))[0]
     assert found.name == "starved-by-loader"
     assert "num_workers=0" in found.remedy
-    assert found.gain.likely == pytest.approx(0.006 / 0.0023)
+    # Caches stay warm: a batch takes 40 % of its time in a worker that slept, and the step 0.35 ms less.
+    assert found.gain.likely == pytest.approx(0.006 / (0.4 * 0.0003 + 0.002 - 0.00035))
     assert len(DataLoader(range(4), 2, **found.patch.loader_arguments)) == 2  # torch takes them
     # The same wait for batches that cost a lot to make: workers are right, there are enough.
     dear = diagnose(job(0.006, 0.004, load=0.006, workers=8, busy=(0.2,) * 8))

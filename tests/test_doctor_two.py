@@ -169,7 +169,7 @@ def test_speed_that_cannot_be_judged_is_told_beside_memory_that_grows():
 
 
 @pytest.mark.parametrize(
-    ("persistent", "gain"), [(True, 2.0 / 1.2), (False, (2.0 + 200 / 64) / 1.2)]
+    ("persistent", "gain"), [(True, 2.0 / 0.68), (False, (2.0 + 200 / 64) / 0.68)]
 )
 def test_workers_that_are_not_needed_are_not_restarted_either(persistent, gain):
     quick = replace(
@@ -178,6 +178,7 @@ def test_workers_that_are_not_needed_are_not_restarted_either(persistent, gain):
     )  # fmt: skip
     (found,) = diagnose(script(0.0020, 0.0012, quick))
     assert found.title == "samples are cheaper to make than to get from workers"
+    # 0.4 ms of loading and 0.8 of computing, with warm caches: 0.4 and 0.65 of them.
     assert found.gain.likely == pytest.approx(gain)
 
 

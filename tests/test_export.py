@@ -21,12 +21,10 @@ from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE
-from stoker.recipes.blueprint import as_augments, describe_job, fingerprint
-from stoker.recipes.catalogue import choose_recipe
+from stoker.recipes.catalogue import as_augments, choose_recipe, describe_job, fingerprint
+from stoker.recipes.contract import Layout, Sizes
 from stoker.recipes.export import onnx_file as export_onnx
-from stoker.recipes.export.graph import Deployed, deploy
-from stoker.recipes.export.ports import Layout, Sizes
-from stoker.recipes.export.repairs import Repairs
+from stoker.recipes.export.graph import Deployed, Repairs, deploy
 from stoker.recipes.export.trained import export_trained
 from stoker.recipes.inference import load_trained, quantize_trained
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair

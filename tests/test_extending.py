@@ -18,8 +18,8 @@ from stoker.cli.main import app
 from stoker.config import parse_config, resolve
 from stoker.errors import InputError
 from stoker.recipes.catalogue import choose_recipe
+from stoker.recipes.contract import Sizes
 from stoker.recipes.export.graph import deploy
-from stoker.recipes.export.ports import Sizes
 from stoker.recipes.inference import load_trained
 from stoker.recipes.run import run_recipe
 from stoker.store.fields import Dense
@@ -149,7 +149,7 @@ def test_a_checkpoint_whose_code_is_elsewhere_says_what_to_type(packed, monkeypa
 
 LAYOUT = """
     def export_layout(self, made, facts):
-        from stoker.recipes.export.ports import BATCH, Layout, Port
+        from stoker.recipes.contract import BATCH, Layout, Port
 
         port = Port("x", (BATCH, facts["width"]), torch.float32, "rows")
         return Layout([port], lambda named: named["x"], made.predict)

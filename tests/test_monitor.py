@@ -30,8 +30,7 @@ from stoker.cli.monitor import one_line, view
 from stoker.errors import InputError, StoreError
 from stoker.loader.loader import Loader
 from stoker.monitor import CSV_COLUMNS, CsvLog, Monitor
-from stoker.recipes.progress import RunProgress
-from stoker.recipes.run import run_recipe
+from stoker.recipes.run import RunProgress, run_recipe
 from stoker.report import RunEnd, RunLog, Silent, read_run_log
 from stoker.runs.follow import LogTail, RunFollower
 from stoker.runs.reading import LOG_NAME, lock_holder

@@ -11,10 +11,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from stoker import Loader
+from stoker.augment import Compose, Resize
 from stoker.loader import nvjpeg, pictures
+from stoker.loader.order import PlannedBatch
+from stoker.sources.images import decoding
+from stoker.sources.images.encoded import picture_field
+from stoker.store.fields import Dense
+from stoker.store.memory import memory_store
 from test_pictures_loader import make_store, random_ops
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -37,6 +45,86 @@ def opened(channels=3):
     return decoder
 
 
+def in_one_block(images):
+    """What the engines' decoder returns for these pictures."""
+    ends = np.cumsum([image.numel() for image in images])
+    memory = torch.cat([image.reshape(-1) for image in images])
+    sizes = np.array([image.shape[1:] for image in images])
+    return nvjpeg.Block(memory, np.concatenate([[0], ends[:-1]]), sizes, images[0].shape[0])
+
+
+def test_jpeg_that_holds_rgb_is_told_from_the_others():
+    for options, expected in (
+        ({}, False),
+        ({"subsampling": 0}, False),
+        ({"mode": "L"}, False),
+        ({"keep_rgb": True}, True),
+        ({"progressive": True}, False),
+    ):
+        data = jpeg(24, 31, 0, **options)
+        assert nvjpeg.holds_rgb(memoryview(data.numpy())) is expected, options
+    rgb = jpeg(24, 31, 0, keep_rgb=True).numpy().tobytes()
+    at = rgb.index(b"Adobe") - 4
+    by_names = rgb[:at] + rgb[at + 16 :]  # without the marker: the components are named R, G and B
+    assert nvjpeg.holds_rgb(by_names)
+    pixels = [np.asarray(Image.open(BytesIO(each))) for each in (by_names, rgb)]
+    assert (pixels[0] == pixels[1]).all()
+    filled = rgb[:2] + b"\xff\xff" + rgb[2:]
+    assert nvjpeg.holds_rgb(filled)
+
+
+@given(st.binary(max_size=80), st.integers(0, 700), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_any_bytes_are_looked_at_for_rgb(noise, cut, way):
+    whole = jpeg(16, 16, 0, keep_rgb=True).numpy().tobytes()
+    given_bytes = (noise, whole[:cut], whole[:cut] + noise, b"\xff\xd8" + noise)[way]
+    assert nvjpeg.holds_rgb(given_bytes) in (True, False)
+
+
+def test_a_batch_of_all_kinds_is_decoded_by_who_takes_each(monkeypatch):
+    files = [jpeg(33, 47, 0), jpeg(21, 30, 1, "L"), jpeg(20, 20, 2, keep_rgb=True)]
+    png = BytesIO()
+    Image.open(BytesIO(jpeg(22, 29, 3).numpy().tobytes())).save(png, "PNG")
+    files.append(torch.frombuffer(bytearray(png.getvalue()), dtype=torch.uint8))
+    files.append(jpeg(30, 41, 4))
+    turns = [1, 1, 1, 1, 6]
+    upright = [
+        decoding.turned(Image.open(BytesIO(each.numpy().tobytes())).convert("RGB"), turn)
+        for each, turn in zip(files, turns, strict=True)
+    ]
+    store = memory_store(
+        {
+            "images": picture_field([each.numpy().tobytes() for each in files]),
+            "image_size": Dense(np.array([(e.height, e.width) for e in upright], np.int32)),
+            "image_orientation": Dense(np.array(turns, np.uint8)),
+        },
+        "pictures",
+    )
+    made = pictures.Pictures(
+        store, ["images"], np.arange(5), torch.device("cpu"), pictures.Policy()
+    )
+    made.use(Compose([Resize((16, 24))]))
+    seen = []
+
+    def decode(data, sizes, unknown):
+        opened = [Image.open(BytesIO(each.numpy().tobytes())).convert("RGB") for each in data]
+        assert [(each.height, each.width) for each in opened] == [tuple(size) for size in sizes]
+        seen.append((len(data), unknown.tolist()))
+        return in_one_block([torch.from_numpy(np.array(e)).permute(2, 0, 1) for e in opened])
+
+    made._engines, made._decode_batch = SimpleNamespace(decode=decode), lambda _: []
+    for order in ([4, 3, 2, 1, 0], [0, 1, 2, 3, 4]):
+        planned = PlannedBatch(0, np.array(order), (0,), (5,), 5)
+        work = pictures.Work(planned, {}, {"images": [files[number] for number in order]})
+        images, reasons = made._images_on_gpu(work, made._boxes(planned, 0))
+        assert not reasons
+        for image, number in zip(images, order, strict=True):
+            told = np.asarray(upright[number].resize((24, 16), Image.Resampling.BILINEAR), int)
+            away = np.abs(image.permute(1, 2, 0).numpy().astype(int) - told)
+            assert away.max() <= 2, (number, away.max())
+    assert seen == [(3, [0, 1, 2]), (3, [])]
+
+
 def test_the_library_of_torchs_cuda_is_taken(tmp_path, monkeypatch):
     for name in ("torchvision/__init__.py", "torchvision.libs/libnvjpeg.0a1b.so.13"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -56,13 +144,12 @@ def test_a_library_that_gives_other_pixels_is_not_taken(channels):
         if channels == 1:
             made = [np.asarray(Image.fromarray(each).convert("L"))[..., None] for each in made]
         assert [each.shape[:2] for each in made] == [tuple(size) for size in sizes.tolist()]
-        return [torch.from_numpy(each.transpose(2, 0, 1).copy()) for each in made]
+        return in_one_block([torch.from_numpy(each.transpose(2, 0, 1).copy()) for each in made])
 
-    nvjpeg._prove(SimpleNamespace(channels=channels, planes=False, decode=decode))
+    nvjpeg._prove(SimpleNamespace(channels=channels, decode=decode))
     turned = SimpleNamespace(
         channels=channels,
-        planes=False,
-        decode=lambda *given: [each.flip(2) for each in decode(*given)],
+        decode=lambda *given: in_one_block([e.flip(2) for e in decode(*given).tensors()]),
     )
     with pytest.raises(nvjpeg.DecoderError, match="levels away"):
         nvjpeg._prove(turned)
@@ -82,7 +169,7 @@ def test_pixels_are_those_of_torchvision(channels):
     mode = io.ImageReadMode.RGB if channels == 3 else io.ImageReadMode.GRAY
     wanted = io.decode_jpeg(data, mode=mode, device=GPU)
     for _ in range(3):
-        made = decoder.decode(data, np.array(sizes))
+        made = decoder.decode(data, np.array(sizes)).tensors()
         torch.cuda.synchronize()
         for mine, theirs in zip(made, wanted, strict=True):
             assert torch.equal(mine, theirs)
@@ -94,7 +181,7 @@ def test_another_size_and_no_jpeg_are_refused_before_anything_is_decoded():
     good = jpeg(64, 64)
     for bad, size in ((jpeg(65, 64), (64, 64)), (torch.zeros(99, dtype=torch.uint8), (64, 64))):
         with pytest.raises(nvjpeg.DecoderError, match="no JPEG of 64 x 64"):
-            decoder.look([good, bad], np.array([(64, 64), size]), np.full(2, -1, np.int8))
+            decoder.decode([good, bad], np.array([(64, 64), size]))
     decoder.decode([good], np.array([(64, 64)]))
     torch.cuda.synchronize()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from stoker.errors import InputError
-from stoker.recipes.blueprint import describe_job
+from stoker.recipes.catalogue import describe_job
 from stoker.recipes.options import parse_options
 from stoker.recipes.scaling import Ramps, fit_ramps
 from stoker.recipes.tabular.recipe import TabularOptions, TabularRecipe

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from stoker.errors import InputError, MissingExtraError
-from stoker.recipes.images.classifier import ClassificationLoss, Classifier
 from stoker.recipes.images.evaluation import ImageMetrics, fit_ridge, hits_in_top, thumbnails
-from stoker.recipes.images.networks import ConvNext, ResNet9, load_weights, make_network
+from stoker.recipes.images.networks import (
+    ClassificationLoss,
+    Classifier,
+    ConvNext,
+    ResNet9,
+    load_weights,
+    make_network,
+)
 from stoker.recipes.images.recipe import ImagesOptions, ImagesRecipe, split_pictures
 from stoker.store.fields import Dense
 from store_makers import write_store

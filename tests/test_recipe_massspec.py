@@ -24,12 +24,6 @@ from stoker.loader.loader import Loader
 from stoker.loader.splits import select_samples
 from stoker.packing import PackOptions, pack
 from stoker.recipes.massspec import metrics as spectra_metrics
-from stoker.recipes.massspec.distillation import (
-    DistillationLoss,
-    cosine_loss,
-    soften,
-    temperature_at,
-)
 from stoker.recipes.massspec.metrics import (
     Library,
     Ranking,
@@ -41,13 +35,17 @@ from stoker.recipes.massspec.metrics import (
 )
 from stoker.recipes.massspec.models import (
     BidirectionalHead,
+    DistillationLoss,
     GineLayer,
     Student,
     Teacher,
+    cosine_loss,
     highest_bin,
     mask_above,
     pool_graphs,
     reverse_from,
+    soften,
+    temperature_at,
 )
 from stoker.recipes.massspec.recipe import (
     MassSpecRecipe,
@@ -701,15 +699,15 @@ def test_student_teacher_and_distilled_student_learn(store, device):
     torch.manual_seed(0)
     student = MassSpecRecipe().make_job(store, SMALL, 0)
     chance = student.baseline
-    _, losses, metrics = train_job(student, store, epochs=8, batch_size=32, lr=3e-3, device=device)
+    _, losses, metrics = train_job(student, store, epochs=5, batch_size=32, lr=3e-3, device=device)
     assert losses[-1] < 0.5 * losses[0]
     assert metrics["weighted_cosine"] > chance["weighted_cosine"] + 0.4
     assert metrics["recall@10"] > 10 * chance["recall@10"]
     teacher = MassSpecTeacherRecipe().make_job(store, SMALL | GRAPH, 0)
-    trained, _, taught = train_job(teacher, store, epochs=8, batch_size=32, lr=3e-3, device=device)
+    trained, _, taught = train_job(teacher, store, epochs=5, batch_size=32, lr=3e-3, device=device)
     assert taught["weighted_cosine"] > chance["weighted_cosine"] + 0.4
     pupil = MassSpecRecipe().make_job(store, SMALL | {"teacher": trained}, 0)
-    _, _, learned = train_job(pupil, store, epochs=8, batch_size=32, lr=3e-3, device=device)
+    _, _, learned = train_job(pupil, store, epochs=5, batch_size=32, lr=3e-3, device=device)
     assert learned["weighted_cosine"] > chance["weighted_cosine"] + 0.4
     assert learned["recall@10"] > 10 * chance["recall@10"]
     assert math.isfinite(judge_job(pupil, store, pupil.model, 16, device, "test")["recall@1"])

@@ -13,7 +13,7 @@ from recipe_loops import NoWaiting, train_job
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
-from stoker.recipes.segmentation.metrics import (
+from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     SegmentationMetrics,
     compute_metrics,
@@ -422,7 +422,7 @@ def test_splits_are_the_stores_own_or_made(store, tmp_path):
 def test_pixels_are_counted_block_by_block(store, monkeypatch):
     whole = count_pixels(store, np.arange(40))
     assert whole.sum() == 40 * 32 * 32
-    monkeypatch.setattr("stoker.recipes.segmentation.recipe._READ_BYTES", 3000)
+    monkeypatch.setattr("stoker.recipes.pictures._READ_BYTES", 3000)
     assert (count_pixels(store, np.arange(40)) == whole).all()
 
 
@@ -493,9 +493,9 @@ def test_nothing_waits_for_the_device(store, job, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_learns_shapes(store, device):
     torch.manual_seed(0)
-    options = TINY | {"ignore_values": [VOID], "epochs": 14, "warmup_epochs": 1}
+    options = TINY | {"ignore_values": [VOID], "epochs": 9, "warmup_epochs": 1}
     job = SegmentationRecipe().make_job(store, options, 0)
-    _, losses, metrics = train_job(job, store, epochs=14, batch_size=8, lr=6e-3, device=device)
+    _, losses, metrics = train_job(job, store, epochs=9, batch_size=8, lr=6e-3, device=device)
     assert losses[-1] < 0.6 * losses[0]
     assert metrics["miou"] > job.baseline["miou"] + 0.25
     assert metrics["pixel_accuracy"] > job.baseline["pixel_accuracy"] + 0.05

@@ -546,7 +546,7 @@ def test_options_are_read_strictly():
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_mlp_learns_classes(classes, device):
     job = make_job(classes, init_gain=1.0, output_bound=10.0, hidden=[48, 48], dropout=0.0)
-    losses = train(job, classes, 25, 1e-2, device)
+    losses = train(job, classes, 12, 1e-2, device)
     reached = judge(job, classes, device=device)
     assert np.isfinite(losses).all()
     assert reached["accuracy"] > job.baseline["accuracy"] + 0.3

@@ -19,8 +19,10 @@ from stoker.errors import InputError
 from stoker.recipes.answers import predict_file
 from stoker.recipes.inference import load_trained
 from stoker.recipes.segmentation.evaluation import (
+    IGNORE,
     boundary_scores,
     class_scores,
+    compute_metrics,
     count_each,
     palette,
 )
@@ -32,7 +34,6 @@ from stoker.recipes.segmentation.masks import (
     tile_starts,
     write_masks,
 )
-from stoker.recipes.segmentation.metrics import IGNORE, compute_metrics
 from test_recipe_segmentation import TINY, made_shapes
 
 ON_CPU = ("--device", "cpu")

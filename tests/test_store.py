@@ -22,7 +22,7 @@ from stoker.store.fields import Dense, Ragged, Series, offsets_of
 from stoker.store.hdf5 import Location
 from stoker.store.manifest import seal
 from stoker.store.reader import open_store
-from stoker.store.rewrite import keep_samples, load_shard
+from stoker.store.shard import load_shard
 from stoker.store.writer import write_shard
 from store_makers import shard_data, simple_shard, write_store
 
@@ -63,7 +63,7 @@ def test_a_loaded_shard_is_the_one_that_was_written_and_can_be_thinned(
         for path, array in field.arrays(name).items():
             assert same(loaded[name].arrays(name)[path], array)
     keep = np.random.default_rng(seed).random(store.num_samples) < 0.5
-    kept = keep_samples(loaded, keep)
+    kept = {name: data.keep(keep) for name, data in loaded.items()}
     assert same(kept["dense"].values, data["dense"].values[keep])
     ragged = data["ragged"]
     for new, old in enumerate(np.flatnonzero(keep)):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
-from stoker.recipes.images.pictures import PictureReader
+from stoker.recipes.images.recipe import PictureReader
 from stoker.recipes.inference import load_trained
 from stoker.runs.evaluation import Evaluation
 from stoker.sources.bars.reading import read_bars

@@ -20,6 +20,7 @@ SHARED = [f"training.{entry.name}" for entry in fields(TrainOptions)]
 
 
 def make_trainer(config, rate=0.1):
+    torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     batches = [(torch.ones(4, 3), torch.ones(4, 1))]
     optimizer = torch.optim.SGD(model.parameters(), rate)
@@ -121,21 +122,50 @@ def test_old_names_lead_to_keys_that_exist_in_a_file_on_set_and_in_python():
             read_config({word: 1})
 
 
-@pytest.mark.parametrize(
-    ("config", "is_told"),
-    [
-        (None, True),
-        ({"epochs": 1}, True),
-        ({"clip_norm": None}, False),
-        ({"clip_norm": 1.0}, False),
-        (TrainSettings(), False),
-    ],
-)
-def test_gradients_that_are_clipped_by_default_alone_are_told(config, is_told, capsys):
+@pytest.mark.parametrize("config", [None, {"epochs": 1}, TrainSettings()])
+def test_a_trainer_of_ones_own_clips_nothing_unless_asked(config, capsys):
     trainer = make_trainer(config)
+    assert trainer.settings.clip_norm is None
+    model = torch.nn.Linear(3, 1)
+    model.load_state_dict(trainer.model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.nn.MSELoss()(model(torch.ones(4, 3)), torch.ones(4, 1)).backward()
+    with torch.no_grad():
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm > 1
+    optimizer.step()
+    trainer.fit()
+    assert torch.equal(model.weight, trainer.model.weight)
+    assert "clipped" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "is_told"), [("{lr: 0.1}", True), ("{lr: 0.1, clip_norm: null}", False)]
+)
+def test_gradients_that_are_clipped_by_a_files_default_alone_are_told(text, is_told, capsys):
+    trainer = make_trainer(resolve(parse_config(f"training: {text}")))
+    assert (trainer.settings.clip_norm is not None) == is_told
     assert any(CLIPPED in note for note in trainer.history.notes) == is_told
     assert capsys.readouterr().out == ""
     trainer.fit()
     assert (CLIPPED in capsys.readouterr().out) == is_told
     trainer.fit(quiet=True)
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_was_clipped_by_an_older_default_is_not_resumed_without(tmp_path):
+    def run(clip_norm, resume):
+        model = torch.nn.Linear(3, 1)
+        batches = [(torch.ones(4, 3), torch.ones(4, 1))] * 2
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        config = {"epochs": 1 + resume} | ({} if clip_norm is None else {"clip_norm": clip_norm})
+        loss = torch.nn.MSELoss()
+        trainer = Trainer(
+            model, batches, None, loss, optimizer, None, config, "cpu", run_dir=tmp_path / "run"
+        )
+        return trainer.fit(resume=resume, quiet=True)
+
+    run(1.0, resume=False)
+    with pytest.raises(InputError, match=r"settings.clip_norm: 1.0 in the checkpoint, null now"):
+        run(None, resume=True)
+    assert len(run(1.0, resume=True).losses) == 2

@@ -382,7 +382,7 @@ def for_all_workers():
     try:
         yield
     finally:
-        del os.environ[ADDRESS]
+        os.environ.pop(ADDRESS, None)
         process.stdin.close()
         process.wait(30)
         shutil.rmtree(folder)
@@ -481,10 +481,11 @@ def stoker(
 
 
 def run_script_here(
-    script: Path, folder: Path, environment: dict[str, str], warned=()
+    script: Path, folder: Path | None, environment: dict[str, str], warned=(), words=()
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a fork of this worker, which has imported what earlier tests have needed."""
-    asked = _asked([], folder, environment, script) | {"warnings": [*warned], "here": True}
+    asked = _asked([*map(str, words)], folder, environment, script)
+    asked |= {"warnings": [*warned], "here": True}
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with warnings.catch_warnings():

@@ -428,10 +428,14 @@ STYLES = {
         import logging
         import warnings
 
-        import lightning
+        try:
+            import lightning
+        except ImportError:
+            import pytorch_lightning as lightning
 
         warnings.filterwarnings("ignore")
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        for name in ("lightning.pytorch", "pytorch_lightning"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
         class Module(lightning.LightningModule):

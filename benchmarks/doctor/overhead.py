@@ -2,6 +2,9 @@
 doctor in turns; and whether the step that the doctor reports is the step without it.
 
     python benchmarks/doctor/overhead.py [--turns 4] [--out FILE]
+    python benchmarks/doctor/overhead.py --turns 2 --at-once --seconds 40    # within a minute, on many quiet cores
+
+On a GPU the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after the profiled ones.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +76,68 @@ SCRIPTS = {
 }
 
 
-def step_seconds(script: Path, folder: Path, doctor: bool) -> tuple[float, float | None]:
-    """Return the median step by the stopwatch, and the one that the doctor reports."""
+WINDOWS = ((20, 36), (40, 100), (100, 200), (200, STEPS))
+"""Steps whose medians are told apart: the first are before torch's profiler runs on a GPU, the others after it."""
+WARM_UP = 40
+
+
+def time_steps(
+    script: Path, folder: Path, cores: set[int], doctor: bool, **variables: str
+) -> dict[str, Any]:
+    """Return the median steps by the stopwatch, and the one that the doctor reports."""
     times, report = folder / "times", folder / "doctor.json"
     words = [sys.executable, str(HERE / "stopwatch.py"), str(times), str(script)]
     if doctor:
         words = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--", *words]
-    env = {**os.environ, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1", **variables}
     if "cuda" not in script.read_text():
         env.pop("STOPWATCH_LOCK", None)  # of the GPU, which it does not use
-    subprocess.run(words, env=env, check=True, capture_output=True, timeout=300)
-    ends = json.loads(times.read_text())["times"][40:]
-    times.unlink()
-    told = (
-        json.loads(report.read_text())["measurements"]["step_seconds"]["median"] if doctor else None
+    times.unlink(missing_ok=True)
+    subprocess.run(
+        words,
+        env=env,
+        check=True,
+        capture_output=True,
+        timeout=120,
+        preexec_fn=partial(os.sched_setaffinity, 0, cores),
     )
-    return statistics.median(b - a for a, b in itertools.pairwise(ends)), told
+    ends = json.loads(times.read_text())["times"]
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    told = json.loads(report.read_text())["measurements"]["step_seconds"] if doctor else None
+    return {
+        "ms": statistics.median(steps[WARM_UP:]) * 1e3,
+        "windows_ms": [statistics.median(steps[first:last]) * 1e3 for first, last in WINDOWS],
+        "reported_ms": told["median"] * 1e3 if told else None,
+    }
+
+
+def compare(name: str, cores: set[int], turns: int, until: float) -> dict[str, Any]:
+    """Run one script in turns, alone and under the doctor; begin no turn after `until`, but the first."""
+    alone, doctored, kept = [], [], []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        script = folder / "script.py"
+        script.write_text(SCRIPTS[name])
+        for turn in range(turns):
+            if turn and time.monotonic() > until:
+                break
+            alone.append(time_steps(script, folder, cores, doctor=False))
+            doctored.append(time_steps(script, folder, cores, doctor=True))
+        if "GPU" in name and time.monotonic() < until:
+            # What torch's profiler leaves behind, if it is not told to detach itself.
+            kept.append(time_steps(script, folder, cores, doctor=True, TEARDOWN_CUPTI="0"))
+    bare, slow, told = (
+        statistics.median(one[what] for one in runs)
+        for runs, what in ((alone, "ms"), (doctored, "ms"), (doctored, "reported_ms"))
+    )
+    return {
+        "alone_ms": bare,
+        "doctored_ms": slow,
+        "reported_ms": told,
+        "overhead": slow / bare - 1,
+        "reported_error": told / bare - 1,
+        "turns": {"alone": alone, "doctored": doctored, "cupti_kept": kept},
+    }
 
 
 def main() -> None:
@@ -92,34 +145,37 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no turn after so long")
+    parser.add_argument(
+        "--at-once", action="store_true", help="all scripts at the same time, each on its own cores"
+    )
     parser.add_argument("--only", default="", help="parts of the names to run, by commas")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    names = [
+        name
+        for name in SCRIPTS
+        if any(part in name for part in asked.only.split(","))
+        and ("GPU" not in name or torch.cuda.is_available())
+    ]
+    usable = sorted(os.sched_getaffinity(0))
+    each = len(usable) // len(names) if asked.at_once and names else len(usable)
+    until = time.monotonic() + asked.seconds
     result: dict[str, Any] = {}
-    for name, source in SCRIPTS.items():
-        if "GPU" in name and not torch.cuda.is_available():
-            continue
-        if not any(part in name for part in asked.only.split(",")):
-            continue
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
-            script = folder / "script.py"
-            script.write_text(source)
-            turns = [
-                (step_seconds(script, folder, False)[0], *step_seconds(script, folder, True))
-                for _ in range(asked.turns)
-            ]
-        alone, doctored, told = (statistics.median(column) for column in zip(*turns, strict=True))
-        result[name] = {
-            "alone_ms": alone * 1e3,
-            "doctored_ms": doctored * 1e3,
-            "reported_ms": told * 1e3,
-            "overhead": doctored / alone - 1,
-            "reported_error": told / alone - 1,
-        }
-        print(name, result[name], flush=True)
-        if asked.out is not None:
-            asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    writing = threading.Lock()
+
+    def run(number: int) -> None:
+        name = names[number]
+        first = number * each if asked.at_once else 0
+        found = compare(name, set(usable[first : first + each]), asked.turns, until)
+        with writing:
+            result[name] = found
+            print(name, {key: value for key, value in found.items() if key != "turns"}, flush=True)
+            if asked.out is not None:
+                asked.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    with ThreadPoolExecutor(len(names) if asked.at_once else 1) as pool:
+        list(pool.map(run, range(len(names))))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
@@ -45,12 +45,26 @@ from cases import CASES, Case  # noqa: E402
 from harness import RESULTS, machine_facts, machine_name  # noqa: E402
 
 STEPS, RANK_STEPS, WARM_UP, LONGEST_SECONDS = 2000, 150, 20, 120
-BARE_SECONDS = 2.5
-"""A script alone, or its twin, ends after so long if it made enough steps; ranks make a fixed number."""
-DOCTORED_SECONDS, FEWEST_DOCTORED = 5.0, 100
-"""Under the doctor a script makes as many steps as take this long, and no fewer than these."""
-FEWEST_TURNS, MOST_TURNS, NOISY = 2, 4, 0.15
-"""Runs of the twin, each followed by the script alone: more of them while runs of the same script differ by more."""
+FEWEST_DOCTORED, NOISY = 100, 0.15
+
+
+class Lengths(NamedTuple):
+    """How long and how often scripts run.
+
+    Attributes:
+        bare_seconds: A script alone, or its twin, ends after so long if it made enough steps; ranks never end early.
+        doctored_seconds: Under the doctor it makes as many steps as take this long, and no fewer than FEWEST_DOCTORED.
+        fewest_turns: Runs of the twin, each beside one of the script alone.
+        most_turns: The same, while runs of the same script differ by more than NOISY.
+    """
+
+    bare_seconds: float = 2.5
+    doctored_seconds: float = 5.0
+    fewest_turns: int = 2
+    most_turns: int = 4
+
+
+QUICK = Lengths(1.2, 2.0, 1, 1)
 CLOSE = 0.3
 DROPPED = ("timeline", "subject")
 """Measurements of the doctor that are not kept. From the others its rules can be asked again."""
@@ -68,13 +82,13 @@ def variables_of(folder: Path, steps: int, **more: str) -> dict[str, str]:
 
 
 def rate_of(
-    case: Case, words: Sequence[str], folder: Path, batch: int, cores: set[int]
+    case: Case, words: Sequence[str], folder: Path, batch: int, cores: set[int], seconds: float
 ) -> dict[str, Any]:
     """Run a script with the stopwatch; return samples per second, or how it failed."""
     out = folder / "bare.times"
     out.unlink(missing_ok=True)
     steps = RANK_STEPS if case.style == "ranks" else STEPS
-    variables = variables_of(folder, steps, STOPWATCH_LONGEST=str(BARE_SECONDS))
+    variables = variables_of(folder, steps, STOPWATCH_LONGEST=str(seconds))
     task = (str(out), words, str(folder), cores, variables)
     process = FORKS.Process(target=stopwatch.run_forked, args=task)
     process.start()
@@ -122,7 +136,7 @@ def read_times(out: Path, batch: int) -> dict[str, Any]:
     }
 
 
-def examine(case: Case, folder: Path, cores: set[int]) -> dict[str, Any]:
+def examine(case: Case, folder: Path, cores: set[int], lengths: Lengths) -> dict[str, Any]:
     """Run one case in all ways."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / f"{case.name}.py"
@@ -137,24 +151,26 @@ def examine(case: Case, folder: Path, cores: set[int]) -> dict[str, Any]:
     report = folder / "doctor.json"
 
     def time_script() -> dict[str, Any]:
-        return rate_of(case, [str(script)], folder, case.batch, cores)
+        return rate_of(case, [str(script)], folder, case.batch, cores, lengths.bare_seconds)
 
     result["alone"] = [time_script()]
     if "failure" in result["alone"][0]:
         return result
     per_second = 1 / result["alone"][0]["median_step_seconds"]
-    steps = min(STEPS, max(FEWEST_DOCTORED, round(DOCTORED_SECONDS * per_second)))
+    steps = min(STEPS, max(FEWEST_DOCTORED, round(lengths.doctored_seconds * per_second)))
     if case.style == "ranks":
         steps = RANK_STEPS
     result["doctored"] = doctored_rate(script, report, folder, case.batch, cores, steps)
     result["fixed"] = []
-    for turn in range(MOST_TURNS if case.causes else 1):
-        if turn >= FEWEST_TURNS and max(map(drift, (result["alone"], result["fixed"]))) <= NOISY:
+    for turn in range(lengths.most_turns):
+        noise = max(map(drift, (result["alone"], result["fixed"])))
+        if turn >= lengths.fewest_turns and (noise <= NOISY or not case.causes):
             break
         if case.causes:
-            twin = rate_of(case, [str(script), "--fixed"], folder, fixed_batch, cores)
+            words = [str(script), "--fixed"]
+            twin = rate_of(case, words, folder, fixed_batch, cores, lengths.bare_seconds)
             result["fixed"].append(twin)
-        if turn != 1:  # as often as the twin: it ran before the first turn
+        if turn:  # as often as the twin: it ran before the first turn
             result["alone"].append(time_script())
     if report.exists():
         found = json.loads(report.read_text())
@@ -283,6 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="let scripts use the GPU, one at a time even with --jobs"
     )
+    parser.add_argument("--quick", action="store_true", help="shorter runs, one of each")
     parser.add_argument("--again", action="store_true", help="run scripts whose result is kept")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no script after so long")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-bench")
@@ -330,7 +347,7 @@ def main() -> None:
         began = time.monotonic()
         cores, folder = free.get(), asked.state / "work" / case.name
         try:
-            result = examine(case, folder, cores)
+            result = examine(case, folder, cores, QUICK if asked.quick else Lengths())
         except subprocess.TimeoutExpired as error:
             print(f"{case.name}: {error}", flush=True)
             return

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import mmap
 import os
 import random
-import resource
 import shutil
 import signal
 import struct
@@ -53,13 +53,13 @@ class Family:
     Attributes:
         prepare: Called once in every child; returns the trial.
         weight: Share of the blocks.
-        block: Trials of one child.
+        block: Trials of one child. Few forks: each prepares anew and copies the pages that it touches.
     """
 
     name: str
     prepare: Callable[[Path], Trial]
     weight: float = 1.0
-    block: int = 2000
+    block: int = 20_000
 
 
 @dataclass
@@ -162,15 +162,24 @@ class Campaign:
                 each.name, {"next": 0, "left": [], "counts": dict.fromkeys(OUTCOMES, 0)}
             )
         self.result["goal"] = goal
+        self.facts = machine_facts()
+        # Which code made which numbers: generators change while a campaign of months goes on.
+        first = {name: entry["next"] for name, entry in self.result["families"].items()}
+        begun = {"date": self.facts["date"], "commit": self.facts["commit"], "first": first}
+        self.result.setdefault("runs", []).append(begun)
         self.children: list[_Child] = []
         self.stopping = False
-        self.facts = machine_facts()
 
     # -- what is left --------------------------------------------------------------------------------
 
     def done(self) -> int:
         """Return how many trials were done in all."""
         return sum(sum(one["counts"].values()) for one in self.result["families"].values())
+
+    def _spent(self, name: str) -> tuple[int, float]:
+        """Return trials and CPU seconds of a family."""
+        entry = self.result["families"][name]
+        return sum(entry["counts"].values()), entry.get("cpu_seconds", 0.0)
 
     def _next_block(self) -> tuple[Family, int, int] | None:
         """Take a block of the family that lags most behind its share."""
@@ -185,7 +194,9 @@ class Campaign:
         each = min(self.families, key=lambda one: given[one.name] / one.weight)
         entry = self.result["families"][each.name]
         start = entry["next"]
-        entry["next"] = start + min(each.block, self.goal - sum(given.values()))
+        share = each.weight / sum(one.weight for one in self.families)
+        small = max(50, int(self.goal * share / 4))  # else a short campaign is all of one family
+        entry["next"] = start + min(each.block, small, self.goal - sum(given.values()))
         return each, start, entry["next"]
 
     # -- children ------------------------------------------------------------------------------------
@@ -274,13 +285,13 @@ class Campaign:
     def _look_after(self, child: _Child) -> None:
         """Take a child's news; end it where it hangs; note what it did when it has ended."""
         entry = self.result["families"][child.family.name]
-        pid, status = os.waitpid(child.pid, os.WNOHANG)
+        pid, status, used = os.wait4(child.pid, os.WNOHANG)
         ended = pid == child.pid
         hung = False
         late = time.monotonic() - child.since > self.hang_seconds
         if not ended and late and self._stands_still(child):
             os.kill(child.pid, signal.SIGKILL)
-            _, status = os.waitpid(child.pid, 0)
+            _, status, used = os.wait4(child.pid, 0)
             ended = hung = True
         with contextlib.suppress(BlockingIOError):
             while more := os.read(child.pipe, 65536):
@@ -298,6 +309,9 @@ class Campaign:
             return
         self.children.remove(child)
         os.close(child.pipe)
+        seconds = used.ru_utime + used.ru_stime
+        entry["cpu_seconds"] = round(entry.get("cpu_seconds", 0.0) + seconds, 3)
+        self.result["cpu_seconds"] = round(self.result["cpu_seconds"] + seconds, 3)
         at, code = child.at, os.waitstatus_to_exitcode(status)
         if code == 3:
             raise SystemExit(
@@ -323,8 +337,8 @@ class Campaign:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "stopping", True))
         began = saved = time.monotonic()
-        cpu = _children_cpu()
-        before, spent = self.done(), self.result["cpu_seconds"]
+        before = {name: self._spent(name) for name in self.result["families"]}
+        gc.freeze()  # else a collection in a child writes to, and copies, every page that it shares with its parent
         while True:
             self.stopping = self.stopping or time.monotonic() - began > seconds
             while not self.stopping and len(self.children) < jobs:
@@ -343,11 +357,15 @@ class Campaign:
                 self._save()
                 print(f"{self.done():,} of {self.goal:,}", flush=True)
             time.sleep(0.02)
-        self.result["cpu_seconds"] = round(spent + _children_cpu() - cpu, 1)
         self._save()
-        print(f"{self.name}: {self.done():,} of {self.goal:,}, {self.done() - before:,} now")
+        print(f"{self.name}: {self.done():,} of {self.goal:,}")
         for name, entry in self.result["families"].items():
-            print(f"  {name:14} {entry['counts']}")
+            count, seconds = (
+                now - then for now, then in zip(self._spent(name), before[name], strict=True)
+            )
+            print(
+                f"  {name:20} {count:,} now, {1e3 * seconds / max(1, count):.2f} ms each; {entry['counts']}"
+            )
 
     def _save(self) -> None:
         """Write a snapshot in which the blocks under way count as left from their current trial on."""
@@ -368,8 +386,3 @@ class Campaign:
             self.result | {"families": families, "done": self.done()},
             self.facts,
         )
-
-
-def _children_cpu() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

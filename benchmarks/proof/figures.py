@@ -37,12 +37,12 @@ UNITS = {
 
 
 def load(name: str) -> dict[str, dict[str, Any]]:
-    """Return the results of a campaign by machine."""
-    found = {}
-    for path in sorted((ROOT / "benchmarks/results").glob(f"proof_{name}-*.json")):
-        document = json.loads(path.read_text("utf-8"))
-        found[document["machine"]["host"]] = document["result"]
-    return found
+    """Return the results of a campaign by machine, or machine and number of the part where it ran in parts."""
+    paths = sorted((ROOT / "benchmarks/results").glob(f"proof_{name}-*.json"))
+    return {
+        path.stem.removeprefix(f"proof_{name}-"): json.loads(path.read_text("utf-8"))["result"]
+        for path in paths
+    }
 
 
 def _row(*cells: object) -> str:
@@ -132,10 +132,16 @@ def soaks() -> list[str]:
         ),
         "|---|---:|---:|---|---:|---:|---|",
     ]
-    for host, result in load("soak").items():
-        for part in ("one long run", "short runs"):
-            entry = result[part]
-            about = (f"{host}, {part}", f"{entry['seconds'] / 60:.0f}", f"{entry['steps']:,}")
+    parts = [(host, part) for host, result in load("soak").items() for part in result["parts"]]
+    for host, part in parts:
+        for half in ("one long run", "short runs"):
+            if (entry := part.get(half)) is None:
+                continue  # it was ended before
+            about = (
+                f"{host}, {part['begun'][:10]}, {half}",
+                f"{entry['seconds'] / 60:.0f}",
+                f"{entry['steps']:,}",
+            )
             for key, (label, scale, unit) in UNITS.items():
                 if (found := entry.get(key)) is None:
                     continue

@@ -66,6 +66,10 @@ def damaged(rng: random.Random, data: bytes, low: int = 0, high: int | None = No
     return bytes(raw)
 
 
+# Records of an input. Most are small: a record more takes its time in both engines, and is damaged no more than one.
+SIZES = (1, 1, 1, 2, 4)
+
+
 # -- spectra -----------------------------------------------------------------------------------------
 
 
@@ -75,7 +79,7 @@ def prepare_msp(scratch: Path) -> Trial:
     path = scratch / "x.msp"
 
     def trial(rng: random.Random) -> str:
-        data = msp_inputs.make_input(rng)
+        data = msp_inputs.make_input(rng, SIZES)
         path.write_bytes(data)
         fast, error = msp_inputs.outcome(path, "fast")
         careful, same = msp_inputs.outcome(path, "careful")
@@ -117,7 +121,7 @@ def prepare_mgf(scratch: Path) -> Trial:
     work.mkdir()
 
     def trial(rng: random.Random) -> str:
-        numbers = [rng.randrange(61, 90) for _ in range(rng.randint(2, 4))]
+        numbers = [rng.randrange(61, 90) for _ in range(1 + rng.choice(SIZES))]
         first, *others = [MGF % (number, number) for number in numbers]
         path.write_bytes(first + damaged(rng, b"".join(others)))
         try:
@@ -149,7 +153,7 @@ def prepare_csv(scratch: Path) -> Trial:
     path = scratch / "x.csv"
 
     def written(rng: random.Random) -> tuple[list[list[str]], bytes]:
-        width, height = rng.randint(2, 6), rng.randint(2, 12)
+        width, height = rng.randint(2, 6), rng.choice((2, 3, 4, 5, 12))
         sep, decimal = rng.choice(
             ((",", "."), (";", "."), (";", ","), ("\t", "."), ("\t", ","), ("|", "."))
         )
@@ -394,12 +398,12 @@ def prepare_owners(scratch: Path) -> Trial:
 
 FAMILIES = [
     Family("msp", prepare_msp, 2),
-    Family("mgf", prepare_mgf, 2),
+    Family("mgf", prepare_mgf, 1),
     Family("csv", prepare_csv, 2),
     Family("stores", prepare_store, 1),
     Family("checkpoints", prepare_checkpoint, 3),
     Family("yaml", prepare_yaml, 1),
-    Family("jpeg headers", prepare_jpeg, 3),
+    Family("jpeg headers", prepare_jpeg, 4),
     Family("files of the user's", prepare_owners, 0.02, 100),
 ]
 

@@ -8,6 +8,9 @@ other half is short runs one after the other, each with new loaders, a new train
 process. Leaves: slopes per hour with their 95 % confidence in `benchmarks/results/proof_soak-*.json`. Costs: the
 minutes that it is given.
 
+Contract: a run of this script is one more part of the result file, which it exchanges as a whole every 30 seconds: what
+is killed leaves what it measured so far, and minutes of all parts add up. Slopes are those of one process each.
+
 The first fifth of each half is warm-up and does not count. A slope is that of a straight line through the medians of
 20 equal stretches of time; its confidence is Student's for that line. `grows` says that the interval lies above zero
 and that the growth over an hour is more than 1 % of the level (of a count: one). The wall time of a step follows
@@ -19,7 +22,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import math
 import os
 import shutil
@@ -31,6 +33,8 @@ import threading
 import time
 import warnings
 from array import array
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +42,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from harness import publish
+from campaign import read_state, state_path, write_state
+from harness import machine_facts
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
 from stoker.sources.arrays import ArraysSource
@@ -46,6 +51,7 @@ from stoker.train.trainer import Trainer
 
 SAMPLES, WIDTH, BATCH = 24_000, 256, 64
 STRETCHES = 20
+KEEP_SECONDS = 30.0
 # 97.5 % points of Student's t for 18 degrees of freedom (20 stretches, two of them for the line).
 T_95 = 2.101
 
@@ -88,10 +94,11 @@ def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
     least = max(0.01 * abs(level), 1.0)
     return {
         "level": level, "per_hour": per_hour, "low": per_hour - half, "high": per_hour + half,
-        "grows": per_hour - half > 0 and per_hour > least, "readings": len(values),
+        "grows": per_hour - half > 0 and per_hour > least, "readings": len(values), "medians": y.round(4).tolist(),
     }  # fmt: skip
 
 
+HALVES = ("one long run", "short runs")
 READ = (
     "at", "rss_bytes", "device_bytes", "device_reserved_bytes", "files", "threads", "step_ms", "step_cpu_ms",
 )  # fmt: skip
@@ -103,8 +110,10 @@ class Sampler:
     Readings are kept as 64 bytes each: as dicts of floats they grew by 1 MiB an hour themselves.
     """
 
-    def __init__(self, device: str, interval: float) -> None:
-        self.device, self.interval = device, interval
+    def __init__(
+        self, device: str, interval: float, keep: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.device, self.interval, self._keep = device, interval, keep
         self.steps = 0
         self.readings = {name: array("d") for name in READ}
         self._stop = threading.Event()
@@ -114,6 +123,7 @@ class Sampler:
 
     def _run(self) -> None:
         before = (time.monotonic(), self.steps, time.process_time())
+        kept = before[0]
         while not self._stop.wait(self.interval):
             now = (time.monotonic(), self.steps, time.process_time())
             taken = now[1] - before[1]
@@ -127,22 +137,25 @@ class Sampler:
             for name, value in read.items():
                 self.readings[name].append(math.nan if value is None else value)
             before = now
+            if now[0] - kept > KEEP_SECONDS:
+                kept = now[0]
+                self._keep(self._slopes())
 
-    def end(self) -> dict[str, Any]:
-        """Return the slopes."""
-        self._stop.set()
-        self._thread.join()
-        begin = 0.2 * (time.monotonic() - self.began)
+    def _slopes(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self.began
         read = np.array([self.readings[name] for name in READ])
-        kept = dict(zip(READ, read[:, read[0] > begin], strict=True))
-        found: dict[str, Any] = {
-            "seconds": round(time.monotonic() - self.began, 1),
-            "steps": self.steps,
-        }
+        kept = dict(zip(READ, read[:, read[0] > 0.2 * seconds], strict=True))
+        found: dict[str, Any] = {"seconds": round(seconds, 1), "steps": self.steps}
         for name in READ[1:]:
             known = ~np.isnan(kept[name])
             found[name] = slope(kept["at"][known].tolist(), kept[name][known].tolist())
         return found
+
+    def end(self) -> None:
+        """Stop, and keep the slopes."""
+        self._stop.set()
+        self._thread.join()
+        self._keep(self._slopes())
 
 
 def run(folder: Path, name: str, device: str, sampler: Sampler, epochs: int) -> None:
@@ -174,35 +187,54 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between readings")
     parser.add_argument(
-        "--out", type=Path, default=None, help="a file instead of benchmarks/results"
+        "--out", type=Path, default=None, help="a result file instead of that in benchmarks/results"
     )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    half = options.minutes * 30
-    result: dict[str, Any] = {"minutes": options.minutes, "device": options.device}
+    path = options.out or state_path("soak")
+    facts, half = machine_facts(), options.minutes * 30
+    earlier = read_state(path).get("parts", [])
+    part: dict[str, Any] = {
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"), "commit": facts["commit"],
+        "minutes_asked": options.minutes, "device": options.device,
+    }  # fmt: skip
+
+    def keep_as(name: str) -> Callable[[dict[str, Any]], None]:
+        def keep(found: dict[str, Any]) -> None:
+            part[name] = {**found, **({"runs": count} if name == "short runs" else {})}
+            part["minutes"] = round(
+                sum(part[each]["seconds"] for each in HALVES if each in part) / 60, 1
+            )
+            parts = [*earlier, part]
+            minutes = round(sum(each["minutes"] for each in parts), 1)
+            write_state(path, "soak", {"minutes": minutes, "parts": parts}, facts)
+
+        return keep
+
+    count = 0
     with tempfile.TemporaryDirectory(prefix="stoker-soak-") as name:
         folder = Path(name)
         rng = np.random.default_rng(0)
         np.save(folder / "features.npy", rng.normal(size=(SAMPLES, WIDTH)).astype("f4"))
         source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH)
         pack(source, folder / "store", PackOptions(jobs=1))
-        sampler = Sampler(options.device, options.interval)
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(143)
+        )  # before and after `fit`, which has its own
+        sampler = Sampler(options.device, options.interval, keep_as(HALVES[0]))
         threading.Timer(half, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             run(folder, "long", options.device, sampler, 10**6)
-        result["one long run"] = sampler.end()
+        sampler.end()
         gc.collect()
-        sampler, count = Sampler(options.device, options.interval), 0
+        sampler = Sampler(options.device, options.interval, keep_as(HALVES[1]))
         while time.monotonic() - sampler.began < half:
             run(folder, "short", options.device, sampler, 1)
             shutil.rmtree(folder / "short")
             count += 1
-        result["short runs"] = {"runs": count, **sampler.end()}
-    if options.out:
-        options.out.write_text(json.dumps(result))
-    else:
-        publish("proof_soak", result)
+        sampler.end()
+    print(f"{path}: {part['minutes']} minutes, {count} short runs")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from stoker.recipes.contract import Sizes
 from stoker.recipes.export.graph import deploy
-from stoker.recipes.export.ports import Sizes
 from stoker.recipes.export.trained import export_trained
 from test_export import CLOSE, compare_predictions, exported, made, open_session
 

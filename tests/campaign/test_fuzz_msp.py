@@ -150,8 +150,8 @@ def damage(rng: random.Random, data: bytearray) -> bytearray:
     return data
 
 
-def make_input(rng: random.Random) -> bytes:
-    data = bytearray().join(rng.choices(SEEDS, k=rng.randint(1, 4)))
+def make_input(rng: random.Random, sizes: tuple[int, ...] = (1, 2, 3, 4)) -> bytes:
+    data = bytearray().join(rng.choices(SEEDS, k=rng.choice(sizes)))
     for _ in range(rng.choice([1, 1, 2, 3, 8, 30])):
         data = damage(rng, data)
     return bytes(data)

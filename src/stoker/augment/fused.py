@@ -48,7 +48,6 @@ ONE_PROGRAM = 1024  # samples whose parameters one program draws and counts; mor
 AT_ONCE_TAPS = 5  # blurs up to here in one pass of at most 25 taps; larger ones in two
 HELD_PIXELS = 1024  # of one program that waits for its image's mean: eight a thread
 MOST_WAITING = 3  # streams with such launches at once; a replayed graph may be a fourth
-FETCH_AHEAD = lambda num, tiles: max(1, 8 * num // tiles)
 HELD_REGISTERS = 64  # so that every GPU has room for eight such programs on a multiprocessor
 _INT32 = 2**31
 _KEPT_PLANS = 64
@@ -442,7 +441,7 @@ class FusedBackend:
         colours = (program.saturation, program.hue)
         if held is not None:
             fixed = (*before, across * down, *choices, *colours, *after, partials, held.store_hint)
-            fixed += (images.is_cuda, self._choose_ahead(images, held, across * down), *held.shape)
+            fixed += (images.is_cuda, *held.shape)
             launch = _Launch(
                 _held_kernel(), (across, down, batch), fixed, held.num_warps, held.max_registers
             )
@@ -452,13 +451,6 @@ class FusedBackend:
         grid = (*config.grid(program.out_size), batch)
         augment = _Launch(_kernels().augment, grid, fixed, config.num_warps, config.max_registers)
         return _Plan(program, augment, sum_gray, None, across * down, _plan_blurs(work, wide))
-
-    def _choose_ahead(self, images: Tensor, held: Config, tiles: int) -> int:
-        """Return how many images later the image is that a program of the one pass fetches into the L2 cache."""
-        if not images.is_cuda or not images[0].is_contiguous():
-            return 0
-        num = torch.cuda.get_device_properties(images.device).multi_processor_count
-        return FETCH_AHEAD(num, tiles)
 
     def _choose_held(self, program: Program, device: torch.device) -> Config | None:
         if not program.contrast or self._held_config != "auto":

@@ -55,27 +55,6 @@ def _meet(counter, num_tiles):
         tl.atomic_xchg(counter, 0, sem="relaxed")
 
 
-@triton.jit
-def _fetch_ahead(image, rows, sample, tile, num_tiles, num_images, image_n, SIZE: tl.constexpr):
-    """Bring this program's part of a later image into the L2 cache: memory is read while programs wait and write."""
-    source, _, _ = _source(rows, sample, num_images)
-    start = (image + source * image_n).to(tl.int64)
-    lines = tl.arange(0, 128)
-    num_bytes = image_n * SIZE
-    part = (num_bytes + num_tiles - 1) // num_tiles
-    for step in range(0, (part + 16383) // 16384):
-        at = tile * part + step * 16384 + lines * 128
-        at = tl.where(at < num_bytes, at, 0)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [start + at],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @triton.jit(do_not_specialize=PLAIN)
 def augment_held(
     image, out, mask, mask_out, rows, table, counters, partials, faults,
@@ -85,8 +64,7 @@ def augment_held(
     SCALE: tl.constexpr, BRIGHTNESS: tl.constexpr, SATURATION: tl.constexpr, HUE: tl.constexpr,
     ERASE: tl.constexpr, ERASE_VALUE: tl.constexpr, NORM: tl.constexpr,
     CHECK: tl.constexpr, WATCH: tl.constexpr, WIDE: tl.constexpr, PARTIALS: tl.constexpr, HINT: tl.constexpr,
-    WAIT: tl.constexpr, AHEAD: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr, STEP_Y: tl.constexpr,
-    STEP_X: tl.constexpr,
+    WAIT: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr, STEP_Y: tl.constexpr, STEP_X: tl.constexpr,
 ):  # fmt: skip
     """Do everything but a blur. Grid: (tiles across, tiles down, samples).
 
@@ -104,13 +82,6 @@ def augment_held(
     mask_h = in_h
     if rows is not None:
         mask_h = tl.where(exists, in_h, 0)
-    if AHEAD > 0:
-        if sample + AHEAD < tl.num_programs(2):
-            number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            _fetch_ahead(
-                image, rows, sample + AHEAD, number, num_partials, num_images, image_n,
-                image.dtype.element_ty.primitive_bitwidth // 8,
-            )  # fmt: skip
     matrix = _load_matrix(numbers)
     mode = ONE_TAP
     if not WHOLE:

@@ -109,65 +109,44 @@ class Sizing:
             parts.append(made.add_(0.5).clamp_(0, 255).to(torch.uint8))
         return torch.cat(parts)
 
-    def takes_planes(self, device: torch.device) -> bool:
-        """Say whether `resize_planes` works on a device: on a GPU with Triton."""
-        return device.type == "cuda" and fused.available(device) is None
+    def resize_block(
+        self, memory: torch.Tensor, starts: Array, sizes: Array, boxes: Array, channels: int
+    ) -> torch.Tensor | None:
+        """Return what `resize_tensors` returns, of pictures that lie in one piece of memory; None where it cannot.
 
-    def resize_planes(
-        self, planes: Array, sizes: Array, turns: Array, boxes: Array, device: torch.device
-    ) -> torch.Tensor:
-        """Return uint8 `(batch, 3, height, width)` of parts of pictures that lie in three planes each on a GPU.
-
-        Queued on the current stream; the host does not wait, and the planes may be freed afterwards on that stream.
+        On a GPU with Triton, without a tensor for each picture: the interpreter's lock is free for the training loop.
 
         Args:
-            planes: int64 `(batch, 8)` as `stoker.loader.nvjpeg.Planes` has them.
-            sizes: `(batch, 2)`: height and width of each picture when it is upright.
-            turns: EXIF orientation of each, 1 to 8: how a picture lies in its file.
-            boxes: From `boxes`, of the upright pictures.
-            device: Where the planes lie.
+            memory: uint8.
+            starts: Where each picture begins in it.
+            sizes: `(batch, 2)`: height and width of each.
+            boxes: From `boxes`.
+            channels: Planes of each picture.
         """
-        out = torch.empty((len(boxes), 3, *self.size), dtype=torch.uint8, device=device)
-        launch_planes(planes, sizes, turns, boxes, out)
+        if memory.device.type != "cuda" or fused.available(memory.device) is not None:
+            return None
+        shape = (len(boxes), channels, *self.size)
+        out = torch.empty(shape, dtype=torch.uint8, device=memory.device)
+        launch_table(memory.data_ptr() + starts, sizes, boxes, out)
         return out
-
-
-def launch_planes(
-    planes: Array, sizes: Array, turns: Array, boxes: Array, out: torch.Tensor
-) -> None:
-    """Run the Triton kernel for pictures in three planes."""
-    from stoker.augment.sizing_kernels import resample_planes
-
-    left, top, width, height = boxes.T
-    # `turned` in stoker.sources.images.decoding has the same orientations.
-    flips_x, flips_y, swaps = np.isin(turns, (2, 3, 6, 7)), np.isin(turns, (3, 4, 7, 8)), turns >= 5
-    left = np.where(flips_x, sizes[:, 1] - left - width, left)
-    top = np.where(flips_y, sizes[:, 0] - top - height, top)
-    table = np.empty((len(boxes), 16), dtype=np.int64)
-    table[:, :8] = planes[:, :8]
-    for column, (one, other) in zip(
-        (8, 10, 12), ((left, top), (width, height), sizes.T[::-1]), strict=True
-    ):
-        table[:, column] = np.where(swaps, other, one)
-        table[:, column + 1] = np.where(swaps, one, other)
-    table[:, 14] = flips_x + 2 * flips_y + 4 * swaps
-    table[:, 15] = planes[:, 8]
-    on_device = torch.from_numpy(table).to(out.device)
-    batch, _, out_h, out_w = out.shape
-    tiles = -(-out_h * out_w // _THREADS)
-    resample_planes[(tiles, batch)](on_device, out, out_h, out_w, BLOCK=_THREADS)
 
 
 def launch(images: Sequence[torch.Tensor], boxes: Array, out: torch.Tensor) -> None:
     """Run the Triton kernel. The pictures may be freed afterwards, on the same stream."""
+    kept = [image.contiguous() for image in images]
+    addresses = np.array([image.data_ptr() for image in kept], dtype=np.int64)
+    launch_table(addresses, np.array([image.shape[1:] for image in kept]), boxes, out)
+
+
+def launch_table(addresses: Array, sizes: Array, boxes: Array, out: torch.Tensor) -> None:
+    """Run the Triton kernel for pictures at these addresses."""
     from stoker.augment.sizing_kernels import resample
 
-    kept = [image.contiguous() for image in images]
-    table = np.empty((len(kept), 7), dtype=np.int64)
-    table[:, 0] = [image.data_ptr() for image in kept]
+    table = np.empty((len(boxes), 7), dtype=np.int64)
+    table[:, 0] = addresses
     table[:, 1:5] = boxes
-    table[:, 5] = [image.shape[2] for image in kept]
-    table[:, 6] = [image.shape[1] * image.shape[2] for image in kept]
+    table[:, 5] = sizes[:, 1]
+    table[:, 6] = sizes.astype(np.int64).prod(axis=1)
     on_device = torch.from_numpy(table).to(out.device)
     batch, channels, height, width = out.shape
     tiles = -(-height * width // _THREADS)

@@ -55,7 +55,7 @@ def export(
         store: With --int8: store folder, HDF5 file or URL to measure on.
         split: With --int8: samples for the metric.
     """
-    from stoker.recipes.export.ports import Sizes
+    from stoker.recipes.contract import Sizes
     from stoker.recipes.export.trained import export_trained
     from stoker.recipes.inference import load_trained
     from stoker.sources.images import parse_size

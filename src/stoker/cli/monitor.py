@@ -137,12 +137,7 @@ _HEADS = ("GPU", "busy", "memory", "PCIe in / out", "power", "heat", "clocks hel
 
 
 def view(snapshot: Snapshot, history: History | None = None) -> Group:
-    """Return the table, bars, the run, the host and the footnotes.
-
-    Args:
-        snapshot: What to show.
-        history: Of `Monitor`; shown as a line of small columns beside the bars.
-    """
+    """Return the table, bars, the run, the host and the footnotes."""
     from rich.console import Group
 
     from stoker.runs.telemetry import BUSY_FOOTNOTE
@@ -255,9 +250,7 @@ def bar(share: float | None, width: int = 20) -> str:
 def sparkline(values: Iterable[float | None], most: float | None = None) -> str:
     """Return numbers as columns of eight heights, a space where one is unknown; "" without numbers.
 
-    Args:
-        values: In order.
-        most: What the highest column stands for; the largest value by default.
+    The highest column stands for `most`; the largest value by default.
     """
     kept = list(values)
     top = (

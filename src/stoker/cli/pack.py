@@ -304,14 +304,15 @@ def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
 
 def _shares(text: str) -> tuple[float, float, float]:
     """Return three shares that add up to 1."""
+    from stoker.sources.contract import check_shares
+
     try:
         train, val, test = (float(number) for number in text.split(","))
-    except ValueError:
-        train = val = test = -1.0
-    if min(train, val, test) < 0 or abs(train + val + test - 1) > 1e-6:
+        check_shares((train, val, test))
+    except ValueError:  # an InputError too: here the option is known
         raise InputError(
             f"--split is {text!r}.", "three shares that add up to 1", "--split 0.8,0.1,0.1"
-        )
+        ) from None
     return train, val, test
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from stoker.config import Settings
-    from stoker.doctor.job_config import JobConfig
     from stoker.tune.job import Tuned
     from stoker.tune.trial import Measured
 
@@ -82,7 +81,8 @@ def tune(
         )
     if not Ranks.current().is_first:
         return
-    changes = _as_keys(job, tuned)
+    # By the places that decide them in this config.
+    changes = {job.key_of(key): value for key, value in tuned.changes.items()}
     if out is not None:
         job.with_changes(changes, _notes(config, tuned)).write(out, replace=force)
     if html is not None:
@@ -96,11 +96,6 @@ def tune(
     else:
         words = _job_words(config, overrides or [], store, changes) if out is None else [out]
         _print(tuned, _next(words, job.settings, device), out, html)
-
-
-def _as_keys(job: JobConfig, tuned: Tuned) -> dict[str, Any]:
-    """Return the changes by the places that decide them in this config."""
-    return {job.key_of(key): value for key, value in tuned.changes.items()}
 
 
 def _notes(config: Path, tuned: Tuned) -> list[str]:

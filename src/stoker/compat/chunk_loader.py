@@ -106,12 +106,15 @@ class ChunkDataLoader:
         infos = _find_fields(self.store)
         self.chunk_size_gb = chunk_size_gb
         self.num_samples = self.store.num_samples
-        self.sequence_length, self.feature_count = _window(infos[0].shape)
+        shape = infos[0].shape if len(infos[0].shape) > 1 else [1, *infos[0].shape]
+        self.sequence_length, self.feature_count = shape[0], math.prod(shape[1:])
         self.target_length = math.prod(infos[1].shape)
         self.bytes_per_sample = sum(sample_bytes(info) for info in infos)
         fitting = samples_that_fit(chunk_size_gb, self.bytes_per_sample)
         self.samples_per_chunk = max(1, min(fitting, self.num_samples))
-        self.chunk_ranges = _ranges(self.num_samples, self.samples_per_chunk)
+        starts = range(0, self.num_samples, self.samples_per_chunk)
+        ends = (min(start + self.samples_per_chunk, self.num_samples) for start in starts)
+        self.chunk_ranges = list(zip(starts, ends, strict=True))
         self._loader = Loader(
             self.store,
             batch_size,
@@ -269,12 +272,3 @@ def _find_fields(store: Store) -> list[FieldInfo]:
             f"{store.name} has arrays of no width.", "at least one value in each sample", ""
         )
     return [store.fields[name] for name in _FIELDS]
-
-
-def _window(shape: list[int]) -> tuple[int, int]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-
-
-def _ranges(num_samples: int, rows: int) -> list[tuple[int, int]]:
-    starts = range(0, num_samples, rows)
-    return [(start, min(start + rows, num_samples)) for start in starts]

@@ -253,10 +253,7 @@ def _pack(source: MassSpecSource, folder: Path) -> str:
 def measure_dataset(store: str, kind: Kind, in_parts: str | None = None) -> DatasetUse:
     """Return what a packed dataset takes in a new process.
 
-    Args:
-        store: Packed.
-        kind: Whether graphs are kept in memory.
-        in_parts: A store of the same kind with more shards, to learn what a shard costs.
+    `in_parts` is a store of the same kind with more shards, to learn what a shard costs.
     """
     return DatasetUse(**_in_new_process("_dataset", store, kind, in_parts))
 
@@ -371,8 +368,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
 
     from stoker.compat.massspec import NISTDataLoader
     from stoker.machine.process import peak_rss_bytes
-    from stoker.recipes.massspec.distillation import cosine_loss
-    from stoker.recipes.massspec.models import Student
+    from stoker.recipes.massspec.models import Student, cosine_loss
     from stoker.recipes.massspec.recipe import LEARNING_RATE, MassSpecOptions, make_adam
     from stoker.train.trainer import Trainer
 

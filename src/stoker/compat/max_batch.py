@@ -74,7 +74,9 @@ def find_max_batch_size(
     _check(input_shape, max_batch, margin)
     place = usable_device(device)
     trials = _Trials(model, place, precision, margin)
-    trials.make_inputs = make_inputs or _random_inputs(tuple(input_shape), place)
+    trials.make_inputs = make_inputs or (
+        lambda size: torch.randn((size, *input_shape), device=place)
+    )
     trials.make_loss = make_loss or default_loss
     trials.optimizer = optimizer
     with _as_it_was(model, place, optimizer):
@@ -131,10 +133,6 @@ def _check(input_shape: Sequence[int], max_batch: int, margin: float) -> None:
         raise InputError(f"max_batch is {max_batch!r}.", "1 or more", "max_batch=65536")
     if not 0 <= margin < 1:
         raise InputError(f"margin is {margin!r}.", "0 or more, below 1", f"margin={MARGIN}")
-
-
-def _random_inputs(shape: tuple[int, ...], device: torch.device) -> Callable[[int], torch.Tensor]:
-    return lambda size: torch.randn((size, *shape), device=device)
 
 
 class _Trials:

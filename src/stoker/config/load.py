@@ -89,11 +89,7 @@ def parse_config(text: str, file: str = "<text>", overrides: Sequence[str] = ())
 def check_config(
     path: str | Path, overrides: Sequence[str] = ()
 ) -> tuple[Config | None, list[Problem]]:
-    """Return the config, or None with the problems in the order of the file.
-
-    Raises:
-        ConfigError: When there is no such file or it cannot be opened.
-    """
+    """Return the config, or None with the problems in the order of the file."""
     path = find_config(path)
     refuse_special(path, "config", ConfigError, is_read_once=True)
     try:
@@ -128,9 +124,7 @@ def _yaml_lines(tree: Mapping[str, Any], pad: str = "") -> Iterator[str]:
 def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> str:
     """Return YAML with every key: written ones as they are, the others as comments at their usual place.
 
-    Args:
-        config: What was written.
-        defaults: Dotted keys whose default is a recipe's, and that default.
+    `defaults` are those of a recipe, by dotted key.
     """
     own = defaults or {}
     lines: list[str] = []

@@ -201,7 +201,7 @@ class TrainOptions:
     epochs: Count = _key(1, *_EPOCHS)
     precision: Precision = _key(
         "auto",
-        "Number format of the step; the loss is always fp32. auto: bf16 or fp16 by what the GPU "
+        "Number format of the step; the loss is fp32 or more. auto: bf16 or fp16 by what the GPU "
         "and the model allow, fp32 on a CPU; the log says which and why.",
     )
     gradient_accumulation_steps: int = _key(

@@ -30,14 +30,7 @@ def rewrite_config(
 ) -> str:
     """Return `text` with the dotted keys of `changes` at their new values.
 
-    Args:
-        text: Of a sound config file.
-        changes: Dotted keys, such as "training.batch_size", and plain values.
-        file: Name used in messages.
-        notes: Lines of comment to put below those at the top.
-
-    Raises:
-        ConfigError: The text, or a change, is not a sound config.
+    `notes` become lines of comment below those at the top.
     """
     overrides = [f"{key}={_yaml_word(value)}" for key, value in changes.items()]
     wanted = parse_config(text, file, overrides)
@@ -95,7 +88,9 @@ def _edit(text: str, path: tuple[str, ...], value: Any) -> str | None:
         if isinstance(spot.leaf, yaml.CollectionNode) and not spot.leaf.flow_style:
             return None
         word = _in_brackets(value) if spot.mapping.flow_style else _yaml_word(value)
-        return _splice(text, spot.leaf.start_mark.index, spot.leaf.end_mark.index, word)
+        start, end = spot.leaf.start_mark.index, spot.leaf.end_mark.index
+        # Nothing stands there when a key has no value.
+        return f"{text[:start]}{'' if end > start else ' '}{word}{text[end:]}"
     if spot.mapping.flow_style:
         return _add_to_brackets(text, spot, value)
     return _add_line(text, spot, value)
@@ -111,11 +106,6 @@ def _find(root: yaml.MappingNode, path: tuple[str, ...]) -> _Spot:
             return _Spot(mapping, (), below)
         mapping = below
     raise AssertionError(path)
-
-
-def _splice(text: str, start: int, end: int, word: str) -> str:
-    """Put a word in the place of another; nothing stood there when a key has no value."""
-    return f"{text[:start]}{'' if end > start else ' '}{word}{text[end:]}"
 
 
 def _add_to_brackets(text: str, spot: _Spot, value: Any) -> str:

@@ -41,6 +41,10 @@ _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
 _NOTABLE_BETWEEN = 0.12
 """Share of a step spent between the model's calls from which it is a finding."""
+_OWN_DATA = (
+    "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays there, in one "
+    "call, instead of making tensors of lists."
+)
 _OVERLAP = 0.95
 """Share of their time in which workers work side by side."""
 _LEAST_REST = 0.05
@@ -306,7 +310,7 @@ def slow_between_steps(case: Case) -> Finding | None:
     elif case.on_gpu:
         remedy = (
             "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-            f'num_workers={workers}, or iterate over stoker.prefetch(batches, "cuda"); log every 50 steps.'
+            f'num_workers={workers}, or iterate over stoker.prefetch(batches, "cuda"); log every 50 steps. {_OWN_DATA}'
         )
         script = (
             'for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
@@ -314,7 +318,7 @@ def slow_between_steps(case: Case) -> Finding | None:
     else:
         remedy = (
             "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-            f"num_workers={workers}; log every 50 steps."
+            f"num_workers={workers}; log every 50 steps. {_OWN_DATA}"
         )
         script = f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now"
     return case.advise(

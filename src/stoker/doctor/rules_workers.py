@@ -20,6 +20,7 @@ from stoker.doctor.cases import (
 )
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
+    COLD_SECONDS,
     Pace,
     gain_of_steps,
     hand_over_seconds,
@@ -33,6 +34,8 @@ from stoker.units import format_bytes, format_count
 
 _WORTH_ALONE = 0.85
 """If loading and computing one after the other take less than this share of a step, workers are a loss."""
+_LEAST_LOAD, _LEAST_COMPUTE = 0.4, 0.65
+"""Shares of the time of loading, and of computing, that are left at least with warm caches (measured: 0.4 and 0.7)."""
 _SLOW_HAND_OVER = 0.3
 """Share of a step spent waiting, with workers that are fast enough, above which the hand-over is the cause."""
 _CROWDED = 0.3
@@ -161,7 +164,13 @@ def _slow_hand_over(case: Case) -> Finding | None:
     # Workers that are not there are not started again for every epoch either.
     again = _restart_seconds(loader) if loader.epoch_starts and not loader.persistent_workers else 0
     if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * (step + again):
-        return _too_many_workers(case, loader, step + again, alone)
+        # One process that never waits for another has warm caches.
+        cold = COLD_SECONDS * loader.batches_per_step
+        warm = sum(
+            max(part - cold, least * part)
+            for part, least in ((pace.load, _LEAST_LOAD), (pace.compute, _LEAST_COMPUTE))
+        )
+        return _too_many_workers(case, loader, step + again, warm)
     return case.advise(
         "starved-by-loader",
         "batches take long from the workers to the step",

@@ -6,6 +6,7 @@ Enters: a folder with one file per process of a script. Leaves: a `Process` each
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -302,6 +303,8 @@ def read_loader(
     waits = Spread.of(map(clock.wait, rows))
     steps = sum(map(clock.seconds, rows))
     starts, start_seconds = _epoch_starts(facts, waits.median if waits else 0.0)
+    if start_seconds is not None:
+        start_seconds += _filling_seconds(main, rows, facts)
     cpu = main.state["cpu"]
     return LoaderFacts(
         workers=facts["workers"],
@@ -368,6 +371,28 @@ def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, flo
     if not began:
         return 0, None
     return len(began), statistics.median(began) + (statistics.median(ended) if ended else 0.0)
+
+
+def _filling_seconds(main: Process, counted: Sequence[Row], facts: Mapping[str, Any]) -> float:
+    """Return by how much the steps after the first of an epoch are slower while new workers fill their queues.
+
+    The median over the epochs; `counted` are the usual steps. Workers that are kept have filled them before.
+    """
+    ahead = facts["workers"] * (facts["prefetch_factor"] or 0)
+    if not ahead or facts["persistent_workers"] or not counted:
+        return 0.0
+    usual = statistics.median(row.seconds for row in counted)
+    found = []
+    for at, first in enumerate(main.rows):
+        if at <= WARM_UP or not first.flags & EPOCH_START or first.loader != facts["number"]:
+            continue
+        following = itertools.takewhile(
+            lambda row: not row.flags & (EPOCH_START | OTHER_LOADER),
+            main.rows[at + 1 : at + 1 + ahead],
+        )
+        late = [row.seconds - usual for row in following if not row.flags & DISTURBED]
+        found.append(max(0.0, sum(late)))
+    return statistics.median(found) if found else 0.0
 
 
 def num_watched_steps(state: Mapping[str, Any]) -> int:

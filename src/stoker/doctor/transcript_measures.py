@@ -57,6 +57,8 @@ _AHEAD = 0.9
 """A step shorter than this share of its kernels' time ends before they do."""
 _LOOSE = 1.2
 """Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
+_FEW_STEPS = 10
+"""Steps below which every figure is rough."""
 _FEW_LOOKS = 20
 """Samples of the training thread below which shares of a step are not told."""
 
@@ -121,6 +123,10 @@ def measure(
         unjudged = [
             "too few training steps ended to measure one: let it run for longer (--seconds)"
         ]
+    elif len(rows) < _FEW_STEPS and not state["profile"].get("operators"):
+        unjudged.append(
+            f"{len(rows)} steps were measured and none of their operators: let it run for longer (--seconds)"
+        )
     if _queued_outside(rows, clock) > _MUCH_QUEUEING:
         unjudged.append("other work on this machine had the cores most of the time")
     samples = sum(row.samples for row in rows)
@@ -274,8 +280,9 @@ def _notes(
         notes.append("no optimizer step and no backward pass was seen: a step is one batch")
     elif state["kind"] == "backward":
         notes.append("no optimizer step was seen: a step is one backward pass")
-    if 0 < len(rows) < 10:
-        notes.append(f"only {len(rows)} steps were measured: every figure is rough")
+    if 0 < len(rows) < _FEW_STEPS:
+        told = "one step was" if len(rows) == 1 else f"{len(rows)} steps were"
+        notes.append(f"only {told} measured: every figure is rough")
     queued = _queued_outside(rows, clock)
     if queued > _NOTABLE_QUEUEING:
         notes.append(

@@ -38,9 +38,6 @@ class AccelerateLoader(AdaptedLoader):
     Args:
         loader: Of this process's share.
         fields: As for `AdaptedLoader`.
-
-    Raises:
-        InputError: The loader is of another rank, or of another number of processes.
     """
 
     # What `skip_first_batches` copies from a DataLoader.

@@ -34,11 +34,7 @@ class MakesLoader(Protocol):
 
 
 def check_makes(make: object, what: str) -> None:
-    """Refuse a loader in the place of what makes one.
-
-    Raises:
-        InputError: It cannot be called.
-    """
+    """Refuse a loader in the place of what makes one."""
     if make is not None and not callable(make):
         raise InputError(
             f"{what} is a {type(make).__name__}.",
@@ -51,11 +47,7 @@ class PlacedBatch(Batch):
     """A batch that is where it belongs: `to` checks that, and copies nothing."""
 
     def to(self, device: str | int | torch.device, **_: Any) -> Self:
-        """Return the batch itself.
-
-        Raises:
-            InputError: Its tensors are on another device.
-        """
+        """Return the batch itself."""
         wanted = torch.device(device)
         for tensor in self.values():
             have = tensor.device
@@ -249,11 +241,7 @@ class BatchNumbers:
 
 
 def check_share(loader: Loader, rank: int, world_size: int) -> None:
-    """Refuse a loader that is not of this process's share: samples would be trained on several times.
-
-    Raises:
-        InputError: Rank or number of processes differ.
-    """
+    """Refuse a loader that is not of this process's share: samples would be trained on several times."""
     order = loader._order
     if (order.rank, order.world_size) != (rank, world_size):
         raise InputError(

@@ -50,11 +50,7 @@ from stoker.train.batches import iterate_tensors
 
 @contextlib.contextmanager
 def probing(folder: Path) -> Iterator[recorder.Recorder]:
-    """Lend a recorder of this process, with the probe's hooks in torch as long as it lasts.
-
-    Args:
-        folder: Where this process and its workers write.
-    """
+    """Lend a recorder of this process, with the probe's hooks in torch as long as it lasts."""
     seen = recorder.Recorder(str(folder))
     before, recorder._RECORDER = recorder._RECORDER, seen
     handles = [

@@ -113,11 +113,7 @@ def _listen(profiler: Any) -> None:
 
 
 def require_adapted(trainer: pl.Trainer) -> None:
-    """Refuse a plain Loader, whose place Lightning's checkpoints would not hold, and another rank's.
-
-    Raises:
-        InputError: The training loader is a stoker Loader as it is, or of another share.
-    """
+    """Refuse a plain Loader, whose place Lightning's checkpoints would not hold, and another rank's."""
     loader = trainer.train_dataloader
     if isinstance(loader, AdaptedLoader):
         check_share(loader.loader, trainer.global_rank, trainer.world_size)

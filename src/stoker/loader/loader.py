@@ -410,14 +410,15 @@ class Loader:
                     "leave plan out",
                 )
             return given
-        from stoker.machine import probe
+        # Not a whole `probe`, which starts NVML and looks torch up: 30 to 100 ms for every loader, and cyclic garbage.
+        from stoker.machine import available_memory
 
         # Decoders read encoded pictures from host memory, so that is where they are kept.
         cuda = self.device.type == "cuda" and self._pictures is None
         return make_plan(
             column_facts(self.store, self.columns, len(self.samples)),
             gpu_memory_bytes=torch.cuda.mem_get_info(self.device)[0] if cuda else None,
-            ram_bytes=probe(self.store.path).ram_available_bytes or 8 << 30,
+            ram_bytes=available_memory() or 8 << 30,
             batch_size=batch_size,
             threads=self.store.threads,
             num_slots=num_slots if chunk_bytes is not None else 3,

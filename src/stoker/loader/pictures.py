@@ -72,12 +72,12 @@ _DECODERS = 2
 """Each has fourteen streams, and with three of them some share a queue with the training."""
 _STEPS_AHEAD: int | None = 1
 """Steps that the consumer may have queued behind the one that the GPU does; None for any number."""
-_PRIORITY = 0
 _MOST_REFUSED = 8
 _MEASURED = 64
 _FORMATS = ("JPEG", "PNG", "WEBP")
 _MOST_THREADS = 16
 _NAMED = 5
+_UNKNOWN, _BY_NVJPEG, _BY_PILLOW = range(3)
 _DAMAGED = "lies in a block that fails its checksum."
 
 
@@ -95,13 +95,10 @@ class Sizing(Protocol):
     def resize_tensors(self, images: Sequence[torch.Tensor], boxes: Array) -> torch.Tensor:
         """Return these parts of images on a device."""
 
-    def takes_planes(self, device: torch.device) -> bool:
-        """Say whether `resize_planes` can be called."""
-
-    def resize_planes(
-        self, planes: Array, sizes: Array, turns: Array, boxes: Array, device: torch.device
-    ) -> torch.Tensor:
-        """Return these parts of pictures that lie in planes on a GPU."""
+    def resize_block(
+        self, memory: torch.Tensor, starts: Array, sizes: Array, boxes: Array, channels: int
+    ) -> torch.Tensor | None:
+        """Return these parts of images that lie in one piece of memory; None where it cannot."""
 
 
 class Work(NamedTuple):
@@ -130,44 +127,29 @@ def _wait() -> None:
 
 
 class Engines:
-    """The decoders of a GPU's JPEG engines that the threads of a loader share.
+    """The decoders of a GPU's JPEG engines that the threads of a loader share."""
 
-    Args:
-        device: The GPU.
-        channels: 3 for RGB, 1 for grey.
-        planes: Pictures are wanted as JPEG holds them.
-    """
-
-    def __init__(self, device: torch.device, channels: int, planes: bool = False) -> None:
+    def __init__(self, device: torch.device, channels: int) -> None:
         self._free: queue.SimpleQueue[nvjpeg.Decoder] = queue.SimpleQueue()
         self._refused = 0
         self.are_used = False
         for _ in range(_DECODERS):
-            decoder = nvjpeg.open_decoder(device, channels, planes)
+            decoder = nvjpeg.open_decoder(device, channels)
             if decoder is not None:
                 weakref.finalize(self, nvjpeg.give_back, decoder).atexit = False
                 self._free.put(decoder)
                 self.are_used = True
 
-    def decode(
-        self, data: list[torch.Tensor], sizes: Array, layouts: Array
-    ) -> list[torch.Tensor] | nvjpeg.Planes | None:
+    def decode(self, data: list[torch.Tensor], sizes: Array, unknown: Array) -> nvjpeg.Block | None:
         """Return the JPEG files of a batch, decoded; None where the engines do not take them.
 
-        With planes, rows whose layout is `nvjpeg.OTHER` are left out. Layouts that are unknown are found and put there.
+        `unknown` are the rows whose headers were not compared with their sizes yet.
         """
         if not self.are_used or not data:
             return None
         decoder = self._free.get()
         try:
-            decoder.look(data, sizes, layouts)
-            if not decoder.planes:
-                return decoder.decode(data, sizes)
-            rows = np.flatnonzero(layouts != nvjpeg.OTHER)
-            if not len(rows):
-                return None
-            taken = data if len(rows) == len(data) else [data[row] for row in rows.tolist()]
-            return decoder.decode_planes(taken, sizes[rows], layouts[rows])
+            return decoder.decode(data, sizes, unknown)
         except nvjpeg.DecoderError as error:
             self._refused += 1
             if self._refused == _MOST_REFUSED:
@@ -270,9 +252,8 @@ class Pictures:
         # Kept from epoch to epoch: torch's allocator keeps memory for each stream.
         self._streams: queue.SimpleQueue[torch.cuda.Stream] = queue.SimpleQueue()
         self._engines: Engines | None = None
-        self._planes = False
         # A picture's bytes stay what they are, or fail their checksum: one look at its header is enough.
-        self._layouts = np.full(len(samples), nvjpeg.UNKNOWN, dtype=np.int8)
+        self._ways = np.full(len(samples), _UNKNOWN, dtype=np.uint8)
         self._store, self._samples = store, samples
         num = store.num_samples
         self.sizes = store.read_rows("image_size", 0, num)[samples]
@@ -312,11 +293,10 @@ class Pictures:
             thread_name_prefix="stoker-pictures",
         )
         ahead = _GPU_THREADS if on_gpu else _AHEAD
-        if on_gpu and (self._engines is None or self._planes != self._wants_planes()):
-            self._planes = self._wants_planes()
-            self._engines = Engines(self.device, self.channels, self._planes)
+        if on_gpu and self._engines is None:
+            self._engines = Engines(self.device, self.channels)
         while on_gpu and self._streams.qsize() < _GPU_THREADS:
-            self._streams.put(torch.cuda.Stream(self.device, priority=_PRIORITY))
+            self._streams.put(torch.cuda.Stream(self.device))
         waiting: deque[Callable[[], Made]] = deque()
         steps: deque[Any] = deque()
         try:
@@ -448,101 +428,93 @@ class Pictures:
     def _batch_on_stream(self, one: Work, epoch: int) -> Made:
         planned = one.planned
         boxes = self._boxes(planned, epoch)
+        images, reasons = self._images_on_gpu(one, boxes)
         tensors = {
             name: tensor.to(self.device, non_blocking=True) for name, tensor in one.tensors.items()
         }
-        tensors["images"], reasons = self._images_on_gpu(one, boxes)
+        tensors["images"] = images
         if "masks" in self.names:
             tensors["masks"] = self._masks(one, boxes, reasons).to(self.device)
         return self._settle(planned, tensors, reasons)
 
-    def _wants_planes(self) -> bool:
-        """Say whether pictures are taken before their colours become RGB: the resample does that on its way."""
-        sizing = self.sizing
-        return self.channels == 3 and sizing is not None and sizing.takes_planes(self.device)
-
     def _images_on_gpu(self, one: Work, boxes: Array) -> tuple[torch.Tensor, dict[int, str]]:
         """Return the images of a batch, upright and of one size, and what is wrong with those that failed."""
-        data, positions = one.pictures["images"], one.planned.positions
-        jpegs = np.array(
-            [row for row, each in enumerate(data) if _is_jpeg(each) and row not in one.damaged],
-            dtype=np.int64,
-        )
-        assert self._engines is not None
-        turns, sizes = self._orientations[positions], self.sizes[positions]
-        lying = np.where((turns >= 5)[:, None], sizes[:, ::-1], sizes)
-        images: dict[int, torch.Tensor] = {}
-        layouts = self._layouts[positions[jpegs]]
-        files = [data[row] for row in jpegs.tolist()]
-        decoded = self._engines.decode(files, lying[jpegs], layouts)
-        planes = decoded if isinstance(decoded, nvjpeg.Planes) else None
-        in_planes = jpegs[:0]
-        if planes is not None:
-            self._layouts[positions[jpegs]] = layouts
-            in_planes, jpegs = jpegs[layouts != nvjpeg.OTHER], jpegs[layouts == nvjpeg.OTHER]
-        elif decoded is not None:
-            self._layouts[positions[jpegs]] = layouts
-            images, jpegs = dict(zip(jpegs.tolist(), decoded, strict=True)), jpegs[:0]
-        images |= self._decoded_by_others(data, jpegs)
-        reasons = self._complete(one, images, set(in_planes.tolist()))
-        if planes is None:
-            upright = [images[row] for row in range(len(data))]
-            sizing = self.sizing
-            made = torch.stack(upright) if sizing is None else sizing.resize_tensors(upright, boxes)
-            return made, reasons
-        table = np.zeros((len(data), planes.table.shape[1]), np.int64)
-        table[in_planes] = planes.table
-        turns = np.where(np.isin(np.arange(len(data)), in_planes), turns, 1)
-        kept = {row: image.contiguous() for row, image in images.items()}
-        for row, image in kept.items():
-            table[row] = nvjpeg.rgb_planes(image)
-        assert self.sizing is not None
-        return self.sizing.resize_planes(table, sizes, turns, boxes, self.device), reasons
+        positions, sizing = one.planned.positions, self.sizing
+        block, ways = self._decoded_by_engines(one)
+        is_turned = (self._orientations[positions] != 1).any()
+        if block is not None and len(block.starts) == len(positions) and sizing and not is_turned:
+            made = sizing.resize_block(*block[:3], boxes, block.channels)
+            if made is not None:
+                return made, {}
+        images, reasons = self._upright(one, ways, block)
+        made = torch.stack(images) if sizing is None else sizing.resize_tensors(images, boxes)
+        return made, reasons
 
-    def _decoded_by_others(
-        self, data: Sequence[torch.Tensor], rows: Array
-    ) -> dict[int, torch.Tensor]:
-        """Return JPEG files as torchvision or torchcodec decode them; nothing where they refuse one."""
+    def _decoded_by_engines(self, one: Work) -> tuple[nvjpeg.Block | None, Array]:
+        """Return the JPEG files of a batch as the engines decode them, and who decodes each row."""
+        data, positions = one.pictures["images"], one.planned.positions
+        ways = self._ways[positions]
+        unknown = ways == _UNKNOWN
+        for row in np.flatnonzero(unknown).tolist():
+            # nvJPEG would take RGB for brightness and colours.
+            is_usual = _is_jpeg(data[row]) and not nvjpeg.holds_rgb(memoryview(data[row].numpy()))
+            ways[row] = _BY_NVJPEG if is_usual else _BY_PILLOW
+        ways[list(one.damaged)] = _BY_PILLOW
+        rows = np.flatnonzero(ways == _BY_NVJPEG)
+        sizes, turns = self.sizes[positions], self._orientations[positions]
+        lying = np.where((turns >= 5)[:, None], sizes[:, ::-1], sizes)[rows]
+        assert self._engines is not None
+        files = [data[row] for row in rows.tolist()]
+        block = self._engines.decode(files, lying, np.flatnonzero(unknown[rows]))
+        if block is not None:
+            self._ways[positions[rows]] = _BY_NVJPEG
+        return block, ways
+
+    def _upright(
+        self, one: Work, ways: Array, block: nvjpeg.Block | None
+    ) -> tuple[list[torch.Tensor], dict[int, str]]:
+        """Return the images of a batch apart, upright, on the GPU, and what is wrong with those that failed."""
+        data, positions = one.pictures["images"], one.planned.positions
+        images: dict[int, torch.Tensor] = {}
+        jpegs = np.flatnonzero(ways == _BY_NVJPEG).tolist()
         assert self._decode_batch is not None
+        turns, sizes = self._orientations[positions], self.sizes[positions]
         try:
-            made = self._decode_batch([data[row] for row in rows.tolist()]) if len(rows) else []
-            return dict(zip(rows.tolist(), made, strict=True))
+            if block is not None:
+                decoded = block.tensors()
+            else:
+                files = [data[row] for row in jpegs]
+                decoded = self._decode_batch(files) if files else []
+            images = dict(zip(jpegs, decoded, strict=True))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # one that is broken fails them all: Pillow tells which
             tell_once(f"nvJPEG refused a batch, which Pillow decoded instead: {error}")
-            return {}
-
-    def _complete(
-        self, one: Work, images: dict[int, torch.Tensor], done: set[int]
-    ) -> dict[int, str]:
-        """Turn images upright and let Pillow decode those that are neither there nor `done`.
-
-        Returns:
-            What is wrong with those that failed, by row; zeros stand in their place.
-        """
+        for row in np.flatnonzero(turns != 1).tolist():
+            if row in images:
+                images[row] = _turned_tensor(images[row], int(turns[row]))
         reasons: dict[int, str] = {}
-        for row, position in enumerate(one.planned.positions.tolist()):
-            if row in done:
+        for row, (height, width) in enumerate(sizes.tolist()):
+            image = images.get(row)
+            if image is not None and image.shape[1] == height and image.shape[2] == width:
                 continue
-            height, width = self.sizes[position].tolist()
+            position = int(positions[row])
             try:
                 if row in one.damaged:
                     raise PictureError(_DAMAGED)
-                if row in images:
-                    images[row] = _turned_tensor(images[row], int(self._orientations[position]))
-                    self._check_size(images[row].shape[1:], position)
-                else:
-                    pixels = np.asarray(self._open("images", one.pictures["images"][row], position))
+                if image is None:
+                    pixels = np.asarray(self._open("images", data[row], position))
                     pixels = pixels.reshape(height, width, self.channels).transpose(2, 0, 1)
                     images[row] = torch.from_numpy(pixels.copy()).to(self.device)
+                else:
+                    self._check_size(image.shape[1:], position)
             except StokerError as error:
                 if self.policy.on_broken == "stop":
                     raise self._refusal(position, error) from error
                 reasons[row] = _reason(error)
                 shape = (self.channels, height, width)
                 images[row] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        return reasons
+        return [images[row] for row in range(len(data))], reasons
 
     def _masks(self, one: Work, boxes: Array, reasons: dict[int, str]) -> torch.Tensor:
         """Return the masks of a batch: PNG, decoded on the host."""
@@ -629,7 +601,6 @@ def measure_decoding(store: Store, seconds: float = 0.5) -> float | None:
         return None
     on_gpu = decode_batch is not None and all(map(_is_jpeg, data))
     engines = Engines(device, channels) if on_gpu else None
-    layouts = np.full(count, nvjpeg.UNKNOWN, np.int8)
     sizes = store.read_rows("image_size", 0, count)
     turned_over = store.read_rows("image_orientation", 0, count) >= 5
     sizes = np.where(turned_over[:, None], sizes[:, ::-1], sizes)
@@ -638,7 +609,7 @@ def measure_decoding(store: Store, seconds: float = 0.5) -> float | None:
 
             def run() -> None:
                 if engines is not None and decode_batch is not None:
-                    if engines.decode(data, sizes, layouts) is None:
+                    if engines.decode(data, sizes, np.arange(0 if done else count)) is None:
                         decode_batch(data)
                     torch.cuda.synchronize()
                 else:

@@ -26,12 +26,7 @@ from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
 from stoker.store.quality import Limits, bad_rows
 from stoker.store.reader import Store, assemble_store
 from stoker.store.repairs import FittedRepair, apply_repairs, fit_repairs, parse_repair
-from stoker.store.rewrite import (
-    keep_samples,
-    load_shard,
-    row_values,
-    samples_touching,
-)
+from stoker.store.shard import load_shard
 from stoker.store.writer import write_shard
 from stoker.strict_json import exact_text, parse_json
 
@@ -221,7 +216,7 @@ def _keep_part(
     dropped = np.zeros(part.shard.num_samples, dtype=bool)
     reasons: dict[int, str] = {}
     for name, (limits, what) in bad.items():
-        touched = samples_touching(fields[name], bad_rows(row_values(fields[name]), limits))
+        touched = fields[name].touching(bad_rows(fields[name].values, limits))
         for row in np.flatnonzero(touched & ~dropped):
             reasons[int(row)] = f"{name}: {what}"
         dropped |= touched
@@ -236,7 +231,7 @@ def _keep_part(
         )
         for row in sorted(reasons)
     ]
-    return keep_samples(fields, ~dropped), refused
+    return {name: data.keep(~dropped) for name, data in fields.items()}, refused
 
 
 def _input_rows(part: StagedPart) -> list[int]:

@@ -145,15 +145,7 @@ def predict_file(
 ) -> PredictReport:
     """Write an answer for every sample of a store, or every row of raw input.
 
-    Args:
-        trained: From `load_trained`.
-        given: A store, or raw input that the recipe reads.
-        out: The output, its format by its ending.
-        split: Of a store: "all", "train", "val" or "test".
-        batch_size: Rows per forward pass.
-        device: The first GPU by default; int8 weights run on the CPU only.
-        progress: Told how far it is.
-        told: For `Recipe.open_raw`.
+    `told` is for `Recipe.open_raw`; `split` is that of a store.
 
     Raises:
         InputError: The input or the output cannot be used.
@@ -224,11 +216,7 @@ def is_store(given: Any) -> bool:
 
 
 def open_raw(trained: Trained, given: Any, told: Mapping[str, Any]) -> RawReader:
-    """Return a reader of raw input.
-
-    Raises:
-        InputError: The recipe does not read such input, or it lacks what the model was trained on.
-    """
+    """Return a reader of raw input."""
     recipe = trained.chosen.recipe
     if is_store(given):
         raise InputError(

@@ -100,11 +100,7 @@ class _Tree:
 class Boosting:
     """Gradient boosting of histogram trees: classes by softmax, numbers by squares.
 
-    Args:
-        rows: `(n, columns)` finite numbers of training samples.
-        targets: `(n,)` places of classes, or `(n, values)` numbers.
-        num_classes: Classes; None for numbers.
-        seed: Of the rows that each round sees, and of the rows kept where there are many.
+    Targets are `(n,)` places of classes, or `(n, values)` numbers where `num_classes` is None.
     """
 
     def __init__(self, rows: Array, targets: Array, num_classes: int | None, seed: int = 0) -> None:

@@ -10,25 +10,31 @@ Some keys of a config are older than the recipes: a recipe translates those that
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
 
+import stoker
+from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.config import Place, Problem, Settings
 from stoker.config.resolve import OPTIONS, as_error, as_key
 from stoker.display import command
 from stoker.errors import ConfigError, InputError, refuse_special
+from stoker.loader.gather import Augments
 from stoker.loader.splits import SplitName
-from stoker.recipes.contract import Job, Recipe
+from stoker.recipes.contract import Facts, Job, Rebuilt, Recipe
 from stoker.recipes.options import OptionError, as_overrides, parse_options
 from stoker.recipes.registry import OWN, blamed, find_recipe, ready_recipes
 from stoker.store.fields import Array
 from stoker.store.reader import Store
+from stoker.strict_json import exact_text, parse_json
 
 SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 # Settings that a recipe reads only where it says so in `uses`.
@@ -125,12 +131,7 @@ def restore(key: str, options: Mapping[str, Any]) -> Chosen:
 
 
 def choose_recipe(settings: Settings) -> Chosen:
-    """Return the recipe that a config asks for, with its options.
-
-    Raises:
-        ConfigError: No recipe is named, there is none of that name, or an option is unknown, of a wrong
-            type or out of range.
-    """
+    """Return the recipe that a config asks for, with its options."""
     if settings.recipe.name is None:
         ready = ready_recipes()
         raise ConfigError(
@@ -229,3 +230,97 @@ def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
     if unused:
         notes.append(f"{'; '.join(unused)}: no effect, the recipe {recipe.name} does not use it")
     return notes
+
+
+# -- what a checkpoint keeps of a job ---------------------------------------------------------------
+# Plain values, so that a prediction needs neither the training store nor targets: what `Recipe.describe` found there,
+# the columns of the inputs, and the repairs, which new data needs too.
+
+
+_TABLE_FIELD, _BARS = "features", "bars"
+
+
+def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
+    """Return what `rebuild` needs besides the options, as JSON would give it back."""
+    with blamed(recipe, "describe"):
+        facts = dict(recipe.describe(job))
+        named = list(facts["inputs"])
+    # A recipe's inputs may be parts of fields ("M5/gap"); these have no columns of their own.
+    inputs = [name for name in named if name in store.fields]
+    if not inputs:
+        raise InputError(
+            f"describe of the recipe {recipe.name!r} names the inputs {', '.join(named) or 'none'}.",
+            f"one or more of {', '.join(store.fields)}, the fields of {store.name}",
+            "docs/extending.md has a whole recipe",
+        )
+    facts["columns"] = {name: store.fields[name].columns for name in inputs}
+    facts["repairs"] = {
+        name: fitted for name, fitted in store.manifest.repairs.items() if name in inputs
+    }
+    attributes = store.manifest.attributes
+    # What a column of the raw table becomes, and what the classes are called: for predictions on raw rows.
+    if attributes.get("classes"):
+        facts["class_names"] = list(attributes["classes"])
+    if "table" in attributes and _TABLE_FIELD in inputs:
+        facts["table"] = attributes["table"]
+    made_by = store.manifest.provenance
+    if made_by is not None and made_by.kind == _BARS and "scalers" in attributes:
+        facts["bars"] = {"options": made_by.options, "scalers": attributes["scalers"]}
+    with blamed(recipe, "describe"):
+        return cast(dict[str, Any], parse_json(exact_text(facts)))
+
+
+def rebuild(chosen: Chosen, facts: Facts) -> Rebuilt:
+    """Return the model that `describe_job` saw, without its weights."""
+    with blamed(chosen.recipe, "rebuild"):
+        made = chosen.recipe.rebuild(chosen.options, facts)
+        made.model.eval().requires_grad_(False)
+    return made
+
+
+def as_augments(augmentation: Compose | ProgressiveAugmentation | None) -> Augments | None:
+    """Return the same; mypy does not see that overloads fit the loader's protocol."""
+    return cast("Augments | None", augmentation)
+
+
+def fingerprint(store: Store) -> str:
+    """Return a digest of what is in a store: the same data packed again gives the same."""
+    about = store.manifest.model_dump(mode="json", include={"num_samples", "fields", "repairs"})
+    about["shards"] = [[shard.size_bytes, shard.checksum] for shard in store.manifest.shards]
+    return xxhash.xxh3_64_hexdigest(exact_text(about, sort_keys=True).encode())
+
+
+def code_digest(recipe: Recipe) -> str:
+    """Return a digest of the source of stoker and of the recipe's own module: another one is other code."""
+    files = set(Path(stoker.__file__).parent.rglob("*.py"))
+    own = inspect.getsourcefile(type(recipe))
+    files |= {Path(own)} if own else set()
+    made = xxhash.xxh3_64()
+    for path in sorted(files):
+        with contextlib.suppress(OSError):
+            made.update(path.read_bytes())
+    return f"stoker {stoker.__version__}, {made.hexdigest()}"
+
+
+def check_columns(store: Store, facts: Facts) -> None:
+    """Raise when a store does not hold what the model was trained on, in the same order."""
+    for name, trained in facts["columns"].items():
+        if name not in store.fields:
+            raise InputError(
+                f"{store.name} has no field {name!r}; it holds {', '.join(store.fields)}.",
+                f"a store with {', '.join(facts['inputs'])}, as in training",
+                "pack the new data like the training data",
+            )
+        have = store.fields[name].columns
+        # A plain HDF5 file has no names: its shape is checked by the model itself.
+        if trained and have and list(have) != list(trained):
+            first = next(
+                (pair for pair in zip(trained, have, strict=False) if pair[0] != pair[1]),
+                (f"{len(trained)} columns", f"{len(have)}"),
+            )
+            raise InputError(
+                f"field {name!r} of {store.name} has other columns than in training: "
+                f"{first[0]!r} was trained on, {first[1]!r} stands there.",
+                f"the columns {', '.join(map(str, trained[:8]))}{', ...' if len(trained) > 8 else ''}",
+                "pack the new data with the same columns in the same order",
+            )

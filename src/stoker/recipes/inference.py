@@ -25,8 +25,15 @@ from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import select_samples
 from stoker.ownership import check_output
-from stoker.recipes.blueprint import as_augments, check_columns, fingerprint, rebuild
-from stoker.recipes.catalogue import SPLITS, Chosen, restore
+from stoker.recipes.catalogue import (
+    SPLITS,
+    Chosen,
+    as_augments,
+    check_columns,
+    fingerprint,
+    rebuild,
+    restore,
+)
 from stoker.recipes.contract import Facts, Job, Rebuilt, Recipe
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.registry import blamed
@@ -147,9 +154,6 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         store: To be predicted.
         trained: Its recipe divides a store that has no split.
         split: "all", "train", "val" or "test".
-
-    Raises:
-        InputError: There is no such split, or nobody knows it.
     """
     if split == "all":
         return np.arange(store.num_samples, dtype=np.int64)

@@ -122,6 +122,8 @@ def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> No
 class Range(NamedTuple):
     """What the values of an option may be: `width: Annotated[int, Range("1 or more", lambda n: n >= 1)]`.
 
+    A function in an annotation sees no names of its module: one that needs them is written above the class.
+
     Attributes:
         words: The same for the error.
         holds: Tells whether a value is allowed; not asked about None.

@@ -91,9 +91,6 @@ def sized_store(store: Store, size: Size | None, default: Size) -> Store:
         store: Of either kind.
         size: As the user asks; None takes the size that all pictures have, or the default.
         default: For encoded pictures of several sizes.
-
-    Raises:
-        InputError: A size is asked of a store that holds pixels of another.
     """
     images = store.fields.get("images")
     if images is None or images.encoding != "picture":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,6 @@ def open_raw_table(
         facts: Of the checkpoint.
         told: "text": how a text file is written; by default as when the training table was packed.
         ranges: Middle and spread of each feature in training, to notice other units; None leaves that out.
-
-    Raises:
-        InputError: Columns are missing; all are named.
-        SourceError: A file cannot be read.
     """
     recorded = facts["table"]
     columns = [Column.from_json(each) for each in recorded["columns"]]
@@ -77,9 +73,6 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
     Args:
         given: A pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or a numpy array.
         names: Columns of training, for an array without names.
-
-    Raises:
-        InputError: It is of another kind, or an array has another number of columns.
     """
     try:
         if isinstance(given, pa.Table):
@@ -208,7 +201,7 @@ class RawTable:
                 made = self._make(piece, table, numbered, wrong)
                 if len(self._pieces) > 1:
                     named = np.full(len(made.keys), piece.label, dtype=object)
-                    made = _with_labels(made, {FILE_COLUMN: named})
+                    made = replace(made, labels={FILE_COLUMN: named})
                 if len(made.keys):
                     yield made
 
@@ -223,7 +216,7 @@ class RawTable:
         left = [n for n in self._pieces[0].names if n not in used]
         left = [n for n in left if self._target is None or n != self._target.name]
         if left:
-            notes.append(f"not used, as in training: {shown_names(left, 8)}")
+            notes.append(f"not used, since the model was trained without: {shown_names(left, 8)}")
         named = ", ".join(str(repair.spec) for repair in self._repairs)
         if named:
             notes.append(f"repairs of {_FIELD}: made here as in training ({named})")
@@ -235,7 +228,7 @@ class RawTable:
             )
         if self._num_unseen:
             notes.append(
-                f"{format_count(self._num_unseen, 'row')} with a text that training did not have; see 'reason'"
+                f"{format_count(self._num_unseen, 'row')} with a text, or without one, unlike training; see 'reason'"
             )
         if self._num_strange and self._target:
             notes.append(
@@ -282,25 +275,48 @@ class RawTable:
         features, unseen = make_features(
             table, self._columns, self._dtype, piece.decimal, faults, piece.label
         )
+        empty = self._empty_rows(table, features)
         features = apply_repairs(features, self._repairs, self._outputs)
         reasons: list[str | None] = [None] * table.num_rows
+
+        def remark(row: int, said: str) -> None:
+            reasons[row] = f"{reasons[row]}; {said}" if reasons[row] else said
+
         for name, rows in unseen.items():
             texts = as_text(table.column(name))
             for row in rows.tolist():
-                said = f"{name} is {str(texts[row])[:40]!r}, which training did not have"
-                reasons[row] = f"{reasons[row]}; {said}" if reasons[row] else said
+                remark(row, f"{name} is {str(texts[row])[:40]!r}, which training did not have")
+        for column in self._columns:
+            if column.is_full:
+                known = as_text(table.column(column.name)).is_valid()
+                for row in np.flatnonzero(~known.to_numpy(zero_copy_only=False)).tolist():
+                    remark(row, f"no value in {column.name}, which training always had")
         self._num_unseen += sum(reason is not None for reason in reasons)
         bad = ~np.isfinite(features)
         for row in np.flatnonzero(bad.any(axis=1)).tolist():
             names = [self._outputs[place] for place in np.flatnonzero(bad[row])[:5]]
             lost = "no value" if np.isnan(features[row, bad[row]]).any() else "no finite value"
             reasons[row] = f"{lost} in {', '.join(names)}"
+        for row in empty:
+            reasons[row] = "no value in any column"
         for row, fault in faults.items():
             reasons[row] = fault.reason
         answered: Array = np.logical_not(bad.any(axis=1))
-        answered[list(faults)] = False
+        answered[[*empty, *faults]] = False
         features[~answered] = 0
         return features, reasons, answered
+
+    def _empty_rows(self, table: Any, features: Array) -> list[int]:
+        """Return the rows that have no value at all: repairs would make an answer of nothing."""
+        blank = np.flatnonzero((np.isnan(features) | (features == 0)).all(axis=1))
+        if len(blank):
+            some = table.take(blank)
+            for column in self._columns:
+                known = as_text(some.column(column.name)).is_valid()
+                is_blank = ~known.to_numpy(zero_copy_only=False)
+                blank, some = blank[is_blank], some.filter(is_blank)
+        rows: list[int] = blank.tolist()
+        return rows
 
     def _truth(self, piece: _Piece, table: Any) -> Array | None:
         """Return the targets, where the table has them: they are not needed, but say how good the answers are."""
@@ -321,10 +337,6 @@ class RawTable:
             center, spread = self._ranges
             limit = _FAR_SPREADS_OF_FEW if len(features) < _FEW_ROWS else _FAR_SPREADS
             self._num_far += (np.abs(features - center) > limit * spread).sum(axis=0)
-
-
-def _with_labels(made: RawBatch, labels: Mapping[str, Array]) -> RawBatch:
-    return RawBatch(made.keys, made.batch, made.answered, made.reasons, labels, made.truth)
 
 
 def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:

@@ -47,11 +47,7 @@ def ready_recipes() -> Mapping[str, str]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of a name.
-
-    Raises:
-        InputError: There is none, or it lacks a member of `Recipe`.
-    """
+    """Return the recipe of a name."""
     ready = ready_recipes()
     if name in ready:
         return _checked(_load(ready[name]), name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,18 +33,25 @@ from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
-from stoker.recipes.blueprint import as_augments, code_digest, describe_job, fingerprint
-from stoker.recipes.catalogue import Chosen, choose_recipe, with_defaults
+from stoker.recipes.catalogue import (
+    Chosen,
+    as_augments,
+    choose_recipe,
+    code_digest,
+    describe_job,
+    fingerprint,
+    with_defaults,
+)
 from stoker.recipes.contract import FinalMetrics, Job, Metrics
 from stoker.recipes.options import as_overrides
-from stoker.recipes.progress import RunProgress
 from stoker.recipes.registry import blamed
 from stoker.report import LOG_NAME, Note, Progress, RunEnd, RunLog, Silent, Topic
 from stoker.runs.evaluation import Evaluation
-from stoker.runs.telemetry import TelemetryLog
+from stoker.runs.telemetry import RunCounters, TelemetryLog
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
+from stoker.train.history import History, describe_epoch
 from stoker.train.memory import gpu_uuid
 from stoker.train.parallel import load_whole_model, shard_model
 from stoker.train.precision import choose_precision
@@ -51,7 +59,7 @@ from stoker.train.predict import evaluate
 from stoker.train.ranks import Ranks, check_alike, join, launched_at, num_restarts
 from stoker.train.run_folder import RunLock
 from stoker.train.settings import TrainSettings
-from stoker.train.trainer import History, Trainer
+from stoker.train.trainer import Trainer
 
 _CLOCK_SECONDS = 2.0
 """By which a process's start and a file's time may differ."""
@@ -154,12 +162,7 @@ def open_run(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Run]:
-    """Lend a run before its first step: its store is open, its job is made, nothing is written.
-
-    Raises:
-        ConfigError: The config and the recipe do not fit.
-        InputError: The store or the device cannot be used.
-    """
+    """Lend a run before its first step: its store is open, its job is made, nothing is written."""
     chosen = chosen or choose_recipe(settings)
     settings = chosen.settings or settings
     if settings.recipe.store is None:
@@ -425,7 +428,8 @@ class Run:
         ranks = shared if lanes is None and len(samples) >= 2 * shared.world_size else Ranks()
         return Loader(
             self.store,
-            lanes.num_lanes if lanes is not None else _judged_batch(self.rank_batch, ranks),
+            # Batches of one cannot go round evenly among ranks.
+            lanes.num_lanes if lanes else max(1 + ranks.are_several, self.rank_batch),
             self.device,
             order="sequential" if lanes is None else "lanes",
             seed=self.settings.training.seed,
@@ -551,11 +555,6 @@ def share_batch(settings: Settings, world_size: int) -> int:
     )
 
 
-def _judged_batch(size: int, ranks: Ranks) -> int:
-    """Return the batch of an evaluation; batches of one cannot go round evenly."""
-    return max(2, size) if ranks.are_several else size
-
-
 def _draws(augmentation: Compose | ProgressiveAugmentation | None) -> bool:
     """Whether anything is drawn; what only normalises is no augmentation."""
     return augmentation is not None and any(
@@ -599,3 +598,85 @@ def as_json(run: RecipeRun) -> Mapping[str, Any]:
         ],
         "notes": run.notes,
     }
+
+
+# -- progress for people ----------------------------------------------------------------------------
+
+
+_SHOW_SECONDS = 0.2
+
+
+class RunProgress:
+    """Forwards progress to another `Progress` in samples, with a line for each epoch."""
+
+    def __init__(self, told: Progress, loader: Loader, epochs: int) -> None:
+        self._told = told
+        self._loader = loader
+        self._epochs = epochs
+        self._show = getattr(told, "show", None)
+        self._num_told = 0
+        self._left = 0
+        self._began = self._shown = time.perf_counter()
+        self._waited = 0.0
+        self._num_samples = 0
+        # Seconds of finished epochs, and the start of the current one. One tuple, so that another thread
+        # never reads one number before a change and the other after it.
+        self._clock: tuple[float, float | None] = (0.0, None)
+        self.history: History | None = None
+
+    def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002
+        """Begin an epoch."""
+        self.tell_epochs()
+        batch = self._loader.batch_size
+        whole = len(self._loader.samples)
+        self._left = min(whole, batch * total) if total is not None else whole
+        self._began, self._waited = time.perf_counter(), self._loader.waited_seconds
+        self._clock = (self.trained_seconds, self._began)
+        self._told.start(f"{label}/{self._epochs}", self._left, "samples")
+
+    def advance(self, count: int = 1) -> None:
+        """Count batches that are done."""
+        done = min(self._left, count * self._loader.batch_size)
+        self._left -= done
+        self._num_samples += done
+        self._told.advance(done)
+        now = time.perf_counter()
+        if not self._left:
+            self._clock = (self.trained_seconds, None)
+        if self._show is not None and now - self._shown >= _SHOW_SECONDS:
+            self._shown = now
+            waited = (self._loader.waited_seconds - self._waited) / max(now - self._began, 1e-9)
+            losses = self.history.step_losses if self.history is not None else ()
+            loss = f"loss {losses[-1]:.4g}  " if losses else ""
+            self._show(f"{loss}waited {waited:.0%}")
+
+    @property
+    def trained_seconds(self) -> float:
+        """Seconds in epochs so far, without the time between them."""
+        finished, since = self._clock
+        return finished if since is None else finished + time.perf_counter() - since
+
+    def count(self) -> RunCounters:
+        """Return the counters so far; may be called from another thread."""
+        history, device = self.history, self._loader.device
+        losses = history.step_losses if history is not None else ()
+        on_gpu = device.type == "cuda"
+        return RunCounters(
+            self._num_samples,
+            self.trained_seconds,
+            self._loader.waited_seconds,
+            min(self._loader.epoch, self._epochs - 1),
+            losses[-1] if losses else None,
+            torch.cuda.memory_allocated(device) if on_gpu else None,
+            torch.cuda.memory_reserved(device) if on_gpu else None,
+        )
+
+    def say(self, line: str) -> None:
+        """Show a line, unchanged."""
+        self._told.say(line)
+
+    def tell_epochs(self) -> None:
+        """Print a line for each epoch that has ended since the last call."""
+        for report in (self.history.epochs if self.history else [])[self._num_told :]:
+            self._num_told += 1
+            self._told.say(describe_epoch(report, self._epochs))

@@ -31,9 +31,6 @@ def fit_robust(rows: Array) -> tuple[Array, Array]:
 
     A column whose quartiles coincide (mostly zeros) takes its standard deviation, and one that does
     not move at all takes 1: nothing is divided by almost nothing.
-
-    Args:
-        rows: `(n, columns)`, finite, of training samples only.
     """
     if rows.ndim != 2 or not len(rows):
         raise InputError(
@@ -92,9 +89,7 @@ def fit_ramps(rows: Array, num_ramps: int) -> tuple[Array, Array, Array]:
 
     A column has fewer where many rows share a value, and none where all do.
 
-    Args:
-        rows: `(n, columns)` of training samples, scaled as the model scales them.
-        num_ramps: The most that a column gets.
+    Rows are of training samples, scaled as the model scales them.
     """
     shares = np.linspace(0, 1, num_ramps + 1)
     edges = []

@@ -31,11 +31,7 @@ _ENTRY = re.compile(r"^ {4}(?! )(\w+): (.*(?:\n {8}.*)*)", re.M)
 
 
 def render_config(name: str) -> str:
-    """Return a commented config for a recipe.
-
-    Raises:
-        ConfigError: There is no such recipe.
-    """
+    """Return a commented config for a recipe."""
     chosen = choose_recipe(resolve(parse_config("", overrides=[f"recipe.name={_yaml_word(name)}"])))
     short = name.rpartition(":")[2]
     values = {as_key(each.setting): each.value for each in chosen.recipe.defaults}

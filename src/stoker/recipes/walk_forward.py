@@ -42,17 +42,7 @@ class WalkForward:
 def walk_forward(
     settings: Settings, count: int, *, resume: bool = False, **named: Any
 ) -> WalkForward:
-    """Train and evaluate every fold.
-
-    Args:
-        settings: Of the job.
-        count: Folds.
-        resume: Go on with the folds that were begun.
-        named: As for `run_recipe`.
-
-    Raises:
-        InputError: The recipe has no folds, or a fold cannot be trained.
-    """
+    """Train and evaluate every fold."""
     chosen = choose_recipe(settings)
     if "fold" not in {field.name for field in fields(chosen.recipe.Options)}:
         raise InputError(

@@ -107,9 +107,6 @@ class RunFollower:
     Args:
         folder: Of the run; it may come later, and so may its log.
         clock: Seconds since 1970.
-
-    Raises:
-        InputError: It is a file.
     """
 
     def __init__(self, folder: str | Path, clock: Callable[[], float] = time.time) -> None:

@@ -25,12 +25,7 @@ _TIME_UNITS = (
 
 
 def write_plots(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
-    """Draw each chart into `folder`, made where missing; return the files in order.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        StoreError: The folder cannot be written.
-    """
+    """Draw each chart into `folder`, made where missing; return the files in order."""
     make_figure = _import("matplotlib.figure").Figure
     make_canvas = _import("matplotlib.backends.backend_agg").FigureCanvasAgg
     folder = Path(folder)

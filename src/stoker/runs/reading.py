@@ -62,11 +62,7 @@ def find_previous(run: RunRecord) -> RunRecord | None:
 
 
 def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRecord:
-    """Read the folder of a run, or the `run.jsonl` in it.
-
-    Raises:
-        InputError: There is no run at `path`.
-    """
+    """Read the folder of a run, or the `run.jsonl` in it."""
     folder = run_folder_of(path)
     problems: list[str] = []
     log = _read_lines(folder / LOG_NAME, problems)
@@ -107,11 +103,7 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
 
 
 def run_folder_of(path: str | Path) -> Path:
-    """Return the folder of a run, or raise with what was expected.
-
-    Raises:
-        InputError: There is no run there.
-    """
+    """Return the folder of a run, or raise with what was expected."""
     folder = Path(path)
     if folder.is_file() and folder.name == LOG_NAME:
         folder = folder.parent

@@ -33,9 +33,7 @@ _MAX_EVENTS = 300
 def run_page(runs: Sequence[RunRecord], previous: RunRecord | None = None) -> str:
     """Return the page of one run, or of several, which are compared with the first.
 
-    Args:
-        runs: One or more.
-        previous: The run before a single one, to say what has changed since.
+    `previous` is the run before a single one, to say what has changed since.
     """
     runs = with_unique_names(runs)
     sections = [

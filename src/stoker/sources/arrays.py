@@ -76,10 +76,6 @@ class ArraysSource(PlainSource):
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", tuple(map(Path, self.paths)))  # texts will do
 
-    def files(self) -> Sequence[Path]:
-        """The array files."""
-        return self.paths
-
     def options(self) -> Mapping[str, Json]:
         """The names and the choice, and the part size: it decides the shards."""
         chosen = {name: value for name, value in recorded_options(self.chosen).items() if value}

@@ -173,11 +173,7 @@ def recorded_options(source: Any, *without: str) -> dict[str, Json]:
 def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
     """Return parts of `rows` rows each, the last one shorter; of no rows, one part without any.
 
-    Args:
-        num_rows: In all; the payload of a part is its first row.
-        rows: Of a part.
-        label: For people, before the numbers of the rows: "x.npy rows".
-        file: The input file.
+    The payload of a part is its first row; `label` stands before the numbers of the rows: "x.npy rows".
     """
     return [
         Part(number, f"{label} {low}-{min(low + rows, num_rows)}", min(rows, num_rows - low), low, file, low)
@@ -186,10 +182,18 @@ def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
 
 
 class PlainSource:
-    """What most sources have in common: nothing can hang in them, and nothing is added to the manifest."""
+    """What most sources have in common: files named by `paths`, nothing that hangs, nothing added to the manifest."""
 
     version: ClassVar[int] = 1
     row_limit_seconds: ClassVar[float | None] = None
+
+    def files(self) -> Sequence[Path]:
+        """Return the files as they were named."""
+        return tuple(getattr(self, "paths", ()))
+
+    def options(self) -> Mapping[str, Json]:
+        """Return every option but the paths."""
+        return recorded_options(self, "paths")
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Add nothing."""
@@ -197,13 +201,13 @@ class PlainSource:
         return {}
 
 
-def check_shares(split: Sequence[float]) -> None:
-    """Refuse shares of train, validation and test that do not add up; none at all are fine."""
+def check_shares(split: Sequence[float], name: str = "split") -> None:
+    """Refuse shares of train, validation and test that do not add up; none at all are fine. `name` is the argument's."""
     if split and (len(split) != 3 or abs(sum(split) - 1) > 1e-6 or min(split) < 0):
         raise InputError(
             f"the split shares are {tuple(split)}.",
             "three shares that add up to 1",
-            "split=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
+            f"{name}=(0.8, 0.1, 0.1), or --split 0.8,0.1,0.1",
         )
 
 

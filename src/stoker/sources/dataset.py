@@ -96,10 +96,6 @@ class SamplesSource(PlainSource):
 
     kind: ClassVar[str] = "samples"
 
-    def files(self) -> Sequence[Path]:
-        """None: the samples say themselves what they are."""
-        return ()
-
     def options(self) -> Mapping[str, Json]:
         """The digest, and what decides the shards."""
         count = "any number of" if self.num_samples is None else f"{self.num_samples:,}"

@@ -37,7 +37,6 @@ from stoker.sources.contract import (
     PlainSource,
     Preparation,
     check_shares,
-    recorded_options,
 )
 from stoker.sources.tables.columns import Column, find_kind, needs_float64, numbers, times
 from stoker.sources.tables.layout import TextOptions
@@ -107,14 +106,6 @@ class SeriesSource(PlainSource):
     def step(self) -> int:
         """Rows from one window to the next."""
         return self.window if self.stride is None else self.stride
-
-    def files(self) -> Sequence[Path]:
-        """The files."""
-        return self.paths
-
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return recorded_options(self, "paths")
 
     def prepare(self, scratch: Path) -> Preparation:
         """Count the windows of every file, and cut them into parts."""

@@ -106,8 +106,11 @@ def parse_time(text: str, day_first: bool | None, aware: bool | None = None) -> 
     if is_slashed(match) and day_first is None:
         return f"{_shorten(text)!r} may be day-first or month-first"
     found = {name: value for name, value in match.groupdict().items() if value is not None}
-    ns = _from_epoch(found["epoch"]) if "epoch" in found else _from_parts(found, day_first)
-    if ns is None:
+    if "epoch" in found:
+        ns: int | None = int(found["epoch"]) * _epoch_unit(len(found["epoch"]))
+    else:
+        ns = _from_parts(found, day_first)
+    if ns is None or ns >= LATEST_NS:
         return f"{_shorten(text)!r} is no date between {FIRST_YEAR} and {LAST_YEAR}"
     return ns
 
@@ -168,8 +171,7 @@ def to_utc(local_ns: Array, zone: str) -> Array:
 def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bool:
     """Decide over a whole file whether "10/11/2020" is the tenth or October.
 
-    Raises:
-        SourceError: No date, or dates of both kinds, can be read only one way.
+    Refused where no date, or dates of both kinds, can be read only one way.
     """
     cell = re.escape(delimiter)
     before = rf"(?m)^(?:[^{cell}\n]*{cell}){{{date_cell}}}[ \t]*"
@@ -195,11 +197,6 @@ def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bo
 def _shorten(text: str) -> str:
     text = text.strip()
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _from_epoch(digits: str) -> int | None:
-    ns = int(digits) * _epoch_unit(len(digits))
-    return ns if ns < LATEST_NS else None
 
 
 @lru_cache(maxsize=8)

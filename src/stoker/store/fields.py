@@ -15,7 +15,7 @@ series   `rows` of a series stored once, and per sample the exclusive `ends` of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -98,6 +98,14 @@ class Dense:
         """Rows of the field."""
         return int(self.values.shape[0])
 
+    def keep(self, mask: Array) -> Dense:
+        """Return the field with only the samples where `mask` is true."""
+        return Dense(self.values[mask], self.columns)
+
+    def touching(self, bad: Array) -> Array:
+        """Return which samples touch a bad row."""
+        return bad
+
     def arrays(self, name: str) -> dict[str, Array]:
         """Datasets of the shard, by path."""
         return {name: self.values}
@@ -144,6 +152,23 @@ class Ragged:
     def num_samples(self) -> int:
         """Samples of the field."""
         return len(self.offsets) - 1
+
+    @property
+    def columns(self) -> None:
+        """Values have no columns."""
+        return None
+
+    def keep(self, mask: Array) -> Ragged:
+        """Return the field with only the samples where `mask` is true."""
+        lengths = np.diff(self.offsets)
+        values = self.values[np.repeat(mask, lengths)]
+        return Ragged(values, offsets_of(lengths[mask]), self.encoding)
+
+    def touching(self, bad: Array) -> Array:
+        """Return which samples touch a bad value."""
+        counts = np.concatenate([[0], np.cumsum(bad)])
+        touched: Array = counts[self.offsets[1:]] > counts[self.offsets[:-1]]
+        return touched
 
     def arrays(self, name: str) -> dict[str, Array]:
         """Datasets of the shard, by path."""
@@ -213,6 +238,21 @@ class Series:
     def num_samples(self) -> int:
         """Samples, not rows."""
         return len(self.ends)
+
+    @property
+    def values(self) -> Array:
+        """The rows, as other kinds call them."""
+        return self.rows
+
+    def keep(self, mask: Array) -> Series:
+        """Return the windows where `mask` is true; rows all stay."""
+        return replace(self, ends=self.ends[mask])
+
+    def touching(self, bad: Array) -> Array:
+        """Return which samples have a bad row in their window."""
+        counts = np.concatenate([[0], np.cumsum(bad)])
+        touched: Array = counts[self.ends] > counts[self.ends - self.window]
+        return touched
 
     def arrays(self, name: str) -> dict[str, Array]:
         """Datasets of the shard, by path."""

@@ -83,11 +83,7 @@ class Location:
 
 
 def check_claims(file: Path, dataset: h5py.Dataset) -> None:
-    """Refuse a dataset whose chunks, chunk table or unwritten rows would take more than their bound.
-
-    Raises:
-        StoreError: With the size, the limit, and a command that copies the file without chunks.
-    """
+    """Refuse a dataset whose chunks, chunk table or unwritten rows would take more than their bound."""
     name, itemsize = dataset.name.lstrip("/"), dataset.dtype.itemsize
     total = math.prod(map(int, dataset.shape)) * itemsize
     size = file.stat().st_size

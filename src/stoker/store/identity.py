@@ -72,8 +72,7 @@ def compare_identity(
 ) -> str | None:
     """Return a note where the files were written to since, or copied; None where nothing differs or is known.
 
-    Raises:
-        InputError: The data is other data.
+    Other data is refused.
     """
     if own is None:
         return None

@@ -34,7 +34,6 @@ from stoker.store.quality import (
     summarise,
 )
 from stoker.store.reader import Store
-from stoker.store.rewrite import column_names, row_values
 from stoker.store.table_stats import TableStats
 
 _PIECE_BYTES = 32 << 20
@@ -115,8 +114,7 @@ def inspect_parts(parts: Iterable[ShardData]) -> Inspection:
             if not _worth_a_look(FieldInfo.of(data)):
                 continue
             first = rows.get(name, 0)
-            values = row_values(data)
-            columns = column_names(data)
+            values, columns = data.values, data.columns
             _merge(stats, TableStats.scan(values, columns, first_row=first, field=name))
             rows[name] = first + len(values)
     return Inspection(stats, tuple(_judge(stats)))

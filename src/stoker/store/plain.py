@@ -141,7 +141,9 @@ def select(
     }
     prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
     inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
-    sizes = {name: _num_bytes(*arrays[name]) for name in inside}
+    sizes = {
+        name: math.prod(arrays[name][0]) * np.dtype(arrays[name][1]).itemsize for name in inside
+    }
     own = own_rows(file, arrays, matrices, prefix)
     taken = choose(path, inside, sizes, chosen, prefix, own, foreign)
     look = command("h5ls", "-r", path) if path.is_file() else command("ls", path)
@@ -197,9 +199,6 @@ def choose(
         prefix: Of the group, which names of `chosen.fields` leave out.
         own: What counts samples in a file of a known kind.
         foreign: Set for a file that must not be opened without an explicit choice.
-
-    Raises:
-        StoreError: As for `describe_plain_file`.
     """
     if not lengths:
         raise StoreError(
@@ -326,10 +325,6 @@ def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:
         f"one of {', '.join(groups)}" if groups else "no group=: the file has no groups",
         _advice(path, Selection(), "group", near) if near else "leave group out",
     )
-
-
-def _num_bytes(shape: Shape, dtype: str) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 # -- what is in the file ---------------------------------------------------------------------------

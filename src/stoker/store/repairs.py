@@ -105,11 +105,7 @@ class RepairSpec:
 
 
 def parse_repair(text: str) -> RepairSpec:
-    """Read one repair as typed after `--repair`.
-
-    Raises:
-        InputError: With what was given, what is allowed, and an example.
-    """
+    """Read one repair as typed after `--repair`."""
     # Names keep their spaces: the columns of CICIDS2017 begin with one.
     body, *rest = _split(text, "@", 1)
     head, *tail = _split(body, ":", 1)
@@ -245,9 +241,6 @@ def fit_repairs(
     """Fit repairs, in order, each on what the ones before leave.
 
     The sample is of training rows only; anything else leaks.
-
-    Raises:
-        InputError: A column that is not there, or has no finite value to fit on.
     """
     sample = _checked(sample, columns)
     fitted: list[FittedRepair] = []

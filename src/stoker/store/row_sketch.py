@@ -31,7 +31,6 @@ MAX_HASHES = 2**23
 SAMPLE_VALUES = 2**20
 # Below this width a Python call per row (0.3 µs) costs more than mixing whole columns at once.
 _WIDE_ROW_BYTES = 384
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def pack_array(array: Array) -> Json:
@@ -41,9 +40,9 @@ def pack_array(array: Array) -> Json:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": data}
 
 
-def _scramble(words: Array) -> Array:
+def scramble(words: Array, seed: int = 1) -> Array:
     """Mix each 64-bit word (splitmix64, a bijection): neighbours end up far apart."""
-    words = words.astype(np.uint64) + _GOLDEN
+    words = words.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % (1 << 64))
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
@@ -88,7 +87,7 @@ def _hash_narrow(table: Array) -> Array:
         hashes ^= word
         hashes *= np.uint64(0xFF51AFD7ED558CCD)
         hashes ^= hashes >> np.uint64(32)
-    return _scramble(hashes)
+    return scramble(hashes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +111,7 @@ class RowSample:
         # One column over many positions (an image) needs many values per row to show its shape.
         per_row = max(1, min(inner, 256 // max(1, num_columns)))
         limit = max(256, min(4096, SAMPLE_VALUES // max(1, num_columns * per_row)))
-        priority = _scramble(np.arange(first_row, first_row + num_rows))
+        priority = scramble(np.arange(first_row, first_row + num_rows))
         chosen = np.sort(_smallest(priority, limit))
         offsets = (priority[chosen] % np.uint64(max(1, inner))).astype(np.int64)
         steps = np.arange(per_row) * inner // per_row
@@ -126,7 +125,7 @@ class RowSample:
             return RowSample(limit, other.rows, other.values)
         rows = np.concatenate([self.rows, other.rows])
         values = np.concatenate([self.values, other.values])
-        kept = _smallest(_scramble(rows), limit)
+        kept = _smallest(scramble(rows), limit)
         kept = kept[np.argsort(rows[kept], kind="stable")]
         return RowSample(limit, rows[kept], values[kept])
 

@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from stoker.errors import CorruptError, StoreError
 from stoker.store.arrays import PIECE_BYTES, OpenFile, StoredArray, split_range
-from stoker.store.fields import Array
+from stoker.store.fields import Array, Dense, FieldData, Ragged, Series
 from stoker.store.hdf5 import Location, check_bounds, locate, named_damage, open_hdf5
-from stoker.store.manifest import ShardInfo
+from stoker.store.manifest import FieldInfo, ShardInfo
 from stoker.store.writer import CHECKSUM_GROUP, combine_digests
 
 
@@ -254,3 +255,30 @@ class Shard:
 
 def _stamp(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def load_shard(shard: Shard, fields: Mapping[str, FieldInfo]) -> dict[str, FieldData]:
+    """Read a whole shard, verifying its checksums on the way."""
+    return {name: _load(shard, name, info) for name, info in fields.items()}
+
+
+def _load(shard: Shard, name: str, info: FieldInfo) -> FieldData:
+    def array(dataset: str) -> Array:
+        stored = shard.arrays[dataset]
+        return stored.read(0, len(stored))
+
+    columns = None if info.columns is None else tuple(info.columns)
+    if info.kind == "dense":
+        return Dense(array(name), columns)
+    if info.kind == "ragged":
+        return Ragged(array(f"{name}/values"), array(f"{name}/offsets"), info.encoding)
+    is_timed = info.duration_ns is not None
+    return Series(
+        rows=array(f"{name}/rows"),
+        time=array(f"{name}/time") if is_timed else None,
+        ends=array(f"{name}/ends"),
+        window=cast(int, info.window),
+        gap=array(f"{name}/gap") if is_timed else None,
+        columns=columns,
+        duration_ns=info.duration_ns,
+    )

@@ -132,9 +132,6 @@ class TableStats:
             columns: Names of the last axis.
             first_row: Number of row 0, so that parts report rows of the whole.
             field: Name of the field, for the findings.
-
-        Raises:
-            InputError: Values that are not numbers, or names that do not fit.
         """
         values = checked_values(values)
         layout = Layout.of(values, columns)

@@ -141,12 +141,7 @@ class _UnusableError(Exception):
 
 
 def open_zarr(path: Path, chosen: Selection) -> tuple[PlainFile, Shard]:
-    """Return what a Zarr folder holds, and a shard that reads it.
-
-    Raises:
-        StoreError: As for a plain HDF5 file.
-        CorruptError: Metadata that cannot be read.
-    """
+    """Return what a Zarr folder holds, and a shard that reads it."""
     folder = ZarrFolder(path)
     arrays = {name: (each.shape, each.dtype.str) for name, each in folder.arrays.items()}
     if not arrays and folder.aside:

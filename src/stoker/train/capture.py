@@ -183,7 +183,7 @@ class CapturedStep(GraphedStep):
         if isinstance(self._static, torch.Tensor):
             inputs, targets = self.feed.unpack(self.feed.loader.assemble(self._static))
         else:
-            inputs, targets = self._static
+            inputs, targets = self._views()
         loss = self.step.forward_backward(inputs, targets, 1.0)
         if self.split_reason is None:
             self.step.update(pieces=True)
@@ -343,9 +343,9 @@ class CapturedPass(CapturedStep):
         return loss
 
     def _graphed_part(self) -> torch.Tensor:
-        return self._run_pass(*self._static)
+        return self._run_pass(*self._views())
 
-    def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:
+    def _run_eagerly(self, work: Work, again: bool = False) -> torch.Tensor:  # noqa: ARG002
         return self._run_pass(work.inputs, work.targets)
 
     def _run_as_if_captured(self, work: Work) -> torch.Tensor:

@@ -317,13 +317,14 @@ class _FunctionGraph(GraphedStep):
         if self._static is None:
             device = self._state.device
             self._static = map_tensors(
-                lambda x: x.detach().to(device, copy=True), self._given(work)
+                lambda x: x.detach().to(device, copy=True).requires_grad_(x.requires_grad),
+                self._given(work),
             )
         else:
             super()._set_static(work)
 
     def _graphed_part(self) -> Any:
-        return self._owner.run_static(self._static)
+        return self._owner.run_static(self._views())
 
     def _run_eagerly(self, work: Any) -> Any:
         return self._owner.run_eagerly(work)

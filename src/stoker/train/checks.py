@@ -30,10 +30,14 @@ def move_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
 
 
 def check_parameters(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    criterion: Any = None,
 ) -> None:
-    """Raise if the optimizer has parameters that are not this model's."""
-    own = {id(parameter) for parameter in model.parameters()}
+    """Raise if the optimizer has parameters that are neither this model's nor the criterion's."""
+    modules = [model, *([criterion] if isinstance(criterion, torch.nn.Module) else [])]
+    own = {id(parameter) for module in modules for parameter in module.parameters()}
     strange = [
         parameter
         for group in optimizer.param_groups
@@ -43,7 +47,7 @@ def check_parameters(
     if strange:
         raise InputError(
             f"the optimizer has {len(strange)} tensors that are not parameters of the model on {device}.",
-            "an optimizer over this model's parameters",
+            "an optimizer over the parameters of this model, and of a criterion that is a Module (not among ranks)",
             "torch.optim.AdamW(model.parameters(), lr=1e-4)",
         )
 
@@ -123,3 +127,16 @@ def load_criterion(criterion: torch.nn.Module, state: Mapping[str, Any]) -> None
             "the criterion that the run began with",
             "the same criterion, or a new run_dir",
         ) from error
+
+
+def resting_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules that are in evaluation mode while the model is not, by name: somebody has put them there."""
+    if not model.training:
+        return {}
+    return {name: module for name, module in model.named_modules() if not module.training}
+
+
+def describe_resting(modules: Mapping[str, torch.nn.Module]) -> str:
+    """Return the line that says which modules stay in evaluation mode."""
+    names = ", ".join([*modules][:3]) + (", ..." if len(modules) > 3 else "")
+    return f"modules that were in evaluation mode stay there: {names}; model.train() before the Trainer trains all"

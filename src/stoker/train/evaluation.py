@@ -98,7 +98,7 @@ class Evaluator:
             InputError: The feed has no batch.
             EvaluationStopped: `is_over` was true.
         """
-        was_training = self._model.training
+        modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         counted = self._metrics() if self._metrics is not None else None
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -115,7 +115,8 @@ class Evaluator:
                 if counted is not None:
                     counted.update(evaluated.outputs, evaluated.targets)
         finally:
-            self._model.train(was_training)
+            for module, was_training in modes:
+                module.training = was_training
         loss, number = float(total), float(count)
         if self._ranks.are_several and (feed.is_shared or not feed.is_stoker):
             # Also right for a foreign loader that has all samples on every rank: the mean stays the same.

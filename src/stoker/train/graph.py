@@ -263,9 +263,14 @@ class GraphedStep:
         """Copy the batch, or its indices, to the addresses that the graph reads."""
         given = self._given(work)
         if self._static is None:
-            self._static = map_tensors(torch.clone, given)
+            self._static = map_tensors(_copy_leaf, given)
         else:
-            copy_into(self._static, given)
+            with torch.no_grad():
+                copy_into(self._static, given)
+
+    def _views(self) -> Any:
+        """Return the static tensors for a step to use as it likes: it may make them require gradients."""
+        return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), self._static)
 
     def _warm_up(self, work: Any) -> Any:
         """Train eagerly on a side stream, which CUDA requires before a capture."""
@@ -570,8 +575,16 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
     Torch keeps a cuBLAS workspace for every stream that ever ran a matrix product, 32 MB on an H200. A new
     stream for every warm-up would add up to a gigabyte.
+
+    Its priority is high, and the kernels of a graph keep the priority of the stream that they were captured on: a
+    GPU that decodes pictures beside the step does the step first.
     """
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _copy_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that requires gradients if the tensor does, and has no history."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def alike(one: Any, other: Any) -> bool:

@@ -3,7 +3,7 @@
 Enters: what was asked for, the device, the model. Leaves: a frozen `PrecisionChoice`, and from it
 autocast contexts and a gradient scaler. Costs nothing per step but what autocast itself costs.
 
-The loss is always computed in float32: `Step` casts outputs back before the criterion.
+The loss is computed in float32: `Step` casts outputs back before the criterion. Those in float64 stay.
 """
 
 from __future__ import annotations

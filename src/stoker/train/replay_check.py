@@ -138,13 +138,15 @@ def same_counts(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> 
 
 
 def _is_count(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() and not tensor.is_complex():
+    if tensor.is_complex():
+        return False
+    if not tensor.is_floating_point():
         return True
     return tensor.numel() == 1 and float(tensor).is_integer()
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if not one.is_floating_point() or not one.numel():
+    if not (one.is_floating_point() or one.is_complex()) or not one.numel():
         return torch.zeros((), device=one.device)
     # A loss that is not finite is so both ways, and leaves everything else unchanged.
     alike = (one == other) | (one.isnan() & other.isnan())
@@ -156,7 +158,7 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device
     return torch.stack(
         [
-            tensor.detach().float().abs().nan_to_num(0.0, 0.0, 0.0).max().to(device)
+            tensor.detach().abs().float().nan_to_num(0.0, 0.0, 0.0).max().to(device)
             if tensor.numel()
             else torch.zeros((), device=device)
             for tensor in tensors

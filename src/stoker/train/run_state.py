@@ -207,7 +207,8 @@ class Resumable:
         full = state.get("full_batch")
         if full and self._train.batch_size is None and full != self._step.parts.nominal_batch:
             self._set_batch_size(int(full))
-        at.has_batch_size = at.has_batch_size or bool(full)
+        # Of a loader that tells its batch size, the first batch shows what is trained on of it.
+        at.has_batch_size = at.has_batch_size or (bool(full) and self._train.batch_size is None)
         load_whole_model(self.model, state["model"])
         load_whole_optimizer(self.optimizer, state["optimizer"])
         make_guarded(self.optimizer, self.device)

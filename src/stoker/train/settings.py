@@ -47,11 +47,14 @@ class TrainSettings(TrainOptions):
     """How to train: the keys of `training` that concern a Trainer (docs/config.md), and three of its own.
 
     Attributes:
+        clip_norm: Largest norm of all gradients together. By default they are not clipped, as in a loop of one's own;
+            config files have a default of 1.
         monitor: Metric of validation that decides the best checkpoint.
         maximise: Whether more of it is better.
         leak_bytes: Growth of device memory between epochs that is reported.
     """
 
+    clip_norm: Annotated[float | None, Field(gt=0, le=1e30)] = None
     monitor: str = "loss"
     maximise: bool = False
     leak_bytes: Annotated[int, Field(ge=0, le=2**63)] = 100 << 20
@@ -112,11 +115,8 @@ def _take(training: JobOptions) -> TrainSettings:
 
 
 def clips_unasked(config: TrainerConfig) -> bool:
-    """Whether gradients are clipped by the default alone: a script that is ported here may never have clipped."""
-    if config is not None and not isinstance(config, Mapping):
-        return False
-    homes = _homes()
-    return all(homes.get(name) != "clip_norm" for name in config or ())
+    """Whether gradients are clipped because a config file says nothing about it."""
+    return isinstance(config, Settings) and not config.origins["training.clip_norm"].key
 
 
 def _homes() -> dict[str, str]:
@@ -157,9 +157,7 @@ def _read_mapping(
     return TrainSettings(**values), [*notes, *_note_others(others)]
 
 
-CLIPPED = (
-    "gradients are clipped to a norm of 1.0, as by default: config={'clip_norm': None} leaves them"
-)
+CLIPPED = "gradients are clipped to a norm of 1.0, the default of config files: training.clip_norm null leaves them"
 
 
 class Configured:

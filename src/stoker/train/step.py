@@ -1,4 +1,4 @@
-"""One training step, eager: forward, loss in float32, backward, unscale, clip, update.
+"""One training step, eager: forward, loss in float32 or more, backward, unscale, clip, update.
 
 Enters: `Work`. Leaves: the model's next weights, and the loss as a tensor on the device. Costs: the
 model's own work; no host synchronisation on a GPU where the optimizer is fused.
@@ -341,11 +341,13 @@ def norm_on_host(norm: torch.Tensor) -> float:
 
 
 def as_float32(outputs: Any) -> Any:
-    """Cast floating tensors of a nested output to float32."""
+    """Cast floating tensors of a nested output to float32, unless they are more precise."""
     if type(outputs) is torch.Tensor and outputs.dtype is torch.float32:  # most often
         return outputs
     return map_tensors(
-        lambda x: x.float() if x.is_floating_point() else x, outputs, in_records=True
+        lambda x: x.float() if x.is_floating_point() and x.itemsize < 4 else x,
+        outputs,
+        in_records=True,
     )
 
 

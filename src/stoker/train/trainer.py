@@ -34,7 +34,9 @@ from stoker.train.checks import (
     check_reduction,
     check_skipping,
     check_steps,
+    describe_resting,
     move_model,
+    resting_modules,
 )
 from stoker.train.diagnosis import explain_batch
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
@@ -127,10 +129,12 @@ class Trainer(Configured, Resumable):
             move_model(model, self.device), self.ranks, self.device
         )
         parallel = choose_parallel(self.model, self.ranks, self.device)
-        check_parameters(model, optimizer, self.device)
-        check_steps(optimizer)
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.device)
+        # Among ranks only the model's gradients are averaged.
+        trained = None if self.ranks.joined else criterion
+        check_parameters(model, optimizer, self.device, trained)
+        check_steps(optimizer)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
         self._progress = progress or EpochLines(self.settings.epochs)
@@ -159,14 +163,24 @@ class Trainer(Configured, Resumable):
         self._identity = dict(identity or {})
         self._folder = RunFolder(run_dir, self.settings, self.ranks)
         self._shutdown = Shutdown(self.ranks)
-        self._at = Place(has_batch_size=self._train.batch_size is not None)
+        # What is trained on of a foreign batch may have another size: two views of every sample, say.
+        is_exact = self._train.is_stoker or self.ranks.joined
+        self._at = Place(has_batch_size=is_exact and self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
         # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
         # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
         self._weak_note = call_weakly(self.note)
-        self._clipped = [CLIPPED] if clips_unasked(config) else []
+        self._first_lines = [CLIPPED] if clips_unasked(config) else []
+        self._resting = resting_modules(self.model)
+        if self._resting:
+            self._first_lines.append(describe_resting(self._resting))
         together = self.settings.gradient_accumulation_steps * self.ranks.world_size
-        given = (*unread, *self._clipped, *check_reduction(criterion, together), *self._train.notes)
+        given = (
+            *unread,
+            *self._first_lines,
+            *check_reduction(criterion, together),
+            *self._train.notes,
+        )
         for line in (*given, *describe(scheduler, self._interval)):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
@@ -340,7 +354,7 @@ class Trainer(Configured, Resumable):
             stack.push(self._keep_what_was_done)
             if isinstance(self._progress, EpochLines) and self.ranks.is_first and not quiet:
                 stack.enter_context(self._progress.shown(at.epoch))
-                for line in self._clipped:
+                for line in self._first_lines:
                     self._progress.say(line)
                 if self.history.fallback is not None:
                     self._progress.say(self.history.fallback.text)
@@ -631,8 +645,8 @@ class Trainer(Configured, Resumable):
             if (at.epoch, position) in at.left_out:
                 self._skip(work, position)
             else:
-                if not at.has_batch_size:
-                    self._set_batch_size(self._of_all(work.num_samples))
+                if not at.has_batch_size or work.num_samples > self._step.parts.nominal_batch:
+                    self._set_batch_size(work.num_samples)
                     accumulation = self._step.accumulation
                 loss = (self._update.add if self._captured is None else self._captured.run)(work)
                 is_updated = accumulation.steps == 1 or accumulation.is_complete
@@ -666,7 +680,10 @@ class Trainer(Configured, Resumable):
     def _begin_epoch(self) -> int:
         """Prepare model, loader and totals for the epoch; return how many of its batches are done."""
         at, step = self._at, self._step
+        self._resting = resting_modules(self.model) if self.model.training else self._resting
         self.model.train()
+        for module in self._resting.values():
+            module.training = False
         step.parts.parallel.check(self.model)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
@@ -703,10 +720,17 @@ class Trainer(Configured, Resumable):
         return report.train_loss if score is None and self.settings.monitor == "loss" else score
 
     def _set_batch_size(self, num_samples: int) -> None:
-        """Use the first batch's size as the full one, if the loader does not tell it."""
-        self._at.has_batch_size = True
-        self._step.parts.nominal_batch = num_samples
-        self._make_step(self._step.parts)
+        """Use a batch's size as the full one: of the first, if the loader does not tell it, or of a larger one.
+
+        A run may have been resumed with the short last batch of an epoch. Not between two batches of an update.
+        """
+        is_known, self._at.has_batch_size = self._at.has_batch_size, True
+        full = num_samples if is_known else self._of_all(num_samples)
+        parts = self._step.parts
+        may_change = not is_known or not (self.ranks.joined or self._step.accumulation.num_batches)
+        if may_change and full != parts.nominal_batch:
+            parts.nominal_batch = full
+            self._make_step(parts)
 
     def _of_all(self, batch_size: int) -> int:
         """Return the largest full batch of all ranks: averaged gradients need one common weight."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.compat.migrate.names import (
+from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
+from stoker.compat.migrate.values import (
     AUGMENT_NAMES,
     MODELS,
     NAMES,
     REASONS,
     RECIPE_OPTIONS,
     SECTIONS,
+    correct,
 )
-from stoker.compat.migrate.text import Comments, Dropped, Moved, render_text
-from stoker.compat.migrate.values import correct
 from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
@@ -55,12 +55,7 @@ class Migration:
 def migrate_file(
     path: str | Path, recipe: str | None = None, accepts: Accepts | None = None
 ) -> Migration:
-    """Return an old config file in today's layout; see `migrate_config`.
-
-    Raises:
-        SourceError: There is no such file.
-        ConfigError: It is no text, or `migrate_config` refuses it.
-    """
+    """Return an old config file in today's layout; see `migrate_config`."""
     text = decode(require_file(path, "config").read_bytes(), str(path))
     if isinstance(text, Problem):
         raise as_error([text])
@@ -101,17 +96,12 @@ def migrate_config(
     if loose:
         raise as_error(loose)
     comments = Comments(text, document)
-    work = _Work(document, comments, accepts or _take_all_options)
+    work = _Work(document, comments, accepts or (lambda *_: None))
     work.take_all(recipe)
     moved = work.settle()
     dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
     new = render_text(moved, comments.header, dropped)
     return Migration(new, moved, dropped)
-
-
-def _take_all_options(recipe: str, option: str, value: Any) -> str | None:
-    del recipe, option, value
-    return None
 
 
 def _is_about_a_value(problem: Problem, document: Document) -> bool:
@@ -173,18 +163,14 @@ class _Work:
                 self._take(path, value)
         for path, value in leaves:
             if path[-2:] == ("model", "name") and str(value).lower() in MODELS and not self.taken:
-                self._take_model(path, str(value))
+                made = self._moved(path, NAME, MODELS[str(value).lower()])
+                note = f"{value} is a model of the recipe {made.value}"
+                self.taken[NAME] = replace(made, note=note)
         self.recipe = self.taken[NAME].value if NAME in self.taken else None
         for path, value in leaves:
-            if ".".join(path) != NAME and not self._is_taken(path):
+            key = ".".join(path)
+            if key != NAME and all(moved.old != key for moved in self.taken.values()):
                 self._take(path, value)
-
-    def _is_taken(self, path: KeyPath) -> bool:
-        return any(moved.old == ".".join(path) for moved in self.taken.values())
-
-    def _take_model(self, path: KeyPath, value: str) -> None:
-        made = self._moved(path, NAME, MODELS[value.lower()])
-        self.taken[NAME] = replace(made, note=f"{value} is a model of the recipe {made.value}")
 
     def _take(self, path: KeyPath, value: Any) -> None:
         if ".".join(path[:2]) == OPTIONS and len(path) > 2:
@@ -273,7 +259,9 @@ class _Work:
         winners = {home: key for key, home in homes.items()}
         for key, moved in self.taken.items():
             if key not in homes:
-                self._drop_moved(moved, answers.unused.get(key) or self._same_as(key, winners))
+                why = answers.unused.get(key)
+                why = why or f"says the same as {self.taken[winners[home_of(key)]].old}"
+                self._drop_moved(moved, why)
         kept = [
             replace(self.taken[key], new=home) for key, home in homes.items() if key in self.taken
         ]
@@ -284,9 +272,6 @@ class _Work:
                 self._drop_moved(moved, "no recipe is named")
         order = {key: number for number, key in enumerate(key_schemas())}
         return tuple(sorted(kept, key=lambda moved: order.get(moved.new, order[OPTIONS])))
-
-    def _same_as(self, key: str, winners: Mapping[str, str]) -> str:
-        return f"says the same as {self.taken[winners[home_of(key)]].old}"
 
     def _config(self) -> Config:
         tree: dict[str, Any] = {}

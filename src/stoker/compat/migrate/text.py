@@ -110,13 +110,7 @@ class Comments:
 
 
 def render_text(entries: Sequence[Moved], header: Sequence[str], dropped: Sequence[Dropped]) -> str:
-    """Return the text of a config.
-
-    Args:
-        entries: In the order of the tree.
-        header: Lines of comment to begin with.
-        dropped: Keys that were not taken over; listed as comments.
-    """
+    """Return the text of a config."""
     lines = [*header, *_lines(entries)]
     if dropped:
         lines += ["# Not taken over:", *(f"#   {_printable(str(entry))}" for entry in dropped)]

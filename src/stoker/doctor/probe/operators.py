@@ -23,7 +23,8 @@ from typing import Any
 
 from . import clocks, hooks, recorder
 
-FIRST_STEP = 6
+FIRST_STEP, FIRST_LONG_STEP = 6, 2
+"""Steps that end before it starts: fewer if a step is long, because there may be no more than a few."""
 _GPU_STEP, _GPU_SECONDS = 36, 1.5
 """On a GPU the profiler waits for this step, or this long: before it there are steps that it cannot have slowed."""
 _TEARDOWN, _TEARDOWN_CUDA = "TEARDOWN_CUPTI", (12, 6)
@@ -95,7 +96,7 @@ _asked_teardown = False
 def install(torch: Any) -> None:
     """Profile a few steps, once, in the process that trains."""
     recorder.get().on_step.append(_step)
-    recorder.get().call_at = FIRST_STEP
+    recorder.get().call_at = FIRST_LONG_STEP
     hooks.replace(torch.autograd.profiler.profile, "__init__", _giving_way)
     os.register_at_fork(before=_stop_early, after_in_child=_leave_at_once)
 
@@ -128,11 +129,14 @@ def _step(seen: Any) -> None:
         _marks.append(time.time_ns())
         if len(_marks) > _num_steps:
             _stop(seen, keep=True)
-    elif seen.num_steps >= FIRST_STEP and not seen.profile and _is_due(seen):
+    elif not seen.profile and _is_due(seen):
         _start(seen)
 
 
 def _is_due(seen: Any) -> bool:
+    last = seen.rows[-1].seconds if seen.rows else 0.0
+    if seen.num_steps < FIRST_STEP and last <= _LONG_SECONDS:
+        return False
     if not clocks.uses_cuda(sys.modules["torch"]) or seen.num_steps >= _GPU_STEP:
         return True
     taken = sum(row.seconds for row in seen.rows[recorder.WARM_UP :])

@@ -2,7 +2,7 @@
 
 Enters: the thread that loads, the thread that trains. Leaves: counts by kind of work and by the user's line. Costs
 about 20 µs per sample: every 5 ms while something is being loaded; the training every 4 ms until there are 300 samples,
-then every 20 ms. A share of 60 % is then known to 3 points; with 70 samples it was 6, which made gains wrong by a third.
+then every 20 ms. A share of 60 % is then known to 3 points; with 70 samples it was 6, and gains were wrong by a third.
 
 A sample of loading walks the stack from the innermost frame out to torch's fetch. The first frame that can be
 classified decides: by the library it belongs to, by the function's name, or by the words on its line of source.

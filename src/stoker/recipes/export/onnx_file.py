@@ -22,8 +22,8 @@ import torch
 
 from stoker.errors import InputError, MissingExtraError, require_utf8, unwritable
 from stoker.ownership import SIGNATURE, writing
+from stoker.recipes.contract import IMAGE_SIZES
 from stoker.recipes.export.graph import Deployed
-from stoker.recipes.export.ports import IMAGE_SIZES
 
 OPSETS = (18, 23)
 """First and last: what torch writes and converts to."""
@@ -51,11 +51,6 @@ def write_onnx(
     """Write a graph; replaces an older file of this name when all is well.
 
     `about` becomes the metadata of the file; `opset` None is torch's own.
-
-    Raises:
-        InputError: The opset is not one that torch writes.
-        MissingExtraError: ONNX's packages are not installed.
-        StoreError: The place cannot be written.
     """
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
         raise InputError(f"--opset is {opset}.", f"{OPSETS[0]} to {OPSETS[1]}", "leave --opset out")

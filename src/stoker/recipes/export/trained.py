@@ -15,8 +15,8 @@ import stoker
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.ownership import check_output, has_signature
+from stoker.recipes.contract import Sizes
 from stoker.recipes.export.graph import Deployed, deploy
-from stoker.recipes.export.ports import Sizes
 from stoker.recipes.export.weights_file import SUFFIX, is_weights, write_weights
 from stoker.recipes.inference import Trained, find_training_store
 from stoker.store.reader import open_store
@@ -67,11 +67,6 @@ def export_trained(
         sizes: Sizes that shall be fixed; free where nothing is given.
         opset: Version of ONNX's operators; None is torch's own.
         repairs: Put the repairs of the training store into the graph.
-
-    Raises:
-        InputError: Another ending, int8 weights, or sizes that do not fit the recipe.
-        MissingExtraError: The packages for this file are not installed.
-        StoreError: The place cannot be written.
     """
     path = Path(out)
     if path.suffix not in (ONNX_SUFFIX, SUFFIX):

@@ -33,12 +33,7 @@ _SAVED = ("number", "step", "epoch", "metrics")
 
 
 def write_weights(loaded: Loaded, out: str | Path) -> None:
-    """Write the weights of a checkpoint; replaces an older file of this name when it is whole.
-
-    Raises:
-        MissingExtraError: The package safetensors is not installed.
-        StoreError: The place cannot be written.
-    """
+    """Write the weights of a checkpoint; replaces an older file of this name when it is whole."""
     save = _package().torch.save_file
     # Each with bytes of its own: weights of an LSTM share one block, which the format refuses.
     weights = {

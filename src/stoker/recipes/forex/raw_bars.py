@@ -26,9 +26,8 @@ from stoker.ownership import temporary_folder
 from stoker.recipes.contract import Facts, RawBatch
 from stoker.recipes.raw_tables import as_frame
 from stoker.sources.bars import Bars, BarsSource, Naming, Scaler, apply_scaler, make_features
-from stoker.sources.bars.dialects import PRICES
+from stoker.sources.bars.dialects import PRICES, TICKER_NAMES, TIME_NAMES, clean_name
 from stoker.sources.bars.features import feature_names
-from stoker.sources.bars.naming import TICKER_NAMES, TIME_NAMES, clean_name
 from stoker.sources.bars.source import MissingBarsError
 from stoker.sources.bars.timeframes import find_windows, gap_mask, parse_timeframe
 from stoker.sources.times import SECOND_NS

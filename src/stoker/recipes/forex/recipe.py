@@ -25,16 +25,18 @@ from stoker.loader.batch import Batch
 from stoker.loader.lanes import LanePlan, plan_store_lanes
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
 from stoker.recipes.contract import (
+    BATCH,
     Columns,
     Default,
     Facts,
     Job,
+    Layout,
+    Port,
     RawReader,
     Rebuilt,
     Recipe,
     Tensors,
 )
-from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.forex.evaluation import BarData, BarEvaluation
 from stoker.recipes.forex.labels import (
     ForexMetrics,
@@ -46,8 +48,8 @@ from stoker.recipes.forex.labels import (
     make_labels,
     plan_labels,
 )
+from stoker.recipes.forex.lstm import traceable
 from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
-from stoker.recipes.forex.onnx_lstm import traceable
 from stoker.recipes.forex.raw_bars import open_raw_bars
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import (

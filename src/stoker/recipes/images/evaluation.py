@@ -122,11 +122,11 @@ class FinalImageMetrics:
         weights = fit_ridge(self._features(few), self._store.gather("labels", few), num)
         guessed = (self._features(samples) @ weights).argmax(axis=1)
         linear = f"linear on {_THUMBNAIL} x {_THUMBNAIL} thumbnails"
-        found = {"majority": np.full(len(labels), majority), linear: guessed}
-        return (
-            {name: _of_answers(answers, labels, num) for name, answers in found.items()},
-            f"{linear}: ridge regression on {len(few):,} training pictures",
-        )
+        found = {}
+        for name, answers in (("majority", np.full(len(labels), majority)), (linear, guessed)):
+            told = class_metrics(np.eye(num, dtype=np.float32)[answers], labels)
+            found[name] = {metric: told[metric] for metric in _OF_ANSWERS}
+        return found, f"{linear}: ridge regression on {len(few):,} training pictures"
 
     def _features(self, samples: Array) -> Array:
         return np.concatenate(
@@ -147,12 +147,6 @@ class FinalImageMetrics:
                 f"{self._names[answers[place]]} ({sure[place]:.0%})",
                 {"picture": as_data_url(image, _SHOWN_SIDE)},
             )
-
-
-def _of_answers(answers: Array, labels: Array, num_classes: int) -> dict[str, float]:
-    """Return the metrics of answers that have no probability."""
-    found = class_metrics(np.eye(num_classes, dtype=np.float32)[answers], labels)
-    return {name: found[name] for name in _OF_ANSWERS}
 
 
 def thumbnails(images: Array) -> Array:

@@ -8,9 +8,10 @@ augmented on the device; class names and probabilities for new pictures. Costs: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -28,32 +29,38 @@ from stoker.augment import (
     Resize,
     ToDtype,
 )
-from stoker.errors import InputError
+from stoker.errors import InputError, SourceError
 from stoker.loader.splits import SplitName, draw_samples, samples_of
 from stoker.recipes.contract import (
+    BATCH,
     Columns,
     Default,
     Facts,
     Job,
+    Layout,
+    Port,
+    RawBatch,
     RawReader,
     Rebuilt,
     Recipe,
     Tensors,
 )
-from stoker.recipes.export.ports import BATCH, Layout, Port
-from stoker.recipes.images.classifier import ClassificationLoss, Classifier
+from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
+    ClassificationLoss,
+    Classifier,
     choose_network,
     load_weights,
     make_network,
 )
-from stoker.recipes.images.pictures import PictureReader
 from stoker.recipes.metrics import majority_baseline
 from stoker.recipes.options import AtLeastOne, CheckedOptions, Range, Share, parse_options
 from stoker.recipes.pictures import (
     IMAGE_SIZE,
+    FolderPictures,
+    Size,
     channel_statistics,
     is_encoded,
     make_normaliser,
@@ -426,3 +433,56 @@ def _mixing(options: ImagesOptions) -> str:
 def _some(names: list[str], most: int = 8) -> str:
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+# -- new pictures -----------------------------------------------------------------------------------
+
+
+class PictureReader(FolderPictures):
+    """Pictures at the size of training; see `RawReader`.
+
+    Args:
+        pictures: Of the user.
+        size: Height and width of training.
+        normalise: Pixels `(n, channels, height, width)` uint8 to what the network takes.
+        classes: Names of the classes: a folder that is called like one says the truth.
+        more: As for `FolderPictures`.
+    """
+
+    def __init__(
+        self,
+        pictures: GivenPictures,
+        *,
+        size: Size,
+        normalise: Callable[[torch.Tensor], torch.Tensor],
+        classes: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
+        super().__init__(pictures, **more)
+        self._size, self._normalise = size, normalise
+        self._places = {name: place for place, name in enumerate(classes)}
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        """Yield every picture once, in the order of the names."""
+        places = range(len(self._pictures.keys))
+        for low in range(0, len(places), self._batch_size):
+            yield self._read(places[low : low + self._batch_size])
+
+    def _read(self, places: Sequence[int]) -> RawBatch:
+        images = np.zeros((len(places), self._channels, *self._size), np.uint8)
+        reasons: list[str | None] = [None] * len(places)
+        for row, place in enumerate(places):
+            try:
+                images[row] = self._pixels(place, self._decode(place), self._size)
+            except SourceError as error:
+                reasons[row] = self._refuse(error)
+        made = self._normalise(torch.from_numpy(images))
+        answered = np.array([reason is None for reason in reasons])
+        names = [self._pictures.keys[place] for place in places]
+        folders = [PurePosixPath(str(name)).parent.name for name in names]
+        truth = np.array([self._places.get(folder, -1) for folder in folders])
+        return RawBatch(as_keys(names), {"images": made}, answered, reasons, truth=truth)
+
+    def notes(self) -> Sequence[str]:
+        """Return what was left out."""
+        return [*self._pictures.told, *self._left_out("an answer")]

@@ -30,23 +30,19 @@ from stoker.errors import ConfigError, InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
 from stoker.recipes.contract import (
+    BATCH,
     Columns,
     Default,
     Facts,
     Job,
+    Layout,
+    Port,
     RawReader,
     Rebuilt,
     Recipe,
     Tensors,
 )
-from stoker.recipes.export.ports import BATCH, Layout, Port
 from stoker.recipes.inference import load_trained
-from stoker.recipes.massspec.distillation import (
-    DistillationLoss,
-    RateAndTemperature,
-    cosine_loss,
-    temperature_at,
-)
 from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics
 from stoker.recipes.massspec.metrics import (
     Ranking,
@@ -55,7 +51,15 @@ from stoker.recipes.massspec.metrics import (
     make_library,
     root_spectra,
 )
-from stoker.recipes.massspec.models import Student, Teacher, graph_inputs
+from stoker.recipes.massspec.models import (
+    DistillationLoss,
+    RateAndTemperature,
+    Student,
+    Teacher,
+    cosine_loss,
+    graph_inputs,
+    temperature_at,
+)
 from stoker.recipes.massspec.molecules import ModelInputs, MoleculeReader, as_ragged, write_spectra
 from stoker.recipes.options import (
     AtLeastOne,
@@ -121,7 +125,7 @@ class StudentOptions(MassSpecOptions):
 
     Attributes:
         teacher: A checkpoint of the recipe "massspec-teacher" to learn from as well.
-        distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.massspec.distillation`.
+        distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.massspec.models`.
         temperature_start: Of the first update.
         temperature_end: Of the last.
     """
@@ -576,9 +580,6 @@ def split_compounds(
         store: With `group`; with `split`, which then decides.
         ratios: Expected shares of compounds, for a store without a split.
         seed: Of such a split.
-
-    Raises:
-        InputError: A compound stands on two sides, or nothing is left to train on.
     """
     groups = store.read_rows("group", 0, store.num_samples)
     samples: dict[str, Array]

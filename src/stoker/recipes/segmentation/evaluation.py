@@ -20,10 +20,9 @@ import torch
 from torch.nn import functional
 
 from stoker.packing.samples import colour_of
-from stoker.recipes.metrics import bootstrap
+from stoker.recipes.metrics import Counted, bootstrap
 from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
-from stoker.recipes.segmentation.metrics import IGNORE, compute_metrics
 from stoker.runs.evaluation import Confusion, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -36,15 +35,7 @@ _SHOWN_SIDE = 120
 
 
 class FinalSegmentationMetrics:
-    """Evaluates the best weights on the test images.
-
-    Args:
-        store: Open; its training masks fit the baselines, its test images are shown.
-        train: Training samples.
-        names: Of the classes.
-        ignore_values: Mask values that count nowhere, besides 255.
-        normalise: Images `(n, channels, height, width)` uint8 to what the network takes.
-    """
+    """Evaluates the best weights on the test images. Training masks of the store fit the baselines."""
 
     def __init__(
         self,
@@ -72,7 +63,7 @@ class FinalSegmentationMetrics:
         total = each.sum(axis=0)
         ious, dices = class_scores(total[None].astype(np.float64))
         by_class = _known_mean(edges, axis=0)
-        metrics = {**compute_metrics(total), "boundary_f1": _mean(by_class)}
+        metrics = {**compute_metrics(total), "boundary_f1": float(_known_mean(by_class, axis=0))}
         rows = each.reshape(len(each), -1)
         num = len(self._names)
         baselines, note = self._baselines(samples)
@@ -218,11 +209,6 @@ def _known_mean(values: Array, axis: int) -> Array:
     return made
 
 
-def _mean(values: Array) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
-
-
 # -- edges ---------------------------------------------------------------------------------------
 
 
@@ -283,3 +269,86 @@ def class_names(store_names: Sequence[str], num_classes: int) -> list[str]:
 def legend(names: Sequence[str]) -> Mapping[int, tuple[str, str]]:
     """Return mask value to the name and the colour (`#rrggbb`) of its class."""
     return {place: (name, "#" + bytes(palette()[place]).hex()) for place, name in enumerate(names)}
+
+
+# -- loss, and the pixels counted at the end --------------------------------------------------------
+
+
+IGNORE = 255
+"""Mask value of pixels that count nowhere."""
+
+
+def segmentation_loss(
+    logits: Tensor, masks: Tensor, ce_weight: float = 1.0, dice_weight: float = 1.5
+) -> Tensor:
+    """Return the mean over samples of cross-entropy and Dice, each from a sample's own pixels.
+
+    Both are taken per sample and then averaged, so accumulated batches equal one big batch. A sample
+    without a pixel that counts adds nothing but its place in the mean.
+    """
+    counts = masks != IGNORE
+    labels = masks.masked_fill(~counts, 0).long()
+    logs = functional.log_softmax(logits, dim=1)
+    surprise = -logs.gather(1, labels[:, None]).squeeze(1) * counts
+    num_pixels = counts.sum(dim=(1, 2)).clamp(min=1)
+    entropy = surprise.sum(dim=(1, 2)) / num_pixels
+    dice = dice_losses(logs.exp() * counts[:, None], labels, counts)
+    return (ce_weight * entropy + dice_weight * dice).mean()
+
+
+def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Return `(batch,)` 1 - Dice, averaged over the classes that a sample's mask shows.
+
+    Dice of a class is `(2 * overlap + 1) / (predicted + true + 1)`, in pixels. Classes that the mask
+    does not show are left to the cross-entropy: their Dice is next to 0 for any prediction.
+
+    Shares are probabilities, 0 where a pixel does not count.
+    """
+    classes = torch.arange(shares.shape[1], device=shares.device)[:, None, None]
+    true = (labels[:, None] == classes) & counts[:, None]
+    overlap = (shares * true).sum(dim=(2, 3))
+    num_true = true.sum(dim=(2, 3))
+    dice = (2 * overlap + 1) / (shares.sum(dim=(2, 3)) + num_true + 1)
+    shown = num_true > 0
+    return ((1 - dice) * shown).sum(dim=1) / shown.sum(dim=1).clamp(min=1)
+
+
+class SegmentationMetrics(Counted):
+    """Counts every pixel's class against its prediction, on the device."""
+
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take logits and masks of a batch."""
+        num = self._num_classes
+        if self.counts is None:
+            # One spare cell takes the pixels that count nowhere, so that shapes stay static.
+            self.counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
+        masks = targets.long()
+        cells = torch.where(masks == IGNORE, num * num, masks * num + outputs.argmax(dim=1))
+        cells = cells.flatten()
+        self.counts.index_add_(0, cells, torch.ones_like(cells))
+
+    def compute(self) -> dict[str, float]:
+        """Return mIoU, mean Dice and pixel accuracy; waits for the device."""
+        if self.counts is None:
+            return {}
+        num = self._num_classes
+        return compute_metrics(self.counts[:-1].view(num, num).cpu().numpy())
+
+
+def compute_metrics(confusion: Array) -> dict[str, float]:
+    """Return the metrics of `(true, predicted)` pixel counts.
+
+    mIoU is the mean of `both / either` over the classes that are true or predicted somewhere; the mean Dice is that of
+    `2 both / (true + predicted)`.
+    """
+    ious, dices = class_scores(confusion[None].astype(np.float64))
+    if not np.isfinite(ious).any():
+        return dict.fromkeys(("miou", "mean_dice", "pixel_accuracy"), float("nan"))
+    return {
+        "miou": float(np.nanmean(ious)),
+        "mean_dice": float(np.nanmean(dices)),
+        "pixel_accuracy": float(np.trace(confusion) / confusion.sum()),
+    }

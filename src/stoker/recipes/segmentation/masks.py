@@ -177,12 +177,7 @@ def segment(
 ) -> Tensor:
     """Return masks `(batch, *original)` uint8.
 
-    Args:
-        model: Normalised images to scores `(batch, classes, height, width)`.
-        images: `(batch, channels, height, width)` uint8, at the size they go through in.
-        original: Height and width of the masks.
-        tile: Height and width of training; larger images are cut.
-        normalise: Pixels to what the network takes.
+    Images are uint8, at the size they go through in; those larger than `tile`, the size of training, are cut.
     """
     if tuple(images.shape[2:]) == tile:
         return _enlarged(model(normalise(images)), original)

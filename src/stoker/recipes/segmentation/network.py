@@ -210,16 +210,7 @@ class Head(nn.Module):
 class MicroSegFormer(nn.Module):
     """Images to logits of the same size.
 
-    Args:
-        num_classes: Out.
-        channels: Of the images.
-        widths: Of the stages.
-        depths: Blocks per stage.
-        heads: Per stage; each divides its width.
-        reductions: Side of the squares that attention averages, per stage.
-        expansion: Of the feed-forward parts.
-        head_width: Of the joined map.
-        dropout: Before the classes.
+    Numbers are per stage; `reductions` are sides of the squares that attention averages.
     """
 
     def __init__(

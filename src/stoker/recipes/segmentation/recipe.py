@@ -26,16 +26,19 @@ from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
 from stoker.recipes.contract import (
+    BATCH,
+    IMAGE_SIZES,
     Columns,
     Default,
     Facts,
     Job,
+    Layout,
+    Port,
     RawReader,
     Rebuilt,
     Recipe,
     Tensors,
 )
-from stoker.recipes.export.ports import BATCH, IMAGE_SIZES, Layout, Port
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -55,14 +58,15 @@ from stoker.recipes.pictures import (
 )
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
-from stoker.recipes.segmentation.evaluation import FinalSegmentationMetrics, class_names
-from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
-from stoker.recipes.segmentation.metrics import (
+from stoker.recipes.segmentation.evaluation import (
     IGNORE,
+    FinalSegmentationMetrics,
     SegmentationMetrics,
+    class_names,
     compute_metrics,
     segmentation_loss,
 )
+from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -76,6 +80,10 @@ _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
+_CLASSES = Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)
+_MASK_VALUES = Range(
+    "mask values, 0 to 255", lambda values: all(0 <= value <= IGNORE for value in values), (11,)
+)
 _STAGES = Range("four numbers of 1 or more", lambda four: min(four) >= 1, (2, 2, 2, 2))
 
 
@@ -110,11 +118,8 @@ class SegmentationOptions(CheckedOptions):
         epochs: Of the run: what the trainer gets.
     """
 
-    num_classes: Annotated[int | None, Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)] = None
-    ignore_values: Annotated[
-        tuple[int, ...],
-        Range("mask values, 0 to 255", lambda all_: all(0 <= n <= IGNORE for n in all_), (11,)),
-    ] = ()
+    num_classes: Annotated[int | None, _CLASSES] = None
+    ignore_values: Annotated[tuple[int, ...], _MASK_VALUES] = ()
     widths: Annotated[Four, _STAGES] = (32, 64, 128, 192)
     depths: Annotated[Four, _STAGES] = (2, 2, 2, 2)
     heads: Annotated[Four, _STAGES] = (1, 2, 4, 6)

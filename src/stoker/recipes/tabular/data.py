@@ -133,7 +133,8 @@ def find_task(store: Store, target: str, values: Array, wanted: TaskName | None)
             "task='regression'",
         )
     _require_int64(target, values.reshape(-1))
-    classes = _classes_of(store, values.reshape(-1))
+    named = store.manifest.attributes.get("classes") or []
+    classes = np.arange(len(named)) if named else np.unique(values).astype(np.int64)
     if not 2 <= len(classes) <= _MOST_CLASSES:
         raise InputError(
             f"{target!r} holds {format_count(len(classes))} different values.",
@@ -153,11 +154,6 @@ def _require_int64(target: str, values: Array) -> None:
             "whole numbers from -2**63 to 2**63 - 1",
             "number the classes from 0: np.unique(labels, return_inverse=True)[1]",
         )
-
-
-def _classes_of(store: Store, values: Array) -> Array:
-    named = store.manifest.attributes.get("classes") or []
-    return np.arange(len(named)) if named else np.unique(values).astype(np.int64)
 
 
 def _count_classes(values: Array) -> int:

@@ -22,8 +22,18 @@ from torch import nn
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.recipes.contract import Default, Facts, Job, RawReader, Rebuilt, Recipe, Tensors
-from stoker.recipes.export.ports import BATCH, Layout, Port
+from stoker.recipes.contract import (
+    BATCH,
+    Default,
+    Facts,
+    Job,
+    Layout,
+    Port,
+    RawReader,
+    Rebuilt,
+    Recipe,
+    Tensors,
+)
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import (
     AtLeastOne,

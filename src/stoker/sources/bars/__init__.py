@@ -4,9 +4,9 @@
 scales the columns, `source` puts them into a store.
 """
 
+from stoker.sources.bars.dialects import Naming
 from stoker.sources.bars.features import Scaler, apply_scaler, make_features
 from stoker.sources.bars.files import BarFile
-from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.reading import Bars, read_bars
 from stoker.sources.bars.source import BarsSource, make_targets
 from stoker.sources.bars.timeframes import DEFAULT_WINDOWS, parse_windows

@@ -54,11 +54,7 @@ def make_features(
 
     The first bar has no predecessor: its `return` and `*_change` are 0.
 
-    Args:
-        time: `(n,)` int64 open times.
-        columns: open, high, low, close and any further columns, float64.
-        timeframe: Sets which calendar features can vary.
-        extras: Further columns to use; None takes all.
+    `extras` are further columns to use; None takes all.
     """
     if extras is None:
         extras = [name for name in columns if name not in PRICES]
@@ -144,11 +140,6 @@ def fit_scaler(features: Features, train: Array | slice, fitted_until_ns: int) -
 
     A feature whose quartiles coincide (mostly zeros) takes its standard deviation instead, and
     one that does not move at all takes 1: nothing is divided by almost nothing.
-
-    Args:
-        features: Of one timeframe.
-        train: `(n,)` bool or a slice: rows that the training span may show.
-        fitted_until_ns: Recorded: close time of the last row used.
     """
     rows = features.rows[train]
     center, scale = np.zeros(rows.shape[1]), np.ones(rows.shape[1])

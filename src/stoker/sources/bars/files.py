@@ -12,8 +12,7 @@ from pathlib import Path
 
 from stoker.display import command, quoted
 from stoker.errors import SourceError, StokerError, require_file
-from stoker.sources.bars.dialects import PRICES, find_dialect
-from stoker.sources.bars.naming import Naming
+from stoker.sources.bars.dialects import PRICES, Naming, find_dialect
 from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.text import find_text, read_head
 from stoker.sources.bars.timeframes import (

@@ -26,12 +26,12 @@ from stoker.sources.bars.dialects import (
     PRICES,
     VOLUMES,
     Dialect,
+    Naming,
     ParsedLine,
     find_dialect,
     is_incomplete,
     parse_line,
 )
-from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.text import find_text
 from stoker.sources.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
 from stoker.store.fields import Array

@@ -26,6 +26,7 @@ import numpy as np
 
 from stoker.display import look_in, quoted
 from stoker.errors import InputError, SourceError, count_kinds
+from stoker.sources.bars.dialects import Naming
 from stoker.sources.bars.features import (
     Features,
     Scaler,
@@ -35,7 +36,6 @@ from stoker.sources.bars.features import (
     make_features,
 )
 from stoker.sources.bars.files import BarFile, find_files, look, shared_extras, split_symbols
-from stoker.sources.bars.naming import Naming
 from stoker.sources.bars.reading import OTHER_SYMBOLS, Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
@@ -62,6 +62,7 @@ from stoker.sources.contract import (
     PartData,
     PlainSource,
     Preparation,
+    check_shares,
     recorded_options,
 )
 from stoker.sources.times import SECOND_NS, parse_time
@@ -126,12 +127,7 @@ class BarsSource(PlainSource):
                 "a horizon of at least 1, an embargo and a latency of at least 0",
                 "--horizon 1 --embargo 0 --latency 0 (horizon=1, embargo=0, latency_seconds=0)",
             )
-        if min(self.ratios) < 0 or abs(sum(self.ratios) - 1) > 1e-6:
-            raise InputError(
-                f"ratios {self.ratios} do not share out the samples.",
-                "three shares that sum to 1",
-                "ratios=(0.70, 0.15, 0.15), or --split 0.70,0.15,0.15",
-            )
+        check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
         if self.decimal not in (None, ".", ","):

@@ -156,6 +156,7 @@ _COMMA_NUMBER = re.compile(rb"[+-]?[0-9]+,[0-9]+")
 _SCALED = re.compile(rb"([+-]?[0-9][0-9,]*(?:\.[0-9]+)?)([KMBT%])")
 _DATE = re.compile(rb"[A-Za-z]{3,9}\.? [0-9]{1,2}, [0-9]{4}.*|.*[0-9]{1,2}:[0-9]{2}.*")
 _POINTED = re.compile(rb"(?m)(?:^|[,;\t|])[+-]?[0-9]+\.[0-9]+(?=$|[,;\t|])")
+_PLAIN = re.compile(rb"[+-]?[0-9]+(?:\.[0-9]+)?[KMBT%]?")
 _SCALES = {b"K": 3, b"M": 6, b"B": 9, b"T": 12}
 
 
@@ -163,7 +164,7 @@ def _without_commas(text: bytes, path: Path, decimal: str | None) -> bytes:
     head = [match[1] for match in _QUOTED.finditer(text[:_HEAD_BYTES])]
     comma = [cell for cell in head if _COMMA_NUMBER.fullmatch(cell)]
     if decimal is None and comma:
-        points = any(b"." in cell and _is_plain(cell.replace(b",", b"")) for cell in head)
+        points = any(b"." in cell and _PLAIN.fullmatch(cell.replace(b",", b"")) for cell in head)
         points = points or _POINTED.search(text, 0, _HEAD_BYTES) is not None
         if not points and all(_THOUSANDS.fullmatch(cell) for cell in comma):
             raise SourceError(
@@ -184,10 +185,6 @@ def _without_commas(text: bytes, path: Path, decimal: str | None) -> bytes:
         return cell.replace(b",", b"") if b"," in cell and _DATE.fullmatch(cell) else match[0]
 
     return _QUOTED.sub(plain, text)
-
-
-def _is_plain(cell: bytes) -> bool:
-    return bool(re.fullmatch(rb"[+-]?[0-9]+(?:\.[0-9]+)?[KMBT%]?", cell))
 
 
 def _typed_text(path: Path) -> bytes:

@@ -129,7 +129,8 @@ def is_system(name: str) -> bool:
 def _why_ignored(name: str) -> str:
     if is_system(name):
         return HIDDEN
-    ending = PurePosixPath(name).suffix.lower()
+    stem, _, tail = name.rpartition(".")
+    ending = f".{tail}".lower() if stem and tail else ""
     is_picture = ending in ENDINGS or ending in _SOMETIMES
     return "" if is_picture else f"not a picture ({ending or 'no ending'})"
 

@@ -41,6 +41,7 @@ from stoker.sources.molecules.packed import (
 )
 from stoker.sources.msp import MspRange, Record, SpectrumBatch
 from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
+from stoker.store.row_sketch import scramble
 
 if TYPE_CHECKING:
     from stoker.sources.massspec.source import MassSpecSource
@@ -62,14 +63,8 @@ def assign_splits(groups: Array, train_ratio: float, val_ratio: float, seed: int
 
     Equal groups get equal splits; the ratios are expected shares of groups.
     """
-    # splitmix64: the ratios hold for any set of groups, and a longer library keeps its splits.
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(groups).astype(np.uint64) + np.uint64(seed) * np.uint64(
-            0x9E3779B97F4A7C15
-        )
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
+    # The ratios hold for any set of groups, and a longer library keeps its splits.
+    mixed = scramble(np.asarray(groups), seed)
     uniform = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
     bounds = np.array([train_ratio, train_ratio + val_ratio])
     return np.searchsorted(bounds, uniform, side="right").astype(np.uint8)

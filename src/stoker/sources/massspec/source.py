@@ -254,11 +254,7 @@ class MassSpecSource:
         )
 
     def _kinds(self, surveys: Sequence[_Survey]) -> tuple[SpectrumKind, ...]:
-        """Return the kinds of spectra to take: what the user said, else the kind of nearly all records.
-
-        Raises:
-            SourceError: The library mixes kinds, and nobody said which to take.
-        """
+        """Return the kinds of spectra to take: what the user said, else the kind of nearly all records."""
         if self.spectra != "auto":
             return _BY_OPTION[self.spectra]
         counts = np.zeros(len(KINDS), dtype=np.int64)

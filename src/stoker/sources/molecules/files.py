@@ -88,11 +88,7 @@ class MolIndex:
     """Every structure of a folder, zip or SDF by the names it answers to."""
 
     def __init__(self, path: Path) -> None:
-        """Read the names in `path`.
-
-        Raises:
-            SourceError: It is no folder, zip or SDF, or cannot be read.
-        """
+        """Read the names in `path`."""
         self.path = path
         self.home: MolHome = _home_of(path)
         self._rows: dict[str, int] = {}
@@ -115,9 +111,7 @@ class MolIndex:
     def find(self, meta: Mapping[str, Any], in_place: bool = False) -> int:
         """Return the row of the structure that belongs to a record, or -1.
 
-        Args:
-            meta: Of the record.
-            in_place: The record was read from this SDF, and its number there is in `meta`.
+        `in_place`: the record was read from this SDF, and its number there is in `meta`.
         """
         if in_place:
             return int(meta.get("sdf_record") or -1)
@@ -165,11 +159,7 @@ class MolReader:
         return record < len(self._places.table) and bool(self._places.table[record, 0] >= 0)
 
     def read(self, record: int) -> str:
-        """Return the text of one structure.
-
-        Raises:
-            SourceError: The bytes are gone or are not what the index saw.
-        """
+        """Return the text of one structure."""
         name = os.fsdecode(self._names[record])
         try:
             if self._file is None:

@@ -138,12 +138,7 @@ def presence_of(words: Iterable[str]) -> int:
 def find_functional_groups(mol: Any, present: int | None = None) -> int:
     """Return the 48 flags of a sanitised RDKit molecule as one integer.
 
-    Args:
-        mol: The molecule.
-        present: What it has, as a mask of `PRESENCE`, to skip hopeless patterns; None tries all.
-
-    Raises:
-        MissingExtraError: RDKit is not installed.
+    `present` is a mask of `PRESENCE` that skips hopeless patterns; None tries all.
     """
     matches = mol.HasSubstructMatch
     flags = 0

@@ -191,11 +191,7 @@ def _toolkit() -> _Toolkit:
 
 
 def require_rdkit() -> None:
-    """Check that RDKit is installed, without loading it (30 MB).
-
-    Raises:
-        MissingExtraError: It is not.
-    """
+    """Check that RDKit is installed, without loading it (30 MB)."""
     if importlib.util.find_spec("rdkit") is None:
         raise _missing()
 
@@ -222,9 +218,6 @@ def read_structure(
 
     Returns:
         The sanitised molecule, or why there is none, in RDKit's own words.
-
-    Raises:
-        MissingExtraError: RDKit is not installed.
     """
     tools = _toolkit()
     with tools.base.BlockLogs():

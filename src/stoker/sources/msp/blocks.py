@@ -51,11 +51,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[Block]:
-    """Cut a file into blocks of about 2 MiB of text, closed ones wherever there is a choice.
-
-    Raises:
-        SourceError: A damaged gzip, UTF-16, a gzip with a range, or a line above 16 MiB.
-    """
+    """Cut a file into blocks of about 2 MiB of text, closed ones wherever there is a choice."""
     carry, searched = b"", 0
     for chunk in _chunks(path, start_byte, end_byte):
         # Cut only now that there is more to come: a small file is one block.

@@ -159,16 +159,14 @@ class _Header:
             if self._claimed.get(target) != key.spelling:
                 target = key.spelling
         elif target in self._claimed:
-            self._move(target, self._claimed.pop(target))
+            other = self._claimed.pop(target)
+            meta[other] = meta.pop(target)
+            if target in self._repeats:
+                self._repeats[other] = self._repeats.pop(target)
         if target in meta:
             self._repeats.setdefault(target, {meta[target]: None})[value] = None
         else:
             meta[target] = value
-
-    def _move(self, source: str, target: str) -> None:
-        self.meta[target] = self.meta.pop(source)
-        if source in self._repeats:
-            self._repeats[target] = self._repeats.pop(source)
 
     def _mend_number(self, key: str, value: str) -> str:
         """GOLM writes `MW: 321,15`; MS-DIAL writes `RETENTIONTIME: CCS: 290.1`."""

@@ -90,6 +90,7 @@ class Column:
         has_clock: A `date` has a time of day.
         has_flag: A further column says where the value is missing.
         without: Columns of `features` that it would give and that the user dropped.
+        is_full: Of texts: every row of training had one.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Column:
     has_clock: bool = False
     has_flag: bool = False
     without: tuple[str, ...] = ()
+    is_full: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -479,11 +481,7 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
 
 
 def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
-    """Read "NAME=KIND" as typed after `--dtype`.
-
-    Raises:
-        InputError: There is no such kind, or a name is missing.
-    """
+    """Read "NAME=KIND" as typed after `--dtype`."""
     kinds: dict[str, str] = {}
     for text in texts:
         name, equals, kind = text.rpartition("=")

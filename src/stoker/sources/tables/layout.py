@@ -144,11 +144,7 @@ def refuse_kind(path: Path, kind: str) -> SourceError | None:
 
 
 def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
-    """Find how a text table is written. `asked` has the last word; `is_whole` says whether `head` is the whole file.
-
-    Raises:
-        SourceError: It is empty, is not text, or can be read in two ways.
-    """
+    """Find how a text table is written. `asked` has the last word; `is_whole` says whether `head` is the whole file."""
     encoding, text = _decode(head, path, asked.encoding, is_whole)
     lines = text.splitlines(keepends=True)
     is_endless = not is_whole and len(lines) < 2

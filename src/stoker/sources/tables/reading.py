@@ -91,9 +91,6 @@ def find_files(
     """Return the files that are meant, with the columns that folder names give, and what was passed over.
 
     A folder stands for the tables in it and in its subfolders, a pattern such as "day*.csv" for what it matches.
-
-    Raises:
-        SourceError: Nothing is there, or nothing of what is there is a table.
     """
     found: list[tuple[Path, dict[str, str]]] = []
     ignored: Counter[str] = Counter()
@@ -136,11 +133,7 @@ def find_files(
 def open_table(
     path: Path, asked: TextOptions, partitions: Mapping[str, str] | None = None
 ) -> TableFile:
-    """Look at a file: its kind, its columns, and how it is written.
-
-    Raises:
-        SourceError: It is no table, or it can be read in two ways.
-    """
+    """Look at a file: its kind, its columns, and how it is written."""
     partitions = dict(partitions or {})
     kind = file_kind(path)
     wrong = refuse_kind(path, kind)
@@ -178,10 +171,7 @@ def batches(
 ) -> Iterator[Any]:
     """Yield the rows as record batches whose columns have the names of `file.names`.
 
-    Args:
-        file: From `open_table`.
-        refused: Gets the lines of a text file that are no rows.
-        wanted: Columns to read; of Parquet no others are decoded.
+    `refused` gets the lines of a text file that are no rows; of Parquet only `wanted` columns are decoded.
     """
     with readable(file.path):
         if file.kind == "parquet":

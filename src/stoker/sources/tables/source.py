@@ -34,7 +34,6 @@ from stoker.sources.contract import (
     PlainSource,
     Preparation,
     check_shares,
-    recorded_options,
 )
 from stoker.sources.tables.columns import (
     KINDS,
@@ -49,7 +48,6 @@ from stoker.sources.tables.layout import TextOptions, parse_number
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
 from stoker.sources.tables.survey import Survey, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
-from stoker.store.rewrite import keep_samples
 from stoker.units import format_count
 
 _PART_ROWS = 200_000
@@ -103,10 +101,6 @@ class TableSource(PlainSource):
     def files(self) -> Sequence[Path]:
         """Every table file, also those of folders and patterns."""
         return [path for path, _ in find_files(self.paths)[0]] if self.paths else []
-
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return recorded_options(self, "paths")
 
     def prepare(self, scratch: Path) -> Preparation:
         """Read the files once as a stream, leaving Arrow pieces in `scratch` for `build`.
@@ -217,9 +211,8 @@ class TableSource(PlainSource):
                 "classes": list(plan.target.classes) if plan.target else [],
                 "text": asdict(self.text),
             }
-        return PartData(
-            keep_samples(fields, keep), [reasons[row] for row in sorted(reasons)], extra
-        )
+        kept = {name: data.keep(keep) for name, data in fields.items()}
+        return PartData(kept, [reasons[row] for row in sorted(reasons)], extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record what the columns became, and the class names in the order of their numbers."""
@@ -295,19 +288,10 @@ def make_features(
 ) -> tuple[Array, dict[str, Array]]:
     """Return the numbers of a table's rows, `(rows, outputs)`; for packing and, the same way, for prediction.
 
-    Args:
-        table: Arrow table with these columns, in any order.
-        columns: What each becomes.
-        dtype: Of the result.
-        decimal: The decimal sign of text cells.
-        faults: Gets the rows that cannot be read, with the reason.
-        path: For errors.
+    `faults` gets the rows that cannot be read, with the reason.
 
     Returns:
         The numbers, and per column the rows with a text that the training rows did not have.
-
-    Raises:
-        SourceError: A column needs float64, which the first rows did not show.
     """
     made = np.empty((table.num_rows, sum(len(column.outputs) for column in columns)), dtype)
     unseen: dict[str, Array] = {}

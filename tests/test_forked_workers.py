@@ -1,0 +1,72 @@
+"""Tests that run in forks: each is reported once, also when its worker dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILES = {
+    "conftest.py": """
+        import pytest
+        from forked_workers import pytest_addoption, pytest_runtestloop
+
+        @pytest.fixture(scope="session")
+        def whole(tmp_path_factory):
+            yield
+            tmp_path_factory.getbasetemp().joinpath("undone").touch()
+    """,
+    "test_dying.py": """
+        import os, signal
+
+        def test_before(): pass
+        def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
+        def test_after(whole): print("still said"); assert 0
+        def test_last(whole): pass
+    """,
+    "test_other.py": """
+        import pytest
+
+        def test_one(tmp_path, whole): assert tmp_path.parent.name == "worker-1"
+        @pytest.mark.skip(reason="why not")
+        def test_two(): pass
+    """,
+}
+
+
+def run_in_forks(folder, *words):
+    for name, text in FILES.items():
+        (folder / name).write_text(re.sub(r"(?m)^ {8}", "", text))
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-c", "/dev/null", "--rootdir", folder, "-p",
+         "no:cacheprovider", "-p", "no:xdist", "--basetemp", folder / "made", "--workers", "2", *words, folder],
+        env={**variables, "PYTHONPATH": str(HERE), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=folder, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_every_test_is_reported_once_and_a_dead_worker_is_replaced(tmp_path):
+    code, said = run_in_forks(tmp_path)
+    assert code == 1, said
+    assert "2 failed, 3 passed, 1 skipped" in said
+    assert "a worker ended with -9 in test_dying.py::test_dies" in said
+    assert "still said" in said
+    assert "why not" in said
+    assert {path.parent.name for path in (tmp_path / "made").rglob("undone")} == {
+        "worker-0",
+        "worker-1",
+    }
+
+
+def test_it_stops_where_it_is_asked_to(tmp_path):
+    code, said = run_in_forks(tmp_path, "-x", "test_dying.py", "--deselect", "test_other.py")
+    assert code == 1, said
+    assert "stopping after 1 failures" in said
+    assert "test_after" not in said
