@@ -226,3 +226,13 @@ def test_a_curve_of_one_value_is_drawn_as_a_dot():
     )
     drawn = str(line_chart(chart))
     assert drawn.count('class="curve c0 dots"') == 2  # in the legend and in the picture
+
+
+def test_chance_and_the_baseline_are_drawn_as_two_lines():
+    from stoker.page.charts import Chart, Line, Mark, line_chart
+
+    marks = [Mark("chance", 0.2), Mark("boosted trees", 0.8, is_dashed=True)]
+    chart = Chart("key", "Validation", [Line("", [(1.0, 0.5), (2.0, 0.6)])], "", marks=marks)
+    drawn = str(line_chart(chart))
+    # Each in the legend and in the picture.
+    assert drawn.count('class="limit"') == drawn.count('class="limit dashed"') == 2

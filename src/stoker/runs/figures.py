@@ -96,7 +96,7 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
     made = Evaluation.from_json(runs[0].result.get("evaluation"))
     for who, metrics in list(made.baselines.items())[-1:] if made is not None else []:
         if name in metrics:
-            marks.append(Mark(f"{who}, on test samples", metrics[name]))
+            marks.append(Mark(f"{who}, on test samples", metrics[name], is_dashed=True))
     return Chart(
         f"metric-{number}",
         f"Validation: {name}",

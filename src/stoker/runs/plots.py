@@ -97,7 +97,11 @@ def _draw_line(line: Line, axes: Any, divisor: float) -> None:
 def _draw_mark(mark: Mark, axes: Any) -> None:
     if mark.high is None:
         axes.axhline(
-            mark.low, color="#555555", linewidth=0.8, linestyle=":", label=_plain(mark.label)
+            mark.low,
+            color="#555555",
+            linewidth=0.8,
+            linestyle="--" if mark.is_dashed else ":",
+            label=_plain(mark.label),
         )
     else:
         axes.axhspan(
