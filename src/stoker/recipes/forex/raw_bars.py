@@ -208,8 +208,8 @@ def _symbol_in(table: pa.Table, symbols: Sequence[str], mend: str) -> str:
 
 def _with_time(given: Any) -> pa.Table:
     """Return a frame as an Arrow table; a pandas index that is no count of rows becomes a column."""
-    index = getattr(given, "index", None)
     if hasattr(given, "iloc"):
+        index: Any = given.index
         given = given.copy(deep=False)
         given.columns = [
             "_".join(map(str, filter(None, name))) if isinstance(name, tuple) else str(name)

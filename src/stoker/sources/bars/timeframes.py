@@ -122,14 +122,14 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     return (words[0].upper() if words else None), None
 
 
-def _joined_timeframe(words: list[str]) -> list[str]:
+def _joined_timeframe(pieces: list[str]) -> list[str]:
     """Return the words of a name with its timeframe as one: Dukascopy writes two, and others a last word or letter."""
-    if "Candlestick" in words[1:-2]:
-        place = words.index("Candlestick")
-        count, unit = words[place + 1 : place + 3]
-        return [*words[:place], f"{unit[0].upper()}{count}" if unit != "Month" else "month"]
-    last = _LAST_WORDS.get(words[-1].lower()) if len(words) > 1 else None
-    return [*words[:-1], last] if last else words
+    if "Candlestick" in pieces[1:-2]:
+        place = pieces.index("Candlestick")
+        count, unit = pieces[place + 1 : place + 3]
+        return [*pieces[:place], f"{unit[0].upper()}{count}" if unit != "Month" else "month"]
+    last = _LAST_WORDS.get(pieces[-1].lower()) if len(pieces) > 1 else None
+    return [*pieces[:-1], last] if last else pieces
 
 
 def observed_spacing(time: Array) -> int | None:
