@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
-# Three workers for two cores: while one waits for a server or a signal, another computes.
-TESTS := $(BIN)/pytest -q --workers 3 -m "not whole_gpu"
+# Four workers for two cores: while some wait for a server or a signal, others compute.
+TESTS := $(BIN)/pytest -q --workers 4 -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
 .PHONY: run test test-gpu lint types check campaign proof exactly-once fuzz kills soak mutate bench audit docs clean help
@@ -15,7 +15,7 @@ TESTS := $(BIN)/pytest -q --workers 3 -m "not whole_gpu"
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
 
-test: $(STAMP) ## the tests: contracts, parity, properties (seven minutes on two cores)
+test: $(STAMP) ## the tests: contracts, parity, properties (five minutes on two quiet cores)
 	$(TESTS)
 
 lint: $(STAMP) ## ruff, as linter and as formatter

@@ -44,157 +44,47 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
-import numpy as np
 import torch
 
 import fault_machine
 import fault_ranks
-from fault_data import BATCH, OURS, SAMPLES, WIDTH, file_of, make_world, read_epoch, rows, ways
+from fault_data import OURS, SAMPLES, file_of, make_world, read_epoch, ways
+from fault_files import (
+    AT_REST,
+    DISKS,
+    MACHINE,
+    MIDWAY,
+    SMALL,
+    data_place,
+    flip,
+    instead,
+    on_broken_disk,
+    signal_a_worker,
+    small_disk,
+    with_small_shm,
+)  # fmt: skip
 from fault_machine import NotApplicableError
-from fault_memory import BUFFERS, flip_in_page_cache, flipped_in_buffer
+from fault_memory import BUFFERS, flipped_in_buffer
+from fault_packing import (
+    killed_while_packing,
+    onto_own_files,
+    packed,
+    packed_from_broken_disk,
+    packed_on,
+)
+from fault_phases import LIMITS, all_phases
 from fault_remote import REMOTE, remote
+from fault_training import (
+    VALIDATION,
+    damaged_in_training,
+    damaged_while_validating,
+    killed_in,
+    resumed_over_changed,
+    validated_on_broken_disk,
+)  # fmt: skip
 from harness import publish
 from stoker import stalls
-from stoker.loader.loader import Loader
-from stoker.packing import PackOptions, pack
-from stoker.sources.arrays import ArraysSource
-from stoker.store.reader import open_store
 from stoker.train.checkpoint import Checkpoints
-from stoker.train.trainer import Trainer
-
-# -- files that are damaged before they are read ----------------------------------------------------
-
-
-def patch(path: Path, at: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x10]))
-
-
-def data_place(path: Path) -> int:
-    """Return a place inside the values: in the middle of the file; of a tar file, behind the header of a member."""
-    middle = path.stat().st_size // 2
-    return middle // 1024 * 1024 + 700 if path.suffix == ".tar" else middle
-
-
-def instead(path: Path, make: Callable[[Path], object]) -> None:
-    path.unlink()
-    make(path)
-
-
-def swap(path: Path) -> None:
-    others = [one for one in sorted(path.parent.glob(f"*{path.suffix}")) if one != path]
-    if not others:
-        with h5py.File(path, "w") as file:
-            file["features"] = rows()[::-1].copy()
-        return
-    first, second = path.read_bytes(), others[0].read_bytes()
-    path.write_bytes(second)
-    others[0].write_bytes(first)
-
-
-AT_REST: dict[str, Callable[[Path], object]] = {
-    "a bit of the values flipped": lambda path: flip(path, data_place(path)),
-    "4 KiB of the values zeroed": lambda path: patch(path, data_place(path), bytes(4096)),
-    "values of noise": lambda path: patch(path, data_place(path), random.Random(0).randbytes(2048)),
-    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "cut by one byte": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "empty": lambda path: os.truncate(path, 0),
-    "missing": Path.unlink,
-    "a megabyte behind its end": lambda path: patch(path, path.stat().st_size, bytes(1 << 20)),
-    "another signature": lambda path: patch(path, 0, b"notHDF5!"),
-    "noise in its headers": lambda path: patch(path, 48, random.Random(1).randbytes(200)),
-    "a folder in its place": lambda path: instead(path, Path.mkdir),
-    "a link to nowhere": lambda path: instead(path, lambda at: at.symlink_to("nowhere")),
-    "a link to itself": lambda path: instead(path, lambda at: at.symlink_to(at.name)),
-    "a pipe in its place": lambda path: instead(path, os.mkfifo),
-    "exchanged with another file": swap,
-}
-
-MIDWAY: dict[str, Callable[[Path], object]] = {
-    "removed while it is read": Path.unlink,
-    "cut while it is read": lambda path: os.truncate(path, path.stat().st_size // 3),
-    "overwritten while it is read": lambda path: patch(
-        path, path.stat().st_size * 3 // 4, bytes(4096)
-    ),
-    "a page changed in the page cache, times set back": flip_in_page_cache,
-}
-
-
-# -- the machine -------------------------------------------------------------------------------------
-
-
-def few_descriptors() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-
-def little_memory() -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20),) * 2)
-
-
-def wrong_clock() -> None:
-    real, begun = time.time, time.time()
-    time.time = lambda: real() - 86400 * (real() - begun)  # type: ignore[assignment]
-
-
-MACHINE = {
-    "64 file descriptors": few_descriptors,
-    "96 MiB of memory": little_memory,
-    "a clock that runs backwards": wrong_clock,
-}
-
-
-def signal_a_worker(number: int) -> None:
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    if not children:
-        raise NotApplicableError
-    os.kill(int(children[0]), number)
-
-
-def on_broken_disk(way: str, delay: float, folder: Path) -> dict[str, Any]:
-    """Read an epoch from a disk with one bad sector, or one that takes `delay` seconds for every read."""
-    fault_machine.own_mounts()
-    bad = None if delay else file_of(way, folder)
-    fault_machine.mount_broken(folder, folder.with_name("disk"), delay, bad)
-    return read_epoch(way, folder.with_name("disk"))
-
-
-def with_small_shm(way: str, folder: Path) -> dict[str, Any]:
-    fault_machine.own_mounts()
-    fault_machine.mount_memory(Path("/dev/shm"), "size=8k")
-    return read_epoch(way, folder)
-
-
-DISKS = {
-    "a bad sector (EIO)": 0.0,
-    "a slow disk, 0.2 s a read": 0.2,
-    "a disk that never answers": 3600.0,
-}
-
-
-def small_disk(folder: Path, kind: str) -> Path:
-    """Return a folder on a disk of its own: full, without inodes, or read-only."""
-    fault_machine.own_mounts()
-    place = folder / "disk"
-    options = {"full": "size=24k", "no inodes": "size=8m,nr_inodes=3", "read-only": "size=8m"}[kind]
-    fault_machine.mount_memory(place, options)
-    if kind == "read-only":
-        fault_machine.make_read_only(place)
-    return place
-
-
-SMALL = {"a disk of 24 KiB": "full", "no inodes left": "no inodes", "a read-only disk": "read-only"}
-
 
 # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -275,195 +165,31 @@ def killed_while_saving(way: str, seed: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-# -- training, with stoker ---------------------------------------------------------------------------
-
-
-def trained(
-    folder: Path,
-    run: str,
-    resume: bool = False,
-    after: Callable[[str, int], None] | None = None,
-    held: Path | None = None,
-    data: str = "store",
-    epochs: int = 2,
-) -> list[float]:
-    """Train two epochs; `after` is told each batch of "train" and "validate" with its number."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    counts = {"train": 0, "validate": 0}
-
-    def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        phase = "train" if model.training else "validate"
-        counts[phase] += 1
-        if after:
-            after(phase, counts[phase])
-        values = batch["features"] / SAMPLES
-        return values, values.mean(1, keepdim=True)
-
-    with contextlib.ExitStack() as stack:
-        loader = stack.enter_context(Loader(folder / data, BATCH, "cpu", order="shuffled"))
-        held_loader = held and stack.enter_context(
-            Loader(held, BATCH, "cpu", data_bytes=SAMPLES * WIDTH * 2)
-        )
-        trainer = Trainer(
-            model, loader, held_loader, torch.nn.functional.mse_loss, torch.optim.SGD(model.parameters(), 0.05), None,
-            {"epochs": epochs, "precision": "fp32", "capture": "off", "checkpoint_every_steps": 7},
-            "cpu", run_dir=folder / run, unpack=unpack,
-        )  # fmt: skip
-        trainer.fit(resume=resume, quiet=True)
-    return [float(value) for one in model.parameters() for value in one.detach().flatten()]
-
-
-def killed_in(phase: str, number: int, folder: Path) -> dict[str, Any]:
-    """End a run in its 40th training or 10th validation batch; the resumed run must be the unbroken one."""
-    held = None
-    if phase == "validate":
-        held = folder / "held"
-        shutil.copytree(folder / "store", held)
-    expected = trained(folder, "unbroken", held=held)
-    at = (phase, 40 if phase == "train" else 10)
-
-    def hit(now: str, count: int) -> None:
-        if (now, count) == at:
-            os.kill(os.getpid(), number)
-
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            trained(folder, "run", after=hit, held=held)
-        os._exit(0)
-    os.waitpid(child, 0)
-    changed = trained(folder, "run", resume=True, held=held) != expected
-    return {"lost": 0, "repeated": 0, "changed": int(changed)}
-
-
-def damaged_while_validating(damage: Callable[[Path], object], folder: Path) -> dict[str, Any]:
-    """Damage the validation store after its first batch of the second epoch: values that differ must raise."""
-    held = folder / "held"
-    shutil.copytree(folder / "store", held)
-    expected = trained(folder, "unbroken", held=held)
-    shard = sorted(held.glob("*.h5"))[-1]
-
-    def hit(now: str, count: int) -> None:
-        if (now, count) == ("validate", SAMPLES // BATCH + 1):
-            time.sleep(0.02)  # the times of files move with the kernel's clock
-            damage(shard)
-
-    weights = trained(folder, "run", after=hit, held=held)
-    # Weights do not depend on validation: a run that ends must have read what was there, or its old file.
-    readable = damage is Path.unlink
-    return {"lost": 0, "repeated": 0, "changed": int(weights != expected or not readable)}
-
-
-def validated_on_broken_disk(folder: Path) -> dict[str, Any]:
-    fault_machine.own_mounts()
-    bad = file_of(OURS[0], folder)
-    fault_machine.mount_broken(folder / "store", folder / "held", bad=bad)
-    trained(folder, "run", held=folder / "held")
-    return {"lost": 0, "repeated": 0, "changed": 1}
-
-
-VALIDATION: dict[str, Callable[[Path], object]] = {
-    "validation data removed": Path.unlink,
-    "validation data cut": lambda path: os.truncate(path, path.stat().st_size // 3),
-    "validation data overwritten": lambda path: patch(path, path.stat().st_size // 2, bytes(4096)),
-}
-
-
-def resumed_over_changed(way: str, folder: Path) -> dict[str, Any]:
-    """Train an epoch, change a byte of the data at rest, and go on with the second one."""
-    data = "store" if way == OURS[0] else "plain.h5"
-    trained(folder, "run", data=data, epochs=1)
-    path = file_of(way, folder)
-    before = path.stat()
-    flip(path, data_place(path))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    trained(folder, "run", resume=True, data=data)
-    return {"lost": 0, "repeated": 0, "changed": 1}
-
-
-def damaged_in_training(folder: Path) -> dict[str, Any]:
-    flip(file_of(OURS[0], folder), data_place(file_of(OURS[0], folder)))
-    trained(folder, "run")
-    return {"lost": 0, "repeated": 0, "changed": 1}
-
-
-# -- packing, with stoker ------------------------------------------------------------------------
-
-
-def packed(
-    folder: Path, damage: Callable[[Path], object] | None = None, limit: int = 0
-) -> dict[str, Any]:
-    path = folder / "features.npy"
-    if damage:
-        damage(path)
-    if limit:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    pack(ArraysSource((path,), part_bytes=SAMPLES * WIDTH * 2), folder / "new", PackOptions(jobs=1))
-    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(folder / "new"))}
-
-
-def packed_on(kind: str, folder: Path) -> dict[str, Any]:
-    out = small_disk(folder, kind) / "new"
-    source = ArraysSource((folder / "features.npy",), part_bytes=SAMPLES * WIDTH * 2)
-    pack(source, out, PackOptions(jobs=1))
-    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(out))}
-
-
-def holds_rows(path: Path) -> bool:
-    """Return whether a store is sound and holds the samples."""
-    with open_store(path) as store:
-        sound = not store.verify().problems
-        return sound and np.array_equal(store.read_rows("features", 0, store.num_samples), rows())
-
-
-def packed_from_broken_disk(delay: float, folder: Path) -> dict[str, Any]:
-    fault_machine.own_mounts()
-    (folder / "inputs").mkdir()
-    shutil.copy(folder / "features.npy", folder / "inputs")
-    bad = None if delay else folder / "inputs/features.npy"
-    fault_machine.mount_broken(folder / "inputs", folder / "disk", delay, bad)
-    pack(ArraysSource((folder / "disk/features.npy",)), folder / "new", PackOptions(jobs=1))
-    return {"lost": 0, "repeated": 0, "changed": int(not holds_rows(folder / "new"))}
-
-
 def saved_on(way: str, kind: str, folder: Path) -> dict[str, Any]:
     place = small_disk(folder, kind)
     checkpoint_of(way, place, 1)
     return resumed(way, place)
 
 
-def resumed_from_broken_disk(way: str, folder: Path) -> dict[str, Any]:
+def saved_within(way: str, limit: Callable[[], None], folder: Path) -> dict[str, Any]:
+    checkpoint_of(way, folder, 1)
+    limit()
+    checkpoint_of(way, folder, 2)
+    return resumed(way, folder, least=2)
+
+
+def resumed_within(way: str, limit: Callable[[], None], folder: Path) -> dict[str, Any]:
+    checkpoint_of(way, folder, 1)
+    limit()
+    return resumed(way, folder)
+
+
+def resumed_from_broken_disk(way: str, delay: float, folder: Path) -> dict[str, Any]:
     (folder / "saved").mkdir()
     bad = checkpoint_of(way, folder / "saved", 1)
     fault_machine.own_mounts()
-    fault_machine.mount_broken(folder / "saved", folder / "disk", bad=bad)
+    fault_machine.mount_broken(folder / "saved", folder / "disk", delay, None if delay else bad)
     return resumed(way, folder / "disk")
-
-
-def killed_while_packing(seed: int, folder: Path) -> dict[str, Any]:
-    rng = random.Random(seed)
-    for _ in range(5):
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                packed(folder)
-            os._exit(0)
-        time.sleep(rng.uniform(0.0, 0.1))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    return packed(folder)
-
-
-def onto_own_files(folder: Path) -> dict[str, Any]:
-    (folder / "new").mkdir()
-    (folder / "new" / "thesis.tex").write_text("mine")
-    try:
-        return packed(folder)
-    finally:
-        if not (folder / "new" / "thesis.tex").exists():
-            raise RuntimeError("a file of the user's is gone")
 
 
 MANIFEST: dict[str, Callable[[Path], object]] = {
@@ -554,7 +280,13 @@ def all_cases(seed: int) -> list[Case]:
         found += [
             ("resume", fault, way, partial(damaged_checkpoint, way, fault)) for fault in DAMAGED
         ]
-        found.append(("resume", "a bad sector (EIO)", way, partial(resumed_from_broken_disk, way)))
+        found += [
+            ("resume", fault, way, partial(resumed_from_broken_disk, way, delay))
+            for fault, delay in DISKS.items()
+        ]
+        for fault, limit in LIMITS.items():
+            found.append(("save", fault, way, partial(saved_within, way, limit)))
+            found.append(("resume", fault, way, partial(resumed_within, way, limit)))
         found += [
             ("save", fault, way, partial(saved_on, way, kind)) for fault, kind in SMALL.items()
         ]
@@ -594,6 +326,7 @@ def all_cases(seed: int) -> list[Case]:
             "a pipe in its place",
         )
     ]
+    found += all_phases()
     if importlib.util.find_spec("aiohttp") and importlib.util.find_spec("fsspec"):
         found += [("remote", fault, "stoker, http", partial(remote, fault)) for fault in REMOTE]
     return found

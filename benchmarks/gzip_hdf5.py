@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from harness import publish, seconds_of, side_by_side
-from stoker.store import filters
+from stoker.store import hdf5 as filters
 from stoker.store.reader import open_store
 
 TURNS = 12

@@ -21,7 +21,7 @@ from stoker.ownership import always, write_text
 from stoker.store.fields import Dense
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import open_store
-from stoker.store.writer import write_shard
+from stoker.store.shard import write_shard
 
 
 def copy_limit(source: np.ndarray, out: np.ndarray, threads: int) -> None:

@@ -23,7 +23,9 @@ import numpy as np
 from harness import publish
 from stoker.loader.elastic import find_resume_point, save_state
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import EpochOrder, Order, even_chunks
+from stoker.loader.order import Order
+from stoker.loader.planned import EpochOrder
+from stoker.plan.facts import even_chunks
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 32, 64, 100, 128, 256, 512, 1000, 1024)
 FEW_RANKS = (1, 8, 64, 1024)

@@ -27,7 +27,7 @@ from stoker.ownership import always, write_text
 from stoker.store.fields import Dense, FieldData, Series
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import Store, open_store
-from stoker.store.writer import write_shard
+from stoker.store.shard import write_shard
 
 BATCH = 128
 JOBS = {

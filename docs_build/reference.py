@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import griffe
@@ -22,8 +23,9 @@ _LONGEST_VALUE = 400
 _SHOWN_LABELS = ("property", "classmethod", "staticmethod")
 
 
+@cache
 def read_package(source: Path) -> griffe.Module:
-    """Read the package `stoker` in the folder `source`."""
+    """Read the package `stoker` in the folder `source`, once: it takes seconds."""
     package = griffe.load(
         "stoker", search_paths=[source.parent], allow_inspection=False, resolve_aliases=True
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import gc
 import logging
 import os
@@ -35,7 +36,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 settings.register_profile(
     "house",
     deadline=None,
-    max_examples=20,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
     derandomize=True,  # the same examples at every run of `make test`; the campaign draws new ones
@@ -215,6 +216,18 @@ def logged():
 def started_packers(monkeypatch):
     """Have a pack start Python for its workers, as it does outside of tests."""
     monkeypatch.setattr("stoker.packing.workers.subprocess", subprocess)
+
+
+@pytest.fixture(scope="session")
+def one_registry():
+    """Have torch's ONNX exporter make its table of operators once a process: it makes it for every export, 0.7 s."""
+    from torch.onnx._internal.exporter import _registration
+
+    registry = _registration.ONNXRegistry
+    with pytest.MonkeyPatch.context() as patch:
+        once_made = staticmethod(functools.cache(registry.from_torchlib))
+        patch.setattr(registry, "from_torchlib", once_made)
+        yield
 
 
 @pytest.fixture

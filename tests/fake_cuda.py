@@ -57,7 +57,7 @@ class FakeEvent:
         return self._reached.is_set()
 
     def synchronize(self) -> None:
-        assert self._reached.wait(20), "an event that never comes"
+        assert self._reached.wait(60), "an event that never comes"
 
 
 class FakeSlab(staging._Slab):

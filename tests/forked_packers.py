@@ -1,4 +1,4 @@
-"""The worker processes of a pack as forks: each start of Python with numpy, h5py and the source's libraries costs 0.5 s.
+"""The worker processes of a pack as forks: each start of Python with numpy and h5py costs half a second.
 
 Only the start differs: a worker has the pipes, the variables and the descriptor of notes that it would have, is killed,
 dies and hangs alike. Tests of how workers are started use the fixture `started_packers`.

@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import torch._dynamo  # else every script whose steps are profiled would
+import torch._dynamo  # noqa: F401  else every script whose steps are profiled would
 
 from forked import Forked, begin_as_python_does
 from stoker.doctor import attach

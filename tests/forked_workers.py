@@ -1,10 +1,10 @@
 """`pytest --workers 3`: the tests are collected once, and forks of that process run them.
 
-Enters: what pytest has collected, and how `shares.py` shares it out. Leaves: the report of every test, given to pytest as
-if the test had run in the process that collected it. A worker of pytest-xdist imports torch and collects everything by
+Enters: what pytest has collected, and how `shares.py` shares it out. Leaves: the report of every test, given to pytest
+as if the test had run in the process that collected it. A worker of pytest-xdist imports torch and collects all by
 itself: 10 s of CPU for each of them; a fork begins with all of it. A worker that dies is replaced: the test that it ran
 has failed, and its successor runs what was left of the share. Tests that use CUDA run here too, as long as nothing
-that is collected has begun to use it (`shares.py`).
+that is collected has begun to use it (`conftest.py`).
 """
 
 from __future__ import annotations

@@ -47,8 +47,11 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: PaperGraph) -> None:
         super().__init__()
         self._graph = graph
+        self.changed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            self.changed += [(each, each.detach().clone()) for each in _tensors((args, kwargs))]
         results = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.rand.default:  # a draw on the host is in no graph
             self._graph.calls.append((func, args, kwargs or {}, results))
@@ -62,10 +65,12 @@ def _record(paper: PaperGraph, pool, stream, capture_error_mode):
     tensors = list(owner._state.tensors())
     kept = [tensor.detach().clone() for tensor in tensors]
     try:
-        with _Recorder(paper):
+        with (recorder := _Recorder(paper)):
             yield
     finally:
         with torch.no_grad():
+            for tensor, before in reversed(recorder.changed):
+                tensor.copy_(before)
             for tensor, before in zip(tensors, kept, strict=True):
                 tensor.copy_(before)
 

@@ -29,7 +29,9 @@ LONG_FIRST = (
     "trainer", "massspec_answers", "massspec", "recycled", "recipe_segmentation", "loader_edges", "commit",
     "tune_command", "secrets", "checkpoint", "cli_train", "foreign_position",
 )  # fmt: skip
-_SHARES = {name: (share, place) for share, names in TOGETHER.items() for place, name in enumerate(names)}
+_SHARES = {
+    name: (share, place) for share, names in TOGETHER.items() for place, name in enumerate(names)
+}
 
 
 @cache

@@ -12,7 +12,7 @@ from stoker.ownership import always, write_text
 from stoker.store.fields import Dense, FieldData, Ragged, Series, offsets_of
 from stoker.store.manifest import FieldInfo, Manifest
 from stoker.store.reader import Store, open_store
-from stoker.store.writer import write_shard
+from stoker.store.shard import write_shard
 
 DTYPES = st.sampled_from(["<f4", ">f4", "<f8", "<f2", "|u1", "<i2", ">i8", "<u4", "|b1"])
 

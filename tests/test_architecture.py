@@ -72,6 +72,32 @@ def test_imports_go_down_only():
     assert not wrong
 
 
+def imported_modules(path: Path, known: set[str]) -> set[str]:
+    """Return the modules of ours that a file imports anywhere: in functions and for type checkers, too."""
+    found = set()
+    for node in nodes(path.read_text()):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= whole & known or {node.module}
+    return found & known
+
+
+def test_no_module_imports_itself_through_others():
+    paths = {
+        ".".join(("stoker", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in module_files()
+        if path.stem != "__init__"
+    }
+    waiting = {name: imported_modules(path, {*paths}) - {name} for name, path in paths.items()}
+    while free := [name for name, needs in waiting.items() if not needs]:
+        for name in free:
+            del waiting[name]
+        waiting = {name: needs - {*free} for name, needs in waiting.items()}
+    assert not waiting, "in a circle, or above one"
+
+
 def test_the_rule_can_fail(tmp_path):
     bad = tmp_path / "x.py"
     bad.write_text("from stoker.cli.main import run\nimport stoker.store.fields\n")

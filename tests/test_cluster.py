@@ -56,7 +56,14 @@ def lone_worker(address: str, *prefix: str):
         yield
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_workers():
+    """Have one process import distributed for all workers, which are its forks."""
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +110,10 @@ def killing_the_worker_on(file: Path, part: int):
     killer = threading.Thread(target=lambda: os.kill(pids(file, part)[1], signal.SIGKILL))
     killer.start()
     yield
-    killer.join(10)
+    killer.join(60)
 
 
-def wait_until(true, seconds: float = 30.0) -> None:
+def wait_until(true, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
@@ -189,7 +196,7 @@ pack(source, {str(tmp_path / "s")!r}, PackOptions(cluster={address!r}))
     child, _ = pids(numbers, 0)
     os.kill(child, 0)  # alive
     process.kill()
-    process.wait(10)
+    process.wait(60)
     wait_until(lambda: not Path(f"/proc/{child}").exists(), 5)
     pack(NumbersSource(numbers, parts=1), tmp_path / "s", PackOptions(jobs=1))
     assert not list(tmp_path.glob("*.partial"))
@@ -272,7 +279,7 @@ def test_other_versions_on_workers_are_refused(address, numbers, tmp_path, monke
 def test_a_worker_of_another_version_that_comes_later_refuses_its_task(address):
     task = cluster.Task(b"", None, None, "", "", "9.9.9")
     with distributed.Client(address) as client, pytest.raises(InputError, match=r"stoker 9\.9\.9"):
-        client.submit(cluster.build_on_worker, task).result(timeout=20)
+        client.submit(cluster.build_on_worker, task).result(timeout=60)
 
 
 def test_a_worker_that_does_not_see_an_input_is_named(address, numbers, tmp_path, monkeypatch):

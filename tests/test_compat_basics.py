@@ -352,7 +352,7 @@ class Meeting(CustomDataset):
 
     def __init__(self, n):
         super().__init__(range(n), range(n))
-        self.barrier = threading.Barrier(3, timeout=20)
+        self.barrier = threading.Barrier(3, timeout=60)
         self.names = set()
 
     def get(self, index):

@@ -22,10 +22,10 @@ from stoker.config import (
     parse_config,
     resolve,
 )
+from stoker.config.load import rewrite_config
 from stoker.config.names import LAYOUTS, LAZY, RAM
 from stoker.config.options import describe_allowed
 from stoker.config.resolve import PLACES
-from stoker.config.rewrite import rewrite_config
 from stoker.config.tree import default_of, key_schemas
 from stoker.errors import ConfigError
 from stoker.units import GIB

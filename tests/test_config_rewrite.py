@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.config import parse_config, shipped_configs
-from stoker.config.load import _yaml_word
-from stoker.config.rewrite import find_key, rewrite_config
+from stoker.config.load import _yaml_word, find_key, rewrite_config
 from stoker.errors import ConfigError
 
 CONFIGS = sorted(shipped_configs().values())

@@ -20,7 +20,8 @@ from stoker.loader.elastic import Cut, ElasticEpoch, find_resume_point, save_sta
 from stoker.loader.epochs import DealtEpoch
 from stoker.loader.lanes import plan_lanes, plan_store_lanes
 from stoker.loader.loader import Loader
-from stoker.loader.order import EpochOrder, Order, PlannedBatch
+from stoker.loader.order import Order
+from stoker.loader.planned import EpochOrder, PlannedBatch
 from stoker.loader.positions import PositionSet, Subset
 from stoker.plan.facts import even_chunks
 from store_makers import simple_shard, write_store

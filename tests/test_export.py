@@ -30,7 +30,7 @@ from stoker.recipes.inference import load_trained, quantize_trained
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.train.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "one_registry")
 
 # The teacher, and images of any size, take long to trace: tests/campaign/test_export_long.py
 EXPORTED = ["forex", "massspec", "segmentation", "tabular", "windows", "series"]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import CorruptError
-from stoker.store import filters
-from stoker.store.filters import (
+from stoker.store import hdf5 as filters
+from stoker.store.hdf5 import (
     DEFLATE,
     FLETCHER32,
     SHUFFLE,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from stoker.errors import InputError
 from stoker.loader.lanes import OVER_GAP, OVERLAPS, LanePlan, plan_lanes, plan_store_lanes
 from stoker.loader.loader import Loader
-from stoker.loader.order import Order, PlannedBatch
+from stoker.loader.order import Order
+from stoker.loader.planned import PlannedBatch
 from stoker.plan.facts import even_chunks
 from stoker.store.fields import Dense, Series
 from store_makers import write_store

@@ -96,7 +96,7 @@ def test_workers_that_hang_in_c_end_with_the_pack(tmp_path, place, number, group
     pids = family(process.pid)
     assert len(pids) >= 4  # itself, two workers, the janitor
     (os.killpg if group else os.kill)(process.pid, number)
-    process.wait(10)
+    process.wait(60)
     assert process.returncode == -number
     wait_until(lambda: not alive(pids), SECONDS * _SLACK, f"left: {alive(pids)}")
     assert not list(place.iterdir())
@@ -229,5 +229,5 @@ def test_a_command_that_is_ended_by_a_signal_says_so_to_its_shell(tmp_path, plac
     )
     wait_until(lambda: list(place.glob("stoker-inspect-*")), 60, "never began")
     process.send_signal(number)
-    assert process.wait(20) == -number
+    assert process.wait(60) == -number
     wait_until(lambda: not list(place.iterdir()), SECONDS * _SLACK, "files stay")

@@ -315,7 +315,7 @@ def test_leaving_in_the_middle_ends_the_threads(store):
         assert feeders()
         loader.set_epoch(0)
     loader.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while feeders() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not feeders()
@@ -517,7 +517,7 @@ def test_a_dropped_loader_does_not_wait_for_its_threads(store, monkeypatch):
 
     monkeypatch.setattr(staging.Uploader, "close", note)
     del loader
-    assert ended.wait(20)
+    assert ended.wait(60)
 
 
 # -- a store that changes ----------------------------------------------------------------------

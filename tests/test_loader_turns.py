@@ -178,7 +178,7 @@ def test_a_child_does_not_clean_up_for_its_parent():
     mine, theirs = context.Pipe()
     child = context.Process(target=_dropped_in_child, args=(theirs,), daemon=True)
     child.start()
-    child.join(20)
+    child.join(60)
     # The sleeper holds this process's janitor up; a new one takes over.
     JANITOR._process = -2
     JANITOR.start()
@@ -230,4 +230,4 @@ def test_a_background_thread_ends_when_told():
     ahead = Background(lambda: time.sleep(0.01), 2, "quick")
     ahead.take()
     ahead.stop()
-    assert ahead.join(5)
+    assert ahead.join(60)

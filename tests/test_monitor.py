@@ -668,7 +668,7 @@ def test_it_ends_cleanly_when_told_to(tmp_path, number, code):
     try:
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 30)
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == code, err
@@ -704,7 +704,7 @@ def test_a_terminal_gets_a_table_that_is_drawn_again(tmp_path):
     finally:
         process.kill()
         process.wait()
-        reader.join(10)
+        reader.join(60)
         os.close(ours)
     text = b"".join(seen)
     assert code == 0, text[-2000:]

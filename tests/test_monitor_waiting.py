@@ -16,9 +16,9 @@ from stoker.cli.terminal import make_console
 from stoker.errors import InputError
 from stoker.monitor import Monitor
 from stoker.report import LOG_NAME, RunLog
-from stoker.runs.comparison import compare
 from stoker.runs.follow import RunFollower
 from stoker.runs.reading import read_run
+from stoker.runs.record import compare
 from stoker.runs.run_page import run_page, verdict
 from stoker.runs.telemetry import TELEMETRY_NAME, TelemetryLog
 from stoker.train.run_folder import RunLock

@@ -143,14 +143,6 @@ def test_parts_that_are_frozen_from_the_beginning_are_captured(path, device, all
     torch.testing.assert_close(trainer.model[0].weight.cpu(), make_model()[0].weight)
 
 
-def test_accumulation_says_what_is_captured_instead(path, device):
-    steps = {"gradient_accumulation_steps": 4}
-    _, history = run(path, device, "auto", OPTIMIZERS["two groups"], **steps)
-    assert "one batch of 80 is captured" in history.fallback.text
-    expected = run(path, device, "off", OPTIMIZERS["two groups"], **steps)[1].losses
-    assert history.losses == pytest.approx(expected, rel=1e-3)
-
-
 def test_several_optimizers_are_sent_to_capture(path):
     def several(model):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[3])]

@@ -573,7 +573,7 @@ def test_who_marks_a_folder_at_once_agrees(tmp_path, monkeypatch):
         found = read_mark(folder, kind)
         if not getattr(looks, "done", False):
             looks.done = True
-            waiting.wait(10)  # all have found nothing before one writes
+            waiting.wait(60)  # all have found nothing before one writes
         return found
 
     monkeypatch.setattr(ownership, "read_mark", look)

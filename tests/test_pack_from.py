@@ -70,7 +70,8 @@ def test_samples_of_any_kind_become_a_store(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    "workers", ["forked", pytest.param("started", marks=pytest.mark.slow)]  # which import torch
+    "workers",
+    ["forked", pytest.param("started", marks=pytest.mark.slow)],  # which import torch
 )
 def test_worker_processes_give_the_same_store(workers, tmp_path, request):
     if workers == "started":

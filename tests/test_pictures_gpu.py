@@ -18,7 +18,7 @@ from PIL import Image
 from stoker import Loader
 from stoker.augment import Compose, Resize
 from stoker.loader import nvjpeg, pictures
-from stoker.loader.order import PlannedBatch
+from stoker.loader.planned import PlannedBatch
 from stoker.sources.images import decoding
 from stoker.sources.images.encoded import picture_field
 from stoker.store.fields import Dense

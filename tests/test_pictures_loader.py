@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -307,9 +309,15 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     source = ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=KeepEncoded())
     pack(source, tmp_path / "photographs", PackOptions(jobs=1))
     page = (Path(__file__).parent.parent / "docs" / "pictures.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    example, loop = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     state: dict = {}
     exec(compile(example, "docs/pictures.md", "exec"), state)
+    if not torch.cuda.is_available():
+        streams = {"Stream": Mock(), "stream": nullcontext, "current_stream": Mock()}
+        for name, value in streams.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+    exec(compile(loop, "docs/pictures.md", "exec"), state)
+    assert state["batch"]["images"].shape == (3, 3, 224, 224)
     (batch,) = list(state["loader"])
     state["loader"].close()
     assert batch["images"].shape == (3, 3, 224, 224)

@@ -545,7 +545,7 @@ def test_the_loaders_iterator_is_let_go_when_the_iteration_ends():
     for _ in wrapped:
         break
     gc.collect()
-    assert closed.wait(5)
+    assert closed.wait(60)
 
 
 def test_after_a_break_the_next_epoch_is_whole_and_uses_the_same_slabs():

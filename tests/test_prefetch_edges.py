@@ -74,7 +74,7 @@ def test_one_that_had_taken_every_batch_is_at_its_end(background):
     wrapped, _ = late(three(), background=background)
     held = iter(wrapped)
     assert [next(held).item() for _ in range(3)] == [0, 1, 2]
-    assert asked.wait(10)  # the end is seen ahead of the consumer
+    assert asked.wait(60)  # the end is seen ahead of the consumer
     wrapped.close()
     with pytest.raises(StopIteration):
         next(held)
@@ -111,7 +111,7 @@ def test_a_consumer_that_waits_while_another_thread_closes_is_told():
 
     def slow():
         yield torch.zeros(1)
-        go_on.wait(20)
+        go_on.wait(60)
         yield torch.zeros(1)
 
     wrapped, _ = late(slow())
@@ -128,9 +128,9 @@ def test_a_consumer_that_waits_while_another_thread_closes_is_told():
     consumer.start()
     closer = threading.Thread(target=wrapped.close)
     closer.start()
-    consumer.join(20)
+    consumer.join(60)
     go_on.set()
-    closer.join(20)
+    closer.join(60)
     assert [type(error) for error in caught] == [InputError]
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
-from stoker.store import column_stats, table_stats
-from stoker.store.column_stats import HUGE
+from stoker.store import table_stats
 from stoker.store.quality import (
     Finding,
     bad_rows,
@@ -25,7 +24,7 @@ from stoker.store.quality import (
 )
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.store.row_sketch import RowHashes, hash_rows
-from stoker.store.table_stats import TableStats
+from stoker.store.table_stats import HUGE, TableStats
 
 SPECIALS = [0.0, -0.0, 1.0, -1.0, 7.5, 65504.0, 65505.0, -65536.0, 7e4, 3e9, -1e12, 1e15, -3e30]
 ODD = [float("nan"), float("inf"), float("-inf"), 1e-40, -1e-42, 1e-38]
@@ -74,7 +73,7 @@ def brute(values):
 
 def same_stats(a: TableStats, b: TableStats):
     assert (a.columns, a.dtype, a.num_rows, a.inner) == (b.columns, b.dtype, b.num_rows, b.inner)
-    for name in ("bins", *column_stats._COUNTS, "low", "high"):
+    for name in ("bins", *table_stats._COUNTS, "low", "high"):
         np.testing.assert_array_equal(getattr(a.values, name), getattr(b.values, name), name)
     assert a.values.first_rows == b.values.first_rows
     np.testing.assert_array_equal(a.sample.rows, b.sample.rows)
@@ -129,8 +128,8 @@ class TestScan:
         whole = TableStats.scan(values)
         row_bytes = values.shape[1] * values.itemsize
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(column_stats, "_MIN_BLOCK_ROWS", block_rows)
-            patch.setattr(column_stats, "_BLOCK_VALUES", 1)
+            patch.setattr(table_stats, "_MIN_BLOCK_ROWS", block_rows)
+            patch.setattr(table_stats, "_BLOCK_VALUES", 1)
             patch.setattr(table_stats, "_CHUNK_BYTES", chunk_rows * row_bytes)
             same_stats(TableStats.scan(values), whole)
 

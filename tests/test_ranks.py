@@ -654,7 +654,7 @@ def test_a_second_signal_leaves_no_process_behind(monkeypatch, tmp_path):
     )
     wait_for(lambda: "stoker" in psutil.Process(left.pid).cmdline())
     assert launch._run(["train"], 2, tmp_path) == (130, "")
-    assert left.wait(10) == -signal.SIGKILL
+    assert left.wait(60) == -signal.SIGKILL
 
 
 def test_only_what_another_start_can_mend_is_started_again(monkeypatch):

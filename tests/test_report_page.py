@@ -23,10 +23,16 @@ from run_folders import BEGAN, FINDINGS, Clock, write_run
 from stoker.errors import InputError, MissingExtraError, StoreError
 from stoker.page.charts import MAX_POINTS, Chart, Line, Mark, line_chart, round_ticks, thin
 from stoker.report import Note, RunLog, Topic
-from stoker.runs.comparison import QUANTITIES, compare
-from stoker.runs.figures import all_charts, gpu_charts, loss_charts, memory_charts, speed_charts
-from stoker.runs.plots import write_plots
+from stoker.runs.figures import (
+    all_charts,
+    gpu_charts,
+    loss_charts,
+    memory_charts,
+    speed_charts,
+    write_plots,
+)
 from stoker.runs.reading import DOCTOR_NAME, LOG_NAME, read_run
+from stoker.runs.record import QUANTITIES, compare
 from stoker.runs.run_page import run_page, verdict, with_unique_names
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.train.run_folder import RunLock

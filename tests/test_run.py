@@ -269,9 +269,9 @@ def test_augmentation_follows_the_config(stores, tmp_path):
 
 
 def test_loss_and_wait_are_shown_while_training(stores, tmp_path, monkeypatch):
-    from stoker.recipes import progress
+    from stoker.recipes import run as running
 
-    monkeypatch.setattr(progress, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(running, "_SHOW_SECONDS", 0.0)
     told = Told()
     settings = settings_for(
         "tabular", stores("tabular").path, tmp_path / "run", "training.read_every=2"

@@ -69,7 +69,7 @@ def served(tmp_path_factory):
         thread.start()
         yield f"http://{USER}:{quote(PASSWORD, safe='')}@127.0.0.1:{server.server_port}/store"
         server.shutdown()
-        thread.join(5)
+        thread.join(60)
 
 
 @pytest.fixture(autouse=True)

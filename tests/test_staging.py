@@ -250,7 +250,7 @@ def test_what_goes_wrong_at_the_very_end_is_raised_not_waited_for(columns, fake,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Upload, "_finish", finish)
         upload = uploader.begin(fake_copies(columns, targets, fake, 0, ROWS), when_done=end)
-        assert upload._finished.wait(10), "waits forever"
+        assert upload._finished.wait(60), "waits forever"
         with pytest.raises(RuntimeError, match="CUDA error"):
             upload.wait()
     assert_all_slabs_are_back(uploader)

@@ -22,8 +22,7 @@ from stoker.store.fields import Dense, Ragged, Series, offsets_of
 from stoker.store.hdf5 import Location
 from stoker.store.manifest import seal
 from stoker.store.reader import open_store
-from stoker.store.shard import load_shard
-from stoker.store.writer import write_shard
+from stoker.store.shard import load_shard, write_shard
 from store_makers import shard_data, simple_shard, write_store
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from paper_graphs import use_paper_graphs
@@ -85,7 +85,10 @@ class Margin(nn.Module):
         self.centres = nn.Parameter(torch.randn(5, 4))
 
     def forward(self, outputs, targets):
-        return F.cross_entropy(F.linear(F.normalize(outputs), F.normalize(self.centres)), targets)
+        return functional.cross_entropy(
+            functional.linear(functional.normalize(outputs), functional.normalize(self.centres)),
+            targets,
+        )
 
 
 def linear(inputs, outputs, **options):
@@ -245,3 +248,49 @@ def test_a_model_that_was_in_evaluation_mode_is_trained_whole(capsys):
     Trainer(model, batches, batches, nn.MSELoss(), optimizer, device="cpu").fit()
     assert model[1].num_batches_tracked == 1
     assert "evaluation mode" not in capsys.readouterr().out
+
+
+class Carries(nn.Module):
+    """Keeps its hidden state from batch to batch in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.cell, self.out, self.hidden = nn.Linear(12, 6), nn.Linear(6, 1), None
+
+    def forward(self, x):
+        hidden = x.new_zeros(x.shape) if self.hidden is None else self.hidden[0]
+        hidden = torch.tanh(self.cell(torch.cat([x, hidden], 1)))
+        self.hidden = (hidden.detach(), hidden.detach())
+        return self.out(hidden)
+
+
+class Caches(nn.Module):
+    """Keeps what it computed in an attribute, for others to look at."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.net, self.seen = nn.Linear(6, 1), None
+
+    def forward(self, x):
+        self.seen = self.net(x)
+        return self.seen
+
+
+@pytest.mark.parametrize(("kind", "is_captured"), [(Carries, False), (Caches, True)])
+def test_a_state_in_an_attribute_is_not_frozen(device, kind, is_captured):
+    (features,) = rows(6)
+
+    def make_loader():
+        return loader_of(features, features[:, :1])
+
+    expected, _ = train_plainly(kind(), nn.MSELoss(), make_loader, device)
+    trainer = make_trainer(kind(), nn.MSELoss(), make_loader, device)
+    torch.testing.assert_close(trainer.fit(quiet=True).losses, expected, rtol=1e-4, atol=1e-5)
+    assert trainer._captured.active == is_captured, trainer._captured.reason
+    if not is_captured:
+        assert "reads Carries.hidden of the step before" in trainer._captured.reason
+    elif device == "cpu":
+        last = trainer.model.seen
+        assert last.shape == (BATCH, 1)

@@ -440,6 +440,12 @@ def test_a_loader_that_raises_loses_no_step(path, tmp_path):
     assert rest.losses == make_trainer(path, epochs=2).fit().losses[5:]
 
 
+def test_long_runs_keep_the_losses_of_the_last_epochs(path, monkeypatch):
+    every = make_trainer(path, epochs=4).fit().losses
+    monkeypatch.setattr("stoker.train.history.LOSSES_KEPT", 7)
+    assert make_trainer(path, epochs=4).fit().losses == every[-(len(every) // 4) - 7 :]
+
+
 def test_a_used_folder_and_another_optimizer_are_refused(path, tmp_path):
     trainer = make_trainer(path, run_dir=tmp_path / "run", epochs=1)
     trainer.fit()

@@ -106,7 +106,7 @@ def test_findings_that_are_not_listed_are_counted_and_numbers_stand_to_the_right
 def test_arrays_that_do_not_belong_together_are_no_sparse_matrix(tmp_path, lengths):
     import h5py
 
-    from stoker.store.foreign import find_sparse
+    from stoker.store.plain import find_sparse
 
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_group("m")

@@ -342,7 +342,7 @@ class Started:
             self.kill()
             raise TimeoutError(f"process {self.pid} is still there after {timeout} s")
         for reader in readers:
-            reader.join(10)
+            reader.join(60)
         self.close()
         return said[0], said[1]
 

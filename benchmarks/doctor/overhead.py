@@ -167,7 +167,8 @@ def main() -> None:
     def run(number: int) -> None:
         name = names[number]
         first = number * each if asked.at_once else 0
-        found = compare(name, set(usable[first : first + each]), asked.turns, until)
+        last = None if number == len(names) - 1 else first + each
+        found = compare(name, set(usable[first:last]), asked.turns, until)
         with writing:
             result[name] = found
             print(name, {key: value for key, value in found.items() if key != "turns"}, flush=True)

@@ -114,10 +114,14 @@ class _Watch:
                 busy_at = now
             looked_at = now
             for what, seconds in find_stalled(now, busy_at):
-                text = f"still waiting for {what}, for {format_seconds(seconds)}: its disk does not answer"
-                # Where warnings are errors, the thread must live on.
-                with contextlib.suppress(Exception):
-                    self._tell(printable(text))
+                self.say(
+                    f"still waiting for {what}, for {format_seconds(seconds)}: its disk does not answer"
+                )
+
+    def say(self, text: str) -> None:
+        # Where warnings are errors, the thread must live on.
+        with contextlib.suppress(Exception):
+            self._tell(printable(text))
 
 
 _watch = _Watch()
@@ -130,6 +134,11 @@ def start_watch(tell: Callable[[str], object] | None = None) -> None:
         tell: Is given each text, in the watch's thread; `warnings.warn` until somebody gives one.
     """
     _watch.start(tell)
+
+
+def say(text: str) -> None:
+    """Tell the user what is waited for, where whoever waits knows it: it is told as the watch tells it."""
+    _watch.say(text)
 
 
 atexit.register(_watch.stop)

@@ -567,3 +567,6 @@ def _check_params(params: object) -> None:
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+Op.composed_by = Compose

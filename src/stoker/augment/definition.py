@@ -33,14 +33,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
 from stoker.errors import InputError
-
-if TYPE_CHECKING:
-    from stoker.augment.compose import Compose
 
 TAPE_WIDTH = 16
 TABLE_WIDTH = 16
@@ -193,6 +190,13 @@ def centre_of(size: Size) -> list[float]:
 # -- the base ------------------------------------------------------------------------------------
 
 
+class Applies(Protocol):
+    """A `Compose`, as an op that is used alone knows it."""
+
+    def apply(self, image: torch.Tensor, /) -> torch.Tensor:
+        """Draw for one image, and return it as float."""
+
+
 @dataclass(frozen=True)
 class Op:
     """One augmentation. Subclasses are frozen and checked at construction.
@@ -201,11 +205,13 @@ class Op:
         phase: When it is applied.
         opcode: Its row on the tape; None for an op that draws nothing.
         is_fixed: Whether it is not random, and so is kept for validation.
+        composed_by: `Compose`, for an op that is applied alone. `compose.py`, which imports this module, sets it.
     """
 
     phase: ClassVar[Phase]
     opcode: ClassVar[Opcode | None] = None
     is_fixed: ClassVar[bool] = False
+    composed_by: ClassVar[type[Any]]
 
     @property
     def reads_outside(self) -> bool:
@@ -251,12 +257,10 @@ class Op:
         return [values + [0.0] * (TAPE_WIDTH - len(values))]
 
     @cached_property
-    def _alone(self) -> Compose:
-        from stoker.augment.compose import Compose
-
-        return Compose([self], stream=0x8000 + next(_LONE_STREAMS) % 0x8000)
+    def _alone(self) -> Applies:
+        made: Applies = self.composed_by([self], stream=0x8000 + next(_LONE_STREAMS) % 0x8000)
+        return made
 
     def apply(self, image: torch.Tensor) -> torch.Tensor:
         """Draw for one image `(C, H, W)` and return it as float in [0, 1] (see `Compose.apply`)."""
-        result: torch.Tensor = self._alone.apply(image)
-        return result
+        return self._alone.apply(image)

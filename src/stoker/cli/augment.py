@@ -60,7 +60,15 @@ def preview(
     from stoker.augment.preview import check_output, make_preview, read_samples, write_png
     from stoker.sources.images import parse_size
 
-    _check_counts(rows, columns, epoch, seed)
+    limits = {
+        "--rows": (rows, 1, 64, 4),
+        "--columns": (columns, 2, 64, 6),
+        "--epoch": (epoch, 0, 2**31 - 1, 0),
+        "--seed": (seed, 0, 2**63 - 1, 0),
+    }
+    for name, (value, low, high, usual) in limits.items():
+        if not low <= value <= high:
+            raise InputError(f"{name} is {value}.", f"{low} to {high:,}", f"{name} {usual}")
     check_output(out, (images, masks))
     wanted = None if size is None else parse_size(size)
     if wanted is not None:
@@ -94,18 +102,6 @@ def preview(
 app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
 
 
-def _check_counts(rows: int, columns: int, epoch: int, seed: int) -> None:
-    limits = {
-        "--rows": (rows, 1, 64, 4),
-        "--columns": (columns, 2, 64, 6),
-        "--epoch": (epoch, 0, 2**31 - 1, 0),
-        "--seed": (seed, 0, 2**63 - 1, 0),
-    }
-    for name, (value, low, high, usual) in limits.items():
-        if not low <= value <= high:
-            raise InputError(f"{name} is {value}.", f"{low} to {high:,}", f"{name} {usual}")
-
-
 def _check_size(size: tuple[int, int]) -> None:
     if min(size) < 2 or max(size) > 4096:
         raise InputError(f"--size is {size[0]}x{size[1]}.", "2 to 4,096 a side", "--size 360x480")
@@ -120,25 +116,21 @@ def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: i
             raise InputError(
                 f"--preset {preset} and --config {config}.", "one of them", "leave --preset out"
             )
-        return _from_config(config, seed, ignore_index)
+        from stoker.compat.augmentation import augmentation_from_settings
+        from stoker.config import load_config, resolve
+
+        settings = resolve(load_config(config)).augmentation
+        made = augmentation_from_settings(
+            settings, seed=seed, ignore_index=ignore_index, backend="torch"
+        )
+        if made is None:
+            raise InputError(
+                f"{config} does not augment on the GPU.",
+                "training.use_gpu_augmentation: true",
+                "stoker config show CONFIG",
+            )
+        return made
     name = preset or "standard"
     if name not in PRESETS:
         raise InputError(f"--preset is {name!r}.", ", ".join(PRESETS), "--preset strong")
     return make_preset(name, seed=seed, ignore_index=ignore_index, backend="torch")
-
-
-def _from_config(config: Path, seed: int, ignore_index: int) -> Compose:
-    from stoker.compat.augmentation import augmentation_from_settings
-    from stoker.config import load_config, resolve
-
-    settings = resolve(load_config(config)).augmentation
-    made = augmentation_from_settings(
-        settings, seed=seed, ignore_index=ignore_index, backend="torch"
-    )
-    if made is None:
-        raise InputError(
-            f"{config} does not augment on the GPU.",
-            "training.use_gpu_augmentation: true",
-            "stoker config show CONFIG",
-        )
-    return made

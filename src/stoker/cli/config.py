@@ -157,7 +157,16 @@ def migrate(
     except OSError as error:
         raise unwritable(new, error) from error
     if as_json:
-        _print_migration_json(made, new)
+        moved = [
+            {"old": each.old, "place": str(each.place), "new": each.new, "value": each.value, "note": each.note}
+            for each in made.moved
+        ]  # fmt: skip
+        dropped = [
+            {"old": each.old, "place": str(each.place), "value": each.value, "reason": each.reason}
+            for each in made.dropped
+        ]
+        facts = {"out": str(new), "moved": moved, "dropped": dropped}
+        print_json(facts)
     else:
         _print_migration(made, old, new)
 
@@ -219,19 +228,6 @@ def _why_refused(recipe: str, option: str, value: Any) -> str | None:
     except InputError as error:
         return f"{error.given.rstrip('.')}; allowed: {error.allowed}"
     return None
-
-
-def _print_migration_json(made: Migration, new: Path) -> None:
-    moved = [
-        {"old": each.old, "place": str(each.place), "new": each.new, "value": each.value, "note": each.note}
-        for each in made.moved
-    ]  # fmt: skip
-    dropped = [
-        {"old": each.old, "place": str(each.place), "value": each.value, "reason": each.reason}
-        for each in made.dropped
-    ]
-    facts = {"out": str(new), "moved": moved, "dropped": dropped}
-    print_json(facts)
 
 
 def _print_migration(made: Migration, old: Path, new: Path) -> None:

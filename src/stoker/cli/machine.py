@@ -40,19 +40,15 @@ def machine(
     if as_json:
         print_json(found.to_json(), indent=2)
     else:
-        _print_machine(found)
+        from rich.table import Table
 
-
-def _print_machine(found: Machine) -> None:
-    from rich.table import Table
-
-    console = make_console(width=200)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _rows(found):
-        table.add_row(name, value)
-    console.print(table)
-    for note in found.notes:
-        console.print(f"note: {note}")
+        console = make_console(width=200)
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, value in _rows(found):
+            table.add_row(name, value)
+        console.print(table)
+        for note in found.notes:
+            console.print(f"note: {note}")
 
 
 def _rows(found: Machine) -> Iterator[tuple[str, str]]:

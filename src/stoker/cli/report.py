@@ -34,10 +34,10 @@ def report(
         out: The page; by default report.html in the run's folder.
         png: Also draw every chart as a PNG file into this folder.
     """
-    from stoker.runs.comparison import compare
     from stoker.runs.evaluation import Evaluation
     from stoker.runs.figures import all_charts
     from stoker.runs.reading import find_previous, read_run
+    from stoker.runs.record import compare
     from stoker.runs.run_page import run_page, verdict, with_unique_names
 
     records = with_unique_names([read_run(path) for path in runs])
@@ -49,7 +49,7 @@ def report(
         raise unwritable(target, error, "the page") from error
     plots: list[Path] = []
     if png is not None:
-        from stoker.runs.plots import write_plots
+        from stoker.runs.figures import write_plots
 
         plots = write_plots(all_charts(records), png)
     if as_json:

@@ -14,7 +14,7 @@ from typing import Any
 
 from stoker.address import as_url, masked
 from stoker.config import Config, Settings, find_config, load_config, parse_config, resolve
-from stoker.config.rewrite import find_key, rewrite_config
+from stoker.config.load import find_key, rewrite_config
 from stoker.config.tree import home_of
 from stoker.errors import ConfigError, refuse_special
 from stoker.ownership import always, never, write_text

@@ -164,32 +164,20 @@ class DoctorCallback(pl.Callback):
                 self._facts["batch_bytes"] = sum(t.nbytes for t in iterate_tensors(batch))
         self._delay = clocks.run_delay()
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         """The time queued for a core from here on belongs to the wait."""
         self._delay = clocks.run_delay()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """A step with a validation in it tells nothing."""
         if self._seen is not None:
             self._seen.disturb(2)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Judge, and say it."""
         self._judge()
 
-    def on_exception(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        exception: BaseException,
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Judge what was seen until then."""
         self._judge()
 

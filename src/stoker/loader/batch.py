@@ -19,7 +19,7 @@ import torch
 
 from stoker.display import nearest, table_html
 from stoker.errors import FieldNameError, InputError
-from stoker.loader.order import PlannedBatch
+from stoker.loader.planned import PlannedBatch
 from stoker.store.fields import Array
 
 _UNPACKING = {dis.opmap["UNPACK_SEQUENCE"], dis.opmap["UNPACK_EX"]}

@@ -22,7 +22,7 @@ from stoker.loader.background import JANITOR
 from stoker.loader.batch import IndexBatch, IndexTable
 from stoker.loader.columns import Column
 from stoker.loader.elastic import Progress
-from stoker.loader.order import EpochOrder, PlannedBatch, Visit
+from stoker.loader.planned import EpochOrder, PlannedBatch, Visit
 from stoker.loader.ring import Feeder
 from stoker.loader.scattered import Loads, ScatteredBatch, ScatteredRing, plan_loads
 from stoker.loader.staging import TableUploader, Uploader

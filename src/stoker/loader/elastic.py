@@ -35,7 +35,8 @@ import xxhash
 
 from stoker.errors import InputError
 from stoker.loader.epochs import BlockEpoch, DealtEpoch, Deck, LaneEpoch
-from stoker.loader.order import EpochOrder, Order, Share
+from stoker.loader.order import Order
+from stoker.loader.planned import EpochOrder, OrderFacts, Share
 from stoker.loader.positions import PositionSet, Subset
 from stoker.store.fields import Array
 
@@ -258,7 +259,7 @@ def _replay(order: Order, epoch: int, cuts: Sequence[Cut], last: Order) -> Epoch
     return begun
 
 
-def _is_same(one: Order, other: Order) -> bool:
+def _is_same(one: OrderFacts, other: OrderFacts) -> bool:
     """Whether two orders give their ranks the same samples; sequential orders do not depend on chunks."""
     chunks = one.chunks == other.chunks or one.mode in ("sequential", "time")
     return (one.batch_size, one.world_size) == (other.batch_size, other.world_size) and chunks
@@ -283,7 +284,7 @@ def _as_whole(remaining: EpochOrder) -> EpochOrder | None:
     return None
 
 
-def _describe(before: Order, remaining: EpochOrder) -> str:
+def _describe(before: OrderFacts, remaining: EpochOrder) -> str:
     """Return how an epoch continues, in words; warn if samples are left out without `drop_last`."""
     order, steps = remaining.order, remaining.num_batches - remaining.first_step
     words = (

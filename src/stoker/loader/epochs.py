@@ -18,7 +18,7 @@ import numpy as np
 from stoker.loader.background import JANITOR
 from stoker.loader.drawing import spread
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import EpochOrder, Order, PlannedBatch, Share, Visit
+from stoker.loader.planned import EpochOrder, OrderFacts, PlannedBatch, Share, Visit
 from stoker.loader.positions import PositionSet, Subset
 from stoker.store.fields import Array, offsets_of
 
@@ -32,7 +32,7 @@ _LEAST_FOR_THREAD = 1 << 14
 _Take = Callable[[int, int], Array]
 
 
-def begin_epoch(order: Order, epoch: int) -> EpochOrder:
+def begin_epoch(order: OrderFacts, epoch: int) -> EpochOrder:
     """Return a whole epoch."""
     if order.lanes is not None:
         return LaneEpoch(order, epoch, order.lanes)
@@ -65,7 +65,7 @@ class BlockEpoch(EpochOrder):
 
     def __init__(
         self,
-        order: Order,
+        order: OrderFacts,
         epoch: int,
         first_step: int = 0,
         rest: Share | None = None,
@@ -237,7 +237,7 @@ class Deck:
     """
 
     def __init__(
-        self, order: Order, epoch: int, step: int = 0, left: PositionSet | None = None
+        self, order: OrderFacts, epoch: int, step: int = 0, left: PositionSet | None = None
     ) -> None:
         self._order, self._epoch, self._left = order, epoch, left
         self._key = (epoch, _REST, step) if step else (epoch, _EVERYTHING)
@@ -280,7 +280,7 @@ class DealtEpoch(EpochOrder):
 
     def __init__(
         self,
-        order: Order,
+        order: OrderFacts,
         epoch: int,
         deck: Deck,
         begin: int = 0,
@@ -354,7 +354,7 @@ class LaneEpoch(EpochOrder):
 
     def __init__(
         self,
-        order: Order,
+        order: OrderFacts,
         epoch: int,
         plan: LanePlan,
         layout_ranks: int | None = None,

@@ -48,8 +48,9 @@ from stoker.loader.drawing import Mixture, Weights, choose_draws
 from stoker.loader.elastic import ElasticEpoch, Progress, ResumePoint
 from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import Mode, Order, PlannedBatch, pick_mode
+from stoker.loader.order import Order, pick_mode
 from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
+from stoker.loader.planned import Mode, PlannedBatch
 from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import superseded
 from stoker.loader.scattered import rows_for_scattered

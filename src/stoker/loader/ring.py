@@ -35,7 +35,7 @@ import torch
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import stop_at_exit
 from stoker.loader.columns import Column
-from stoker.loader.order import Visit
+from stoker.loader.planned import Visit
 from stoker.loader.staging import Copy, Upload, Uploader, torch_dtype
 from stoker.store.fields import Array
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from stoker.loader.columns import Column
 from stoker.loader.epochs import BlockEpoch
-from stoker.loader.order import EpochOrder, PlannedBatch, Visit
+from stoker.loader.planned import EpochOrder, PlannedBatch, Visit
 from stoker.loader.ring import Ring
 from stoker.loader.staging import Copy, Upload, Uploader
 from stoker.store.fields import Array, offsets_of

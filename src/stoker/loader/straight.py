@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from stoker.loader.columns import Column, Values
-from stoker.loader.order import Mode, PlannedBatch
+from stoker.loader.planned import Mode, PlannedBatch
 from stoker.loader.staging import restore_sign, signed_twin
 from stoker.store.fields import Array
 

@@ -43,7 +43,7 @@ from stoker.stalls import Waiting, start_watch
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
-from stoker.store.writer import write_shard
+from stoker.store.shard import write_shard
 from stoker.strict_json import json_text
 from stoker.units import format_count, parse_share
 

@@ -26,8 +26,7 @@ from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
 from stoker.store.quality import Limits, bad_rows
 from stoker.store.reader import Store, assemble_store
 from stoker.store.repairs import FittedRepair, apply_repairs, fit_repairs, parse_repair
-from stoker.store.shard import load_shard
-from stoker.store.writer import write_shard
+from stoker.store.shard import load_shard, write_shard
 from stoker.strict_json import exact_text, parse_json
 
 _FIT_ROWS = 200_000

@@ -8,7 +8,7 @@ Contract:
 - Failure: an exception in a worker ends the run with that exception and the item's label. A worker that
   dies (killed, crashed inside a C library, out of memory, too long on one row) does not: its item is given
   to a new worker, without the row that killed it. An item that keeps killing workers without naming a row
-  ends the run.
+  ends the run. A worker that was stopped is waited for, and named after 30 s.
 - Cancel (Ctrl-C, a signal, the generator closed): all workers are killed before `run` returns. They end
   by themselves when this process is gone.
 
@@ -29,6 +29,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol, Self, TypeVar
 
+import psutil
+
+from stoker import stalls
 from stoker.errors import StokerError
 from stoker.lifetime import child_environment
 from stoker.packing.worker import ALIVE, NOTES, PARENT, dump, load, noted_row, receive, send
@@ -134,9 +137,14 @@ class Workers:
             idle.give(item, dump((code, item, poison.get(item.index, {}), self.limit_seconds)))
 
     def _ready(self) -> list[_Process]:
-        """Wait until a worker has answered or died, and return those that have."""
+        """Wait until a worker has answered or died, and return those that have; name one that was stopped."""
         busy = {process.answers.fileno(): process for process in self._processes if process.item}
-        readable, _, _ = select.select(list(busy), [], [])
+        readable: list[int] = []
+        while not readable:
+            readable, _, _ = select.select(list(busy), [], [], stalls.WAIT_SECONDS)
+            if not readable:
+                for process in busy.values():
+                    process.say_if_stopped()
         return [busy[descriptor] for descriptor in readable]
 
     def _blame(
@@ -179,6 +187,7 @@ class _Process:
 
     def __init__(self, jobs: int, alive: str) -> None:
         self.item: Any = None
+        self._is_told = False
         # Without a name: nothing to remove. Passed on by its descriptor.
         self._notes = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
         threads = max(1, len(os.sched_getaffinity(0)) // jobs)
@@ -211,6 +220,17 @@ class _Process:
         item, self.item = self.item, None
         message = receive(self.answers)
         return item, None if message is None else load(message)
+
+    def say_if_stopped(self) -> None:
+        """Tell the user, once, that the process was stopped (SIGSTOP, Ctrl-Z of a debugger) and how it goes on."""
+        pid = self._child.pid
+        with contextlib.suppress(psutil.Error):
+            if not self._is_told and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                self._is_told = True
+                stalls.say(
+                    f"still waiting for the worker (pid {pid}) on {self.item.label}: it is stopped; "
+                    f"`kill -CONT {pid}` lets it go on, `kill -9 {pid}` gives its work to another"
+                )
 
     def end(self) -> tuple[int, int | None]:
         """Kill the worker if it lives; return how it ended, and the row that it was on."""

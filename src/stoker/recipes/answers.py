@@ -24,17 +24,17 @@ import torch
 from stoker.address import as_url
 from stoker.display import command, look_in, quoted
 from stoker.errors import InputError
-from stoker.loader.loader import pick_device
-from stoker.ownership import check_output
 from stoker.recipes.classification import evaluate_classes
 from stoker.recipes.contract import RawReader
 from stoker.recipes.inference import (
     BATCH_SIZE,
     PredictReport,
     Trained,
+    check_answers,
     load_trained,
+    place_of,
     predict_store,
-    write_own,
+    write_out,
 )
 from stoker.recipes.metrics import bootstrap
 from stoker.recipes.raw_tables import open_raw_table
@@ -47,9 +47,6 @@ from stoker.store.zarr import is_zarr
 from stoker.train.predict import (
     Predicted,
     as_rows,
-    check_ending,
-    is_written_here,
-    write_predictions,
 )
 
 _MOST_EVALUATED = 2_000_000
@@ -150,7 +147,7 @@ def predict_file(
     Raises:
         InputError: The input or the output cannot be used.
     """
-    recipe, facts = trained.chosen.recipe, trained.facts
+    recipe = trained.chosen.recipe
     if as_url(given) is None and not Path(given).exists():
         raise InputError(
             f"{given} does not exist.",
@@ -168,10 +165,7 @@ def predict_file(
             progress=progress,
         )
     out = Path(out)
-    check_ending(out, recipe.endings)
-    is_own = (out.suffix.lower() or "/") in recipe.endings
-    if not is_own:
-        check_output(out, [trained.loaded.saved.path, given], is_written_here)
+    is_own = check_answers(trained, out, given)
     if split != "all":
         raise InputError(
             f"--split is {split!r}, and {given} is raw input.",
@@ -183,19 +177,10 @@ def predict_file(
     shown.start("predicting", reader.num_rows, "rows")
     answers = _Answers(trained, reader, batch_size, device, given)
     began = time.perf_counter()
-    said: tuple[str, ...] = ()
-    with blamed(recipe, "predict"):
-        if is_own:
-            num_rows, said = write_own(recipe, out, answers.predict(), trained.made, facts)
-        else:
-            num_rows = write_predictions(
-                out,
-                answers.predict(),
-                _about(trained, given),
-                shown,
-                key=reader.key,
-                classes=trained.class_names,
-            )
+    about = {"input": str(given)}
+    num_rows, said = write_out(
+        trained, out, is_own, answers.predict(), about, shown, key=reader.key
+    )
     seconds = time.perf_counter() - began
     notes = (*reader.notes(), *said, *trained.made.notes)
     return PredictReport(
@@ -240,16 +225,6 @@ def open_raw(trained: Trained, given: Any, told: Mapping[str, Any]) -> RawReader
     return reader
 
 
-def _about(trained: Trained, given: str | Path) -> dict[str, Any]:
-    saved = trained.loaded.saved
-    return {
-        "checkpoint": str(saved.path),
-        "step": saved.step,
-        "recipe": trained.chosen.key,
-        "input": str(given),
-    }
-
-
 class _Answers:
     """Raw rows on their way through the model; keeps what is needed to evaluate them where truths are known."""
 
@@ -261,10 +236,7 @@ class _Answers:
         device: str | torch.device | None,
         given: Any,
     ) -> None:
-        is_int8 = "int8" in trained.loaded.identity
-        self._device = pick_device("cpu" if is_int8 and device is None else device)
-        if is_int8 and self._device.type != "cpu":
-            raise InputError(f"int8 weights on {self._device}.", "the CPU", "--device cpu")
+        self._device = place_of(trained, device)
         self._trained, self._reader, self._batch_size = trained, reader, batch_size
         is_path = isinstance(given, str | Path)
         self._input = quoted(given) if is_path else f"the {type(given).__name__}"

@@ -150,7 +150,22 @@ def choose_recipe(settings: Settings) -> Chosen:
         ) from error
     settings = with_defaults(settings, recipe)
     given = dict(settings.recipe.options)
-    _refuse_unknown(settings, given, [entry.name for entry in fields(recipe.Options)])
+    known = [entry.name for entry in fields(recipe.Options)]
+    problems = []
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            problems.append(
+                Problem(
+                    Place(_where(settings, name)),
+                    "",
+                    f"the recipe {settings.recipe.name!r} has no option {name!r}",
+                    ", ".join(known) or "no options",
+                    f"recipe.options.{near[0]}" if near else f"delete recipe.options.{name}",
+                )
+            )
+    if problems:
+        raise as_error(problems)
     with blamed(recipe, "from_settings"):
         asked = recipe.from_settings(settings, given)
     _refuse_disagreement(settings, given, asked)
@@ -180,24 +195,6 @@ def _where(settings: Settings, option: str | None) -> str:
     asked = (f"{OPTIONS}.{option}", as_key(option or ""), OPTIONS)
     origin = next((settings.origins[name] for name in asked if name in settings.origins), None)
     return "" if origin is None else f"{origin.place or ''} {origin.key}".strip()
-
-
-def _refuse_unknown(settings: Settings, given: Mapping[str, Any], known: list[str]) -> None:
-    problems = []
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            problems.append(
-                Problem(
-                    Place(_where(settings, name)),
-                    "",
-                    f"the recipe {settings.recipe.name!r} has no option {name!r}",
-                    ", ".join(known) or "no options",
-                    f"recipe.options.{near[0]}" if near else f"delete recipe.options.{name}",
-                )
-            )
-    if problems:
-        raise as_error(problems)
 
 
 def _refuse_disagreement(

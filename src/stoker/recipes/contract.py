@@ -21,7 +21,7 @@ import torch
 from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.config import Settings
 from stoker.loader.lanes import LanePlan
-from stoker.loader.order import Mode
+from stoker.loader.planned import Mode
 from stoker.recipes.scaling import RobustScale
 from stoker.recipes.schedule import make_adamw
 from stoker.runs.evaluation import Evaluation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from stoker.recipes.catalogue import (
     rebuild,
     restore,
 )
-from stoker.recipes.contract import Facts, Job, Rebuilt, Recipe
+from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.registry import blamed
 from stoker.report import LOG_NAME, Progress, Silent, Topic, read_note, read_run_log
@@ -220,16 +220,9 @@ def predict_store(
         device: The first GPU by default; int8 weights run on the CPU only.
         progress: Told how far it is.
     """
-    recipe, out = trained.chosen.recipe, Path(out)
-    check_ending(out, recipe.endings)
-    is_own = (out.suffix.lower() or "/") in recipe.endings
-    if not is_own:
-        check_output(out, [trained.loaded.saved.path, store_path], is_written_here)
-    told = progress or Silent()
-    is_int8 = "int8" in trained.loaded.identity
-    place = pick_device("cpu" if is_int8 and device is None else device)
-    if is_int8 and place.type != "cpu":
-        raise InputError(f"int8 weights on {place}.", "the CPU", "--device cpu")
+    recipe, out, told = trained.chosen.recipe, Path(out), progress or Silent()
+    is_own = check_answers(trained, out, store_path)
+    place = place_of(trained, device)
     columns: list[str] = []
     with open_store(store_path) as store, contextlib.ExitStack() as stack:
         check_columns(store, trained.facts)
@@ -237,9 +230,8 @@ def predict_store(
         samples = find_samples(store, trained, split)
         made, resized = _resizing(store, trained)
         notes += resized
-        loader = stack.enter_context(
-            _loader(store, replace(trained, made=made), samples, batch_size, place)
-        )
+        trained = replace(trained, made=made)
+        loader = stack.enter_context(_loader(store, trained, samples, batch_size, place))
         told.start("predicting", len(samples), "samples")
         rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
         began = time.perf_counter()
@@ -251,30 +243,51 @@ def predict_store(
                 told.advance(len(predicted.sample_ids) if is_own else 0)
                 yield _named(store, predicted, recipe.label_fields) if is_own else keyed(predicted)
 
-        with blamed(recipe, "predict"):
-            if is_own:
-                num_rows, said = write_own(recipe, out, watched(), made, trained.facts)
-                notes += said
-            else:
-                num_rows = write_predictions(
-                    out,
-                    watched(),
-                    _about(trained, store, split),
-                    told,
-                    key=key,
-                    classes=trained.class_names,
-                )
+        about = {"store": store.name, "data": fingerprint(store), "split": split}
+        num_rows, said = write_out(trained, out, is_own, watched(), about, told, key=key)
     seconds = time.perf_counter() - began
-    return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *made.notes))
+    return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *said, *made.notes))
 
 
-def write_own(
-    recipe: Recipe, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
+def check_answers(trained: Trained, out: Path, given: str | Path) -> bool:
+    """Refuse an output that cannot be written; return whether the recipe itself writes it, by its ending."""
+    endings = trained.chosen.recipe.endings
+    check_ending(out, endings)
+    is_own = (out.suffix.lower() or "/") in endings
+    if not is_own:
+        check_output(out, [trained.loaded.saved.path, given], is_written_here)
+    return is_own
+
+
+def place_of(trained: Trained, device: str | torch.device | None) -> torch.device:
+    """Return the device that answers; int8 weights run on the CPU only."""
+    is_int8 = "int8" in trained.loaded.identity
+    place = pick_device("cpu" if is_int8 and device is None else device)
+    if is_int8 and place.type != "cpu":
+        raise InputError(f"int8 weights on {place}.", "the CPU", "--device cpu")
+    return place
+
+
+def write_out(
+    trained: Trained,
+    out: Path,
+    is_own: bool,
+    answers: Iterator[Predicted],
+    about: Mapping[str, Any],
+    told: Progress,
+    **named: Any,
 ) -> tuple[int, tuple[str, ...]]:
-    """Write answers in a format of the recipe's own; return how many rows, and what it says of them."""
-    written = recipe.write_answers(out, answers, made, facts)
-    num_rows, said = written if isinstance(written, tuple) else (written, ())
-    return num_rows, tuple(said)
+    """Write answers, and what they are `about`; return how many there were, and what the recipe says of them."""
+    recipe, saved = trained.chosen.recipe, trained.loaded.saved
+    with blamed(recipe, "predict"):
+        if is_own:
+            written = recipe.write_answers(out, answers, trained.made, trained.facts)
+            num_rows, said = written if isinstance(written, tuple) else (written, ())
+            return num_rows, tuple(said)
+        whose = {"checkpoint": str(saved.path), "step": saved.step, "recipe": trained.chosen.key}
+        classes = trained.class_names
+        about = {**whose, **about}
+        return write_predictions(out, answers, about, told, classes=classes, **named), ()
 
 
 def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]:
@@ -354,18 +367,6 @@ def _loader(
         samples=samples,
         augment=as_augments(made.augment),
     )
-
-
-def _about(trained: Trained, store: Store, split: str) -> dict[str, Any]:
-    saved = trained.loaded.saved
-    return {
-        "checkpoint": str(saved.path),
-        "step": saved.step,
-        "recipe": trained.chosen.key,
-        "store": store.name,
-        "data": fingerprint(store),
-        "split": split,
-    }
 
 
 def _find_repairs(

@@ -168,17 +168,14 @@ def _convert(value: Any, hint: Any) -> Any:
             return value
         raise TypeError
     if origin is tuple:
-        return _convert_tuple(value, get_args(hint))
+        inner = get_args(hint)
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
+        if len(kinds) != len(value):
+            raise TypeError
+        return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
     return _plain(value, hint)
-
-
-def _convert_tuple(value: Any, inner: tuple[Any, ...]) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError
-    kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
-    if len(kinds) != len(value):
-        raise TypeError
-    return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
 
 
 def _plain(value: Any, hint: Any) -> Any:

@@ -63,7 +63,19 @@ def open_raw_table(
         opened = [open_table(path, asked, partitions) for path, partitions in found]
         pieces = [_Piece(str(file.path), file.names, file=file) for file in opened]
     for piece in pieces:
-        _check_names(piece, columns)
+        missing = [column.name for column in columns if column.name not in piece.names]
+        if missing:
+            used = {column.name for column in columns}
+            free = [name for name in piece.names if name not in used]
+            close = [
+                f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
+            ]
+            raise InputError(
+                f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
+                f"{shown_names(missing)}.",
+                shown_names([column.name for column in columns]),
+                f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
+            )
     return RawTable(pieces, columns, facts, ranges)
 
 
@@ -139,22 +151,6 @@ class _Piece:
         late = {(each.line or 0) - skip - 1: str(each.reason) for each in refused[done:]}
         if late:
             yield None, late
-
-
-def _check_names(piece: _Piece, columns: Sequence[Column]) -> None:
-    missing = [column.name for column in columns if column.name not in piece.names]
-    if missing:
-        used = {column.name for column in columns}
-        free = [name for name in piece.names if name not in used]
-        close = [
-            f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
-        ]
-        raise InputError(
-            f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
-            f"{shown_names(missing)}.",
-            shown_names([column.name for column in columns]),
-            f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
-        )
 
 
 class RawTable:

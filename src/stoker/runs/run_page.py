@@ -13,11 +13,19 @@ from typing import Any
 from stoker import page
 from stoker.page import Html, Section
 from stoker.page.charts import Chart, chart_grid, line_chart
-from stoker.runs.comparison import QUANTITIES, format_rate, format_share, ratio
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.evaluation_page import evaluation_section
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
-from stoker.runs.record import RunRecord, as_mapping, as_mappings, as_number
+from stoker.runs.record import (
+    QUANTITIES,
+    RunRecord,
+    as_mapping,
+    as_mappings,
+    as_number,
+    format_rate,
+    format_share,
+    ratio,
+)
 from stoker.runs.telemetry import BUSY_FOOTNOTE
 from stoker.strict_json import json_text
 from stoker.units import format_bytes, format_count, format_seconds, local_time

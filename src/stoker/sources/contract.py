@@ -202,7 +202,7 @@ class PlainSource:
 
 
 def check_shares(split: Sequence[float], name: str = "split") -> None:
-    """Refuse shares of train, validation and test that do not add up; none at all are fine. `name` is the argument's."""
+    """Refuse shares of train, validation and test that do not add up; none are fine. `name` is the argument's."""
     if split and (len(split) != 3 or abs(sum(split) - 1) > 1e-6 or min(split) < 0):
         raise InputError(
             f"the split shares are {tuple(split)}.",

@@ -106,11 +106,12 @@ def parse_time(text: str, day_first: bool | None, aware: bool | None = None) -> 
     if is_slashed(match) and day_first is None:
         return f"{_shorten(text)!r} may be day-first or month-first"
     found = {name: value for name, value in match.groupdict().items() if value is not None}
-    if "epoch" in found:
-        ns: int | None = int(found["epoch"]) * _epoch_unit(len(found["epoch"]))
-    else:
+    ns = None
+    if "epoch" not in found:
         ns = _from_parts(found, day_first)
-    if ns is None or ns >= LATEST_NS:
+    elif (since := int(found["epoch"]) * _epoch_unit(len(found["epoch"]))) < LATEST_NS:
+        ns = since
+    if ns is None:
         return f"{_shorten(text)!r} is no date between {FIRST_YEAR} and {LAST_YEAR}"
     return ns
 

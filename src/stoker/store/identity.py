@@ -31,28 +31,24 @@ def identify(store: Store) -> dict[str, Any] | None:
         `digest`, which is the same for equal data, and `written_ns`, the newest time of files without checksums.
     """
     try:
-        return _identify(store)
+        digest = xxhash.xxh3_64()
+        newest: int | None = None
+        for info, shard in zip(store.manifest.shards, store.shards, strict=True):
+            if info.checksum:
+                digest.update(f"{info.num_samples} {info.checksum} ".encode())
+            elif shard.path.is_file():
+                digest.update(_sampled(shard.path))
+                newest = max(newest or 0, shard.path.stat().st_mtime_ns)
+            elif shard.path.is_dir():  # Zarr
+                for path in sorted(each for each in shard.path.rglob("*") if each.is_file()):
+                    found = path.stat()
+                    digest.update(f"{path.relative_to(shard.path)} {found.st_size} ".encode())
+                    newest = max(newest or 0, found.st_mtime_ns)
+            else:
+                return None
+        return {"digest": digest.hexdigest(), "written_ns": newest}
     except OSError:  # removed, or on a bad sector: who reads the samples says so
         return None
-
-
-def _identify(store: Store) -> dict[str, Any] | None:
-    digest = xxhash.xxh3_64()
-    newest: int | None = None
-    for info, shard in zip(store.manifest.shards, store.shards, strict=True):
-        if info.checksum:
-            digest.update(f"{info.num_samples} {info.checksum} ".encode())
-        elif shard.path.is_file():
-            digest.update(_sampled(shard.path))
-            newest = max(newest or 0, shard.path.stat().st_mtime_ns)
-        elif shard.path.is_dir():  # Zarr
-            for path in sorted(each for each in shard.path.rglob("*") if each.is_file()):
-                found = path.stat()
-                digest.update(f"{path.relative_to(shard.path)} {found.st_size} ".encode())
-                newest = max(newest or 0, found.st_mtime_ns)
-        else:
-            return None
-    return {"digest": digest.hexdigest(), "written_ns": newest}
 
 
 def _sampled(path: Path) -> bytes:

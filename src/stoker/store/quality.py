@@ -31,11 +31,18 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import InputError
-from stoker.store.column_stats import BIN_2_TO_16, BIN_NOT_FINITE, HUGE, as_float
 from stoker.store.fields import Array
 from stoker.store.repairs import escape_name
 from stoker.store.row_sketch import FIRST_ROWS
-from stoker.store.table_stats import TableStats, checked_values, row_chunks
+from stoker.store.table_stats import (
+    BIN_2_TO_16,
+    BIN_NOT_FINITE,
+    HUGE,
+    TableStats,
+    as_float,
+    checked_values,
+    row_chunks,
+)
 from stoker.units import format_count
 
 Json = Any

@@ -13,10 +13,9 @@ import numpy as np
 
 from stoker import page
 from stoker.page import Html
-from stoker.store.column_stats import BIN_NOT_FINITE
 from stoker.store.fields import Array
 from stoker.store.quality import SEVERITIES, Finding, sorted_findings
-from stoker.store.table_stats import TableStats
+from stoker.store.table_stats import BIN_NOT_FINITE, TableStats
 from stoker.units import format_count
 
 MAX_COLUMNS_DRAWN = 400

@@ -79,13 +79,7 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
     remote, cache = Remote(url), Cache.here()
     home = cache.root / _label(url)
     try:
-        try:
-            text = remote.read(MANIFEST_NAME)
-        except (
-            UnreachableError
-        ):  # one more try: a connection that was reset says nothing about the server
-            time.sleep(_PAUSE_SECONDS)
-            text = remote.read(MANIFEST_NAME)
+        text = _read_manifest(remote)
     except UnreachableError as error:
         seen = [origin for origin in home.glob(f"*/{ORIGIN_NAME}") if cache.owns(origin.parent)]
         if not seen:
@@ -100,6 +94,16 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
         os.utime(folder / ORIGIN_NAME)
     _forget_empty_versions(cache, home, folder)
     return folder, _size_notes(cache, folder, remote)
+
+
+def _read_manifest(remote: Remote) -> bytes:
+    """Return the manifest, by the third try: a connection that was reset, or a busy gateway, says little."""
+    for pause in (_PAUSE_SECONDS, 2 * _PAUSE_SECONDS):
+        try:
+            return remote.read(MANIFEST_NAME)
+        except UnreachableError:
+            time.sleep(pause)
+    return remote.read(MANIFEST_NAME)
 
 
 def _label(url: str) -> str:

@@ -27,10 +27,8 @@ from stoker.display import command
 from stoker.errors import CorruptError, StoreError, install_command
 from stoker.store.arrays import OpenFile, StoredArray
 from stoker.store.fields import Array
-from stoker.store.filters import inflate, unzstd
-from stoker.store.foreign import find_sparse
-from stoker.store.hdf5 import Chunk, Location
-from stoker.store.plain import PlainFile, Selection, select
+from stoker.store.hdf5 import Chunk, Location, inflate, unzstd
+from stoker.store.plain import PlainFile, Selection, find_sparse, select
 from stoker.store.shard import Shard
 from stoker.strict_json import parse_json
 

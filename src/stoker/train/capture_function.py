@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
@@ -35,6 +36,7 @@ from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.graph import GraphedStep, alike, has_graphs, step_note
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
+from stoker.train.schedule import needed_argument
 from stoker.train.step import fill_momentum, make_guarded, num_needed
 from stoker.train.step_state import StepState, drawing_objects, used_objects
 
@@ -162,6 +164,9 @@ class CapturedFunction:
                 )
         if not has_graphs(self.device):
             return f"there are no CUDA graphs on the {self.device.type.upper()}"
+        closures = [type(one).__name__ for one in self._state.optimizers if needed_argument(one)]
+        if closures:
+            return f"{closures[0]} runs its closure as often as it decides on the host"
         if any(isinstance(module, torch.nn.DataParallel) for module in self._state.modules):
             return "DataParallel starts threads in the forward pass"
         if len({parameter.device for parameter in parameters}) > 1:
@@ -308,6 +313,20 @@ class _FunctionGraph(GraphedStep):
         let_go(self._state.device)
         self.give_up("memory ran out while the step was being captured")
         return self._run_eagerly(batch)
+
+    def _warm_up(self, work: Any) -> Any:
+        stepped: list[bool] = []
+        hook = register_optimizer_step_pre_hook(lambda *_: stepped.append(True))
+        try:
+            result = super()._warm_up(work)
+        finally:
+            hook.remove()
+        if not stepped:
+            self.give_up(
+                "the step calls no optimizer.step(), and gradients that are used outside of a graph are not those of "
+                "a plain step: put it into the step, or use Trainer, which also accumulates"
+            )
+        return result
 
     def _given(self, work: Any) -> Any:
         return work.indices if isinstance(work, IndexBatch) else work

@@ -1,7 +1,7 @@
-"""Explains why the loss of a batch is not finite.
+"""Explains a loss that is not finite or grows, and updates that were skipped.
 
 Enters: the loader, the step with its sample ids, the precision. Leaves: a `NonFiniteError` whose message
-names the epoch, the batch, the samples and the columns. Costs: one read of that batch from disk, only when
+names the epoch, the batch, the samples and the columns; a note. Costs: one read of that batch from disk, only when
 something is wrong.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from stoker.display import command
 from stoker.loader.loader import Loader
+from stoker.report import Note, Topic
 from stoker.store.fields import Array
 from stoker.store.memory import is_in_memory
 from stoker.train.losses import NonFiniteError, StepLoss
@@ -119,3 +120,24 @@ def _rows(loader: Loader, field: str, kind: str, ids: Array) -> Iterator[tuple[i
         return
     for sample in ids.tolist():
         yield sample, loader.store.read_window(field, sample)
+
+
+def explain_skipped(num_updates: int, epoch: int) -> NonFiniteError:
+    """Return the error for updates that were left out although their losses were finite."""
+    return NonFiniteError(
+        f"the gradients of {num_updates} updates of epoch {epoch} were not finite although "
+        "their losses were; these updates were left out.",
+        "a loss with finite gradients",
+        "look for sqrt, log or a division at 0 in the loss: torch.autograd.set_detect_anomaly(True)",
+    )
+
+
+def explain_growth(growth: float, loss: float, first: float | None, step: int) -> Note:
+    """Return the note on a loss that is `growth` times the `first`."""
+    return Note(
+        f"the loss grows without bound: {loss:.4g} at step {step}, {growth:.3g} times "
+        f"the {first:.4g} that it began with: a lower learning rate, clip_norm=1.0, or "
+        "inputs and targets of one scale",
+        Topic.LOSS,
+        {"growth": growth, "loss": loss},
+    )

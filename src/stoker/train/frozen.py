@@ -11,9 +11,10 @@ may draw random numbers.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import itemgetter
 from types import CellType, ModuleType
@@ -28,10 +29,11 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _MOST_COMPARED = 1000
+_DEPTH = 3
 _MOST_GROUPS = 200
 """Containers that are looked into at every replay; those of a larger model at every n-th only."""
-_LENGTH, _ITEM = object(), object()
-"""Keys of a container's length, and of a tensor's only value."""
+_LENGTH, _ITEM, _LEAVE = object(), object(), object()
+"""Keys of a container's length, and of a tensor's only value; a value that is left as it is."""
 _FOREIGN = frozenset(
     {
         *("torch", "numpy", "stoker", "functools", "collections", "logging", "random"),
@@ -214,6 +216,89 @@ class HostNumbers:
                 container[key] = value
 
 
+class HeldTensors:
+    """Tensors that modules keep in plain attributes, and functions in variables around them.
+
+    A graph reads the ones of its capture for ever: a hidden state that each step reads and then replaces would stay
+    as it was. One that a step only replaces (a cache, the weight of an old-style `weight_norm`) does no harm.
+
+    Args:
+        modules: With all modules inside them.
+        functions: Other code of the step.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
+        self._places: list[tuple[str, Any, Any]] = []
+        code: dict[int, Any] = {}
+        for module in (inner for root in modules for inner in root.modules()):
+            for name in vars(module).keys() - _MODULE_TABLES:
+                self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
+            code[id(type(module).forward)] = type(module).forward
+        code |= {id(function): getattr(function, "func", function) for function in functions}
+        for function in code.values():
+            self._places += _surroundings(function)
+        self._all_places = self._places
+        self._places = [place for place in self._places if _holds_tensors(_read(*place[1:]))]
+
+    def values(self) -> list[Any]:
+        """Return what they are now: the objects themselves."""
+        return [_read(container, key) for _, container, key in self._places]
+
+    def reachable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of attributes and variables by name, and those inside of objects and modules there."""
+        for name, container, key in self._all_places:
+            for tensor in _reach(_read(container, key), 0):
+                yield name, tensor
+
+    def replacements(self, before: Sequence[Any]) -> list[Any]:
+        """Return the values that are other objects than before, for `put`, which leaves the rest alone."""
+        pairs = zip(self.values(), before, strict=True)
+        return [_LEAVE if now is then else now for now, then in pairs]
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Give them values."""
+        for (_, container, key), value in zip(self._places, values, strict=True):
+            if value is _LEAVE or _read(container, key) is value:
+                continue
+            if isinstance(container, CellType):
+                container.cell_contents = value
+            else:
+                container[key] = value
+
+    def find_replaced(self, before: Sequence[Any]) -> str | None:
+        """Return the name of the first that is another object than before, or None."""
+        pairs = zip(self._places, self.values(), before, strict=True)
+        return next((name for (name, _, _), now, then in pairs if now is not then), None)
+
+
+def _reach(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif depth < _DEPTH:
+        inner: Iterable[Any] = ()
+        if isinstance(value, dict):
+            inner = list(value.values())
+        elif isinstance(value, list | tuple):
+            inner = value
+        elif _is_plain_object(value, may_be_called=True):
+            inner = list(vars(value).values())
+        for each in itertools.islice(inner, _MOST_COMPARED):
+            yield from _reach(each, depth + 1)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a container of tensors only, that is no parameter."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
 def _read(container: Any, key: Any) -> Any:
     if key is _LENGTH:
         return len(container)
@@ -243,6 +328,8 @@ def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:
         return False
     if callable(value) and (not may_be_called or inspect.isroutine(value)):
         return False
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # whose counts a step must not move
+        return True
     is_own = _package(type(value)) not in _FOREIGN and not _is_of_framework(value)
     return hasattr(value, "__dict__") and is_own
 

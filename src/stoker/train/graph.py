@@ -28,7 +28,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.frozen import (
     DRAWS_ON_HOST,
     FrozenGroups,
+    HeldTensors,
     HostNumbers,
     has_drawn,
     is_equal,
@@ -165,6 +166,8 @@ class GraphedStep:
         self._host_draws: HostDraws | None = None
         self._frozen: list[FrozenGroups] = []
         self._numbers = HostNumbers(())
+        self._held = HeldTensors(())
+        self._held_values: list[Any] = []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst = 0.0
@@ -333,6 +336,8 @@ class GraphedStep:
             for each in state.optimizers
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
+        held = HeldTensors(state.modules, state.functions)
+        before = held.values()
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
         if _is_short_of_memory(state.device):
@@ -358,6 +363,8 @@ class GraphedStep:
                 gc.enable()
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
+        self._held, self._held_values = held, held.replacements(before)
+        held.put(before)
         for drawing, position in draws:
             drawing.load_state_dict(position)
         return why
@@ -400,7 +407,24 @@ class GraphedStep:
         eager = [*iterate_tensors(result), *(tensor.detach().clone() for tensor in state.tensors())]
         num_results = sum(1 for _ in iterate_tensors(result))
         eager_positions, eager_numbers = state.positions(), self._numbers.values()
+        changed, replaced, is_first = (
+            keep.find_changed(),
+            keep.find_replaced(),
+            not self._num_checked,
+        )
+        if is_first and not state.ranks.all_of(changed is None):
+            self.give_up(
+                f"the step changes {changed or 'a tensor'}, which is no module, optimizer or scaler that was given"
+            )
+            return result  # it cannot be undone, and need not be
+        held = [tensor.detach().clone() for tensor in keep.replacements()]
         keep.restore()
+        if is_first and replaced is not None and self._reads_held(work, keep, [*eager, *held]):
+            self.give_up(
+                f"the step reads {replaced} of the step before, which a graph cannot follow: a buffer that copy_ "
+                "changes is followed"
+            )
+            return self._run_eagerly(work)
         since = self._clock()
         replayed = self._replay()
         self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
@@ -426,6 +450,15 @@ class GraphedStep:
             moved = left_behind or "a number"
             self._split(f"the step changes {moved} on the host, which a graph cannot follow")
         return self._run_eagerly(work)
+
+    def _reads_held(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> bool:
+        """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
+        keep.disturb()
+        results = iterate_tensors(self._run_eagerly(work))
+        disturbed = [*results, *self._state.tensors(), *keep.replacements()]
+        away = self._agreed(difference(eager, disturbed))
+        keep.restore()
+        return away > 1.0
 
     def _compare_again(self, work: Any, keep: Snapshot) -> float:
         """Return the difference beyond what repeated steps differ by, with the capture's own algorithms if needed.
@@ -504,6 +537,7 @@ class GraphedStep:
             self._next_check = self._num_replays * _RECHECK_GROWTH
         if self._num_checked == CHECKED_REPLAYS:
             self._next_check = max(self._next_check, _FIRST_RECHECK)
+            self._held.put(self._held_values)  # what a replay computes is there
             what = "captured" if self.split_reason is None else "captured without its update"
             self.reason = (
                 f"{what} after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
@@ -550,6 +584,7 @@ class GraphedStep:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
         self._graph = self._static = self._loss = self._host_draws = None
         self._frozen, self._numbers = [], HostNumbers(())
+        self._held, self._held_values = HeldTensors(()), []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False

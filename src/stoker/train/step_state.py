@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from stoker.train.frozen import HostNumbers
+from stoker.train.batches import iterate_tensors, map_tensors
+from stoker.train.frozen import HeldTensors, HostNumbers
 from stoker.train.ranks import Ranks
 
 
@@ -49,6 +50,8 @@ class StepState:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            for group in optimizer.param_groups:  # a rate, which a scheduler in the step would move
+                yield from (value for value in group.values() if isinstance(value, torch.Tensor))
         for scaler in self.scalers:
             for name in ("_scale", "_growth_tracker"):
                 value = getattr(scaler, name, None)
@@ -106,6 +109,14 @@ class Snapshot:
             for parameter in parameters
         ]
         self._numbers = HostNumbers(state.modules, state.functions, state.device)
+        self._held = HeldTensors(state.modules, state.functions)
+        self._held_values = self._held.values()
+        own = {id(tensor) for tensor in self._owners}
+        self._others = [
+            (name, tensor, tensor._version)
+            for name, tensor in self._held.reachable()
+            if id(tensor) not in own and not tensor.is_inference()
+        ]
         self._num_skipped = 0 if count is None else count.num_skipped
         self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
         self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
@@ -124,12 +135,41 @@ class Snapshot:
             if gradient is not None and values is not None:
                 gradient.copy_(values)
         self._numbers.put_back()
+        self._held.put(self._held_values)
         if self._count is not None:
             self._count._skipped += self._num_skipped - self._count.num_skipped
         torch.cuda.set_rng_state(self._rng[0], self._state.device)
         torch.set_rng_state(self._rng[1])
         for drawing, position in self._draws:
             drawing.load_state_dict(position)
+
+    def find_replaced(self) -> str | None:
+        """Return the name of a tensor in an attribute or variable that was replaced since, or None."""
+        return self._held.find_replaced(self._held_values)
+
+    def find_changed(self) -> str | None:
+        """Return the name of a tensor that was changed in place since and is not put back, or None."""
+        changed = (name for name, tensor, version in self._others if tensor._version != version)
+        return next(changed, None)
+
+    def replacements(self) -> list[torch.Tensor]:
+        """Return the tensors that have replaced others in attributes and variables since."""
+        now = self._held.values()
+        return [
+            tensor
+            for one, then in zip(now, self._held_values, strict=True)
+            if one is not then
+            for tensor in iterate_tensors(one)
+        ]
+
+    @torch.no_grad()
+    def disturb(self) -> None:
+        """Replace such tensors by others of the same shape: only a step that reads them has another result then."""
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.detach() * 1.5 + 1 if tensor.is_floating_point() else tensor
+
+        self._held.put([map_tensors(other, value) for value in self._held_values])
 
     def _drop_new_states(self) -> None:
         """Remove optimizer states that did not exist before: a step creates them for a parameter's first update."""

@@ -38,7 +38,7 @@ from stoker.train.checks import (
     move_model,
     resting_modules,
 )
-from stoker.train.diagnosis import explain_batch
+from stoker.train.diagnosis import explain_batch, explain_growth, explain_skipped
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.graph import has_graphs, refuse_eager, step_note
@@ -562,12 +562,7 @@ class Trainer(Configured, Resumable):
         )
         if new <= told:
             return
-        finding = NonFiniteError(
-            f"the gradients of {new - told} updates of epoch {self._at.epoch} were not finite although "
-            "their losses were; these updates were left out.",
-            "a loss with finite gradients",
-            "look for sqrt, log or a division at 0 in the loss: torch.autograd.set_detect_anomaly(True)",
-        )
+        finding = explain_skipped(new - told, self._at.epoch)
         if self.settings.nonfinite == "stop":
             raise finding
         self.note(Note(finding.given, Topic.LOSS))
@@ -688,6 +683,7 @@ class Trainer(Configured, Resumable):
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
+        self.history.leave_early_losses()
         at.first_loss = len(self.history.step_losses)
         position = at.saved_at = at.num_done = self._train.position
         if not position:
@@ -749,15 +745,7 @@ class Trainer(Configured, Resumable):
         mean = float(np.mean([seen.loss for seen in arrived]))
         growth = self._at.trend.add(mean)
         if growth is not None:
-            self.note(
-                Note(
-                    f"the loss grows without bound: {mean:.4g} at step {arrived[-1].step}, {growth:.3g} times "
-                    f"the {self._at.trend.first:.4g} that it began with: a lower learning rate, clip_norm=1.0, or "
-                    "inputs and targets of one scale",
-                    Topic.LOSS,
-                    {"growth": growth, "loss": mean},
-                )
-            )
+            self.note(explain_growth(growth, mean, self._at.trend.first, arrived[-1].step))
         if self._folder.log is not None:
             self._write("steps", {"loss": mean, "count": len(arrived)}, arrived[-1].step)
 

@@ -35,6 +35,7 @@ from . import clocks, places, recorder
 
 LOOK_SECONDS = 0.005
 TRAINING_LOOK_SECONDS, _FIRST_LOOK_SECONDS, _FIRST_LOOKS = 0.02, 0.004, 300
+_LATER_WEIGHT = round(TRAINING_LOOK_SECONDS / _FIRST_LOOK_SECONDS)
 _IDLE_SECONDS = 0.02
 _SWITCH_SECONDS = 2e-4
 _usual_switch_seconds: float | None = None
@@ -135,7 +136,8 @@ def _look_forever() -> None:
             few = sum(recorder.get().training_doing.values()) < _FIRST_LOOKS
             time.sleep((_FIRST_LOOK_SECONDS if few else TRAINING_LOOK_SECONDS) * uneven)
             with recorder.guarded("sampling"):
-                _look_at_training(recorder.get())
+                # A later sample stands for more time: a step may change, as with a buffer that grows.
+                _look_at_training(recorder.get(), 1 if few else _LATER_WEIGHT)
         else:
             time.sleep(_IDLE_SECONDS)
 
@@ -167,7 +169,7 @@ def _look() -> None:
         seen.seen_lines[line] = seen.seen_lines.get(line, 0) + 1
 
 
-def _look_at_training(seen: Any) -> None:
+def _look_at_training(seen: Any, weight: int = 1) -> None:
     """Count what the training thread does in a step that counts; loading is counted by `_look`."""
     if active_thread or seen.num_steps < recorder.WARM_UP or seen.disturbed_steps:
         return
@@ -177,9 +179,9 @@ def _look_at_training(seen: Any) -> None:
     if frame is None:
         return
     kind, line = describe_training(frame)
-    seen.training_doing[kind] = seen.training_doing.get(kind, 0) + 1
+    seen.training_doing[kind] = seen.training_doing.get(kind, 0) + weight
     if kind in ("between", "data") and line is not None:
-        seen.between_lines[line] = seen.between_lines.get(line, 0) + 1
+        seen.between_lines[line] = seen.between_lines.get(line, 0) + weight
 
 
 def _looks_like_loading(frame: Any) -> bool:

@@ -88,15 +88,11 @@ def export_trained(
             "makes int8 of an ONNX file",
         )
     if path.suffix == SUFFIX:
-        return _export_weights(trained, path)
+        write_weights(trained.loaded, path)
+        note = "no optimizer inside: a run is resumed from its checkpoint"
+        size = path.stat().st_size
+        return Exported(path, trained.chosen.recipe.name, size, {}, (), None, None, (note,))
     return _export_graph(trained, path, sizes or Sizes(), opset, repairs)
-
-
-def _export_weights(trained: Trained, path: Path) -> Exported:
-    write_weights(trained.loaded, path)
-    note = "no optimizer inside: a run is resumed from its checkpoint"
-    size = path.stat().st_size
-    return Exported(path, trained.chosen.recipe.name, size, {}, (), None, None, (note,))
 
 
 def _export_graph(

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from stoker.errors import InputError
-from stoker.recipes.forex.lstm import run_lstm
+from stoker.recipes.forex import lstm as recurrence
 from stoker.recipes.scaling import RobustScale
 from stoker.store.fields import Array
 
@@ -101,7 +101,7 @@ class Recurrent(nn.Module):
         for number, lstm in enumerate(self.calls):
             rows = self.dropout(rows) if number else rows
             part = slice(number * per_call, (number + 1) * per_call)
-            rows, last_hidden, last_cell = run_lstm(
+            rows, last_hidden, last_cell = recurrence.run_lstm(
                 cast(nn.LSTM, lstm), rows, hidden[part].contiguous(), cell[part].contiguous()
             )
             hiddens.append(last_hidden)

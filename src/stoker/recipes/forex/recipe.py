@@ -382,7 +382,15 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
         how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
     if options.label_gaps == "drop":
-        samples, dropped = _drop_label_gaps(store, samples)
+        if "label_gap" not in store.fields:
+            raise InputError(
+                f"label_gaps is 'drop', and {store.name} has no field 'label_gap'.",
+                "a store of stoker pack bars",
+                "label_gaps='keep'",
+            )
+        gap = store.read_rows("label_gap", 0, store.num_samples) != 0
+        kept = {name: ids[~gap[ids]] for name, ids in samples.items()}
+        samples, dropped = kept, sum(len(samples[name]) - len(kept[name]) for name in samples)
         how += f"; {dropped:,} samples left out whose label runs over missing bars"
     if not len(samples["train"]):
         raise InputError(
@@ -399,18 +407,6 @@ def _cut_fold(time: Array, number: int, count: int) -> tuple[Array, tuple[float,
     order = np.argsort(time, kind="stable")
     val = round(_VAL_SHARE * start)
     return np.sort(order[:stop]), ((start - val) / stop, val / stop, (stop - start) / stop)
-
-
-def _drop_label_gaps(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], int]:
-    if "label_gap" not in store.fields:
-        raise InputError(
-            f"label_gaps is 'drop', and {store.name} has no field 'label_gap'.",
-            "a store of stoker pack bars",
-            "label_gaps='keep'",
-        )
-    gap = store.read_rows("label_gap", 0, store.num_samples) != 0
-    kept = {name: ids[~gap[ids]] for name, ids in samples.items()}
-    return kept, sum(len(samples[name]) - len(kept[name]) for name in samples)
 
 
 def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:

@@ -182,7 +182,10 @@ def find_dialect(
     dialect = next(dialect for score, dialect in scored if score == best)
     if naming.is_asked and not dialect.header_line:
         raise unknown_header(file, [], naming)
-    aware, slashed = _usual_time(lines, dialect)
+    # Whether times carry an offset, and whether dates are slashed, in most sampled lines.
+    matches = [_time_of(line, dialect) for number, line in lines if number > dialect.header_line]
+    kinds = Counter((has_offset(match), is_slashed(match)) for match in matches if match)
+    aware, slashed = kinds.most_common(1)[0][0]
     dialect = replace(dialect, aware=aware)
     if slashed:
         if day_first is None:
@@ -422,7 +425,7 @@ def _time_cells(
     known = next((cell for cell in cells if reads(cell)), None)
     if known is not None:
         return (known,), False
-    closing = [cell for cell, name in enumerate(names) if is_close_stamp(name) and reads(cell)]
+    closing = [cell for cell, name in enumerate(names) if name in CLOSE_NAMES and reads(cell)]
     return ((closing[0],), True) if closing else ((), False)
 
 
@@ -517,13 +520,6 @@ def _time_of(line: str, dialect: Dialect) -> re.Match[str] | None:
     return match_time(" ".join(cells[cell] for cell in dialect.time_cells))
 
 
-def _usual_time(lines: list[tuple[int, str]], dialect: Dialect) -> tuple[bool, bool]:
-    """Whether times carry an offset, and whether dates are slashed, in most sampled lines."""
-    matches = [_time_of(line, dialect) for number, line in lines if number > dialect.header_line]
-    kinds = Counter((has_offset(match), is_slashed(match)) for match in matches if match)
-    return kinds.most_common(1)[0][0]
-
-
 # -- what columns of bars are called ----------------------------------------------------------------
 
 
@@ -532,6 +528,8 @@ TIME_NAMES = (
     "unix", "unix_timestamp", "dt", "trading_date",
 )  # fmt: skip
 """Names of open times; where a header has several, the first of these whose cells read as times is taken."""
+CLOSE_NAMES = ("close_time", "closetime", "end", "end_time", "bar_end", "time_close")
+"""Names of the time at which a bar ends."""
 TICKER_NAMES = (
     "ticker",
     "symbol",
@@ -583,11 +581,6 @@ def split_ticker(name: str) -> tuple[str, str]:
 def is_adjusted(name: str) -> bool:
     """Tell whether a column is made anew whenever a dividend is paid or a share is split: it looks ahead."""
     return _ADJUSTED.fullmatch(name) is not None or name.endswith("_adj")
-
-
-def is_close_stamp(name: str | None) -> bool:
-    """Tell whether a column is called the time at which a bar ends."""
-    return name in ("close_time", "closetime", "end", "end_time", "bar_end", "time_close")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,14 @@ def make_features(
         if name in VOLUMES:
             level = np.log1p(np.maximum(columns[name], 0))
             made += [level, _steps(level)]
-    made += _calendar(time, timeframe)
+    # Sine and cosine of the open's place in its day and, by whole days, in its week.
+    names = _calendar_names(timeframe)
+    turns = []
+    if "day_sin" in names:
+        turns.append((time % DAY_NS) / DAY_NS)
+    if "week_sin" in names:
+        turns.append((time // DAY_NS + 3) % 7 / 7)  # 1970-01-01 was a Thursday; Monday is 0
+    made += [wave(2 * np.pi * turn) for turn in turns for wave in (np.sin, np.cos)]
     made += [columns[name] for name in extras if name not in VOLUMES]
     return Features(np.stack(made, axis=1), feature_names(extras, timeframe))
 
@@ -88,17 +95,6 @@ def _calendar_names(timeframe: str) -> tuple[str, ...]:
     duration = TIMEFRAMES[timeframe]
     day = ("day_sin", "day_cos") if duration < DAY_NS else ()
     return (*day, "week_sin", "week_cos") if duration < 7 * DAY_NS else day
-
-
-def _calendar(time: Array, timeframe: str) -> list[Array]:
-    """Sine and cosine of the open's place in its day and, by whole days, in its week."""
-    names = _calendar_names(timeframe)
-    turns = []
-    if "day_sin" in names:
-        turns.append((time % DAY_NS) / DAY_NS)
-    if "week_sin" in names:
-        turns.append((time // DAY_NS + 3) % 7 / 7)  # 1970-01-01 was a Thursday; Monday is 0
-    return [wave(2 * np.pi * turn) for turn in turns for wave in (np.sin, np.cos)]
 
 
 @dataclass(frozen=True)

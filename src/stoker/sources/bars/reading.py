@@ -114,7 +114,15 @@ def read_bars(
     bars.notes.extend(f"{file}: {note}" for note in dialect.left_out)
     bars = replace(bars, is_close=dialect.is_close)
     bars = _refuse_columns(bars, text, dialect)
-    _check_share(bars)
+    # More refused than read is not a damaged file of bars but a misread one.
+    lines = [refusal for refusal in bars.refused if refusal.line is not None]
+    if len(lines) > max(len(bars), 1):
+        shown = "; ".join(str(refusal) for refusal in lines[:3])
+        raise SourceError(
+            f"{bars.file}: {len(lines)} lines do not read as bars, {len(bars)} do. {shown}",
+            "a file of bars in one format",
+            "see docs/bars.md for the formats",
+        )
     if tz is not None:
         bars = replace(bars, time=_localise(bars, dialect, tz))
     if check_prices:
@@ -368,18 +376,6 @@ def _to_floats(column: pa.ChunkedArray, decimal: str) -> Array:
         column = pc.cast(column, pa.float64())
     values = column.to_numpy()
     return np.asarray(values, np.float64)
-
-
-def _check_share(bars: Bars) -> None:
-    """More refused than read is not a damaged file of bars but a misread one."""
-    lines = [refusal for refusal in bars.refused if refusal.line is not None]
-    if len(lines) > max(len(bars), 1):
-        shown = "; ".join(str(refusal) for refusal in lines[:3])
-        raise SourceError(
-            f"{bars.file}: {len(lines)} lines do not read as bars, {len(bars)} do. {shown}",
-            "a file of bars in one format",
-            "see docs/bars.md for the formats",
-        )
 
 
 def _localise(bars: Bars, dialect: Dialect, tz: str) -> Array:

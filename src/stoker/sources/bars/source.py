@@ -193,7 +193,11 @@ class BarsSource(PlainSource):
                 "boundaries": boundaries,
             }
             parts.append(Part(index, symbol, rows[self._base], payload))
-            size += self._estimate_bytes(rows, extras)
+            series = sum(
+                count * (4 * len(feature_names(extras[name], name)) + 9)
+                for name, count in rows.items()
+            )
+            size += series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
         return Preparation(parts, size, notes=[*notes, *more_notes])
 
     def build(self, part: Part, context: PartContext) -> PartData:  # noqa: ARG002 nothing can hang
@@ -348,7 +352,14 @@ class BarsSource(PlainSource):
                 decimal=self.decimal,
             )
             if self.stamp == "close" or bars.is_close:
-                bars = _to_opens(bars, timeframe)
+                duration = TIMEFRAMES[timeframe]
+                # Binance stamps the last millisecond of a bar, others its end: both belong to the next full minute.
+                minute = 60 * SECOND_NS
+                ends = -(-bars.time // minute) * minute
+                bars.notes.append(
+                    f"{bars.file}: times are those of the closes; a bar opens {timeframe} before"
+                )
+                bars = replace(bars, time=ends - duration)
             check_spacing(bars.time, timeframe, bars.file)
             bars.notes.extend(describe_spacing(bars.time, timeframe, bars.file))
             read.append(bars)
@@ -408,24 +419,6 @@ class BarsSource(PlainSource):
                 kept[name] = kept.get(name, set(each.columns)) & set(each.columns)
             decisions.append(self._samples(bars).time)
         return find_boundaries(np.sort(np.concatenate(decisions)), self.ratios), kept
-
-    def _estimate_bytes(
-        self, rows: Mapping[str, int], extras: Mapping[str, tuple[str, ...]]
-    ) -> int:
-        series = sum(
-            count * (4 * len(feature_names(extras[name], name)) + 9) for name, count in rows.items()
-        )
-        return series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
-
-
-def _to_opens(bars: Bars, timeframe: str) -> Bars:
-    """Return bars that are stamped by their closes with the times of their opens."""
-    duration = TIMEFRAMES[timeframe]
-    # Binance stamps the last millisecond of a bar, others its end: both belong to the next full minute.
-    minute = 60 * SECOND_NS
-    ends = -(-bars.time // minute) * minute
-    bars.notes.append(f"{bars.file}: times are those of the closes; a bar opens {timeframe} before")
-    return replace(bars, time=ends - duration)
 
 
 def _known_extras(bars: Bars, extras: Sequence[str], is_alone: bool) -> tuple[str, ...]:

@@ -220,7 +220,7 @@ def decode(
             exif = opened.getexif()
             orientation = int(exif.get(ORIENTATION, 1) or 1)
             if small and opened.format in ("JPEG", "MPO"):
-                opened.draft(None, (opened.width // 8, opened.height // 8))
+                opened.draft(None, (max(1, opened.width // 8), max(1, opened.height // 8)))
             opened.load()
             known = orientation if 1 <= orientation <= 8 else 1
             image = turned(opened, known) if upright else opened

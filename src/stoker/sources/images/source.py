@@ -40,7 +40,13 @@ from stoker.sources.images.encoded import (
     read_encoded,
 )
 from stoker.sources.images.labels import parse_lists, read_labels, read_lists
-from stoker.sources.images.listing import Listing, list_pictures, no_pictures, split_of
+from stoker.sources.images.listing import (
+    Listing,
+    list_pictures,
+    no_pictures,
+    read_ahead,
+    split_of,
+)
 from stoker.sources.images.masks import MaskMap
 from stoker.store.fields import Array, Dense, FieldData, Ragged
 
@@ -308,8 +314,8 @@ class ImagesSource(PictureFolder):
         del context
         payload: Payload = part.payload
         columns, labels = Columns(), []
-        for name, label, split in payload.items:
-            path = self.folder / name
+        paths = read_ahead(self.folder, [name for name, _, _ in payload.items])
+        for path, (name, label, split) in zip(paths, payload.items, strict=True):
             try:
                 if self.keep_encoded is not None:
                     columns.add_encoded(*self._encoded(path), name, split)

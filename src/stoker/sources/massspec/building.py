@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -42,9 +42,6 @@ from stoker.sources.molecules.packed import (
 from stoker.sources.msp import MspRange, Record, SpectrumBatch
 from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
 from stoker.store.row_sketch import scramble
-
-if TYPE_CHECKING:
-    from stoker.sources.massspec.source import MassSpecSource
 
 SPLIT_NAMES = ("train", "val", "test")
 LINE_IN_RECORD = "line in a record"
@@ -101,11 +98,55 @@ class Payload:
     before: Mapping[str, Json] = field(default_factory=dict)
 
 
+class Options(Protocol):
+    """What a part needs to know of its `MassSpecSource`, which imports this module."""
+
+    @property
+    def msp(self) -> Path:
+        """The library as it was given."""
+
+    @property
+    def mol_dir(self) -> Path | None:
+        """Where its structures are."""
+
+    @property
+    def max_mz(self) -> int:
+        """Highest bin."""
+
+    @property
+    def structures(self) -> str:
+        """Either "mol", "smiles", "auto" or "none"."""
+
+    @property
+    def rounding(self) -> str:
+        """How an m/z finds its bin."""
+
+    @property
+    def train_ratio(self) -> float:
+        """Expected share of compounds in training."""
+
+    @property
+    def val_ratio(self) -> float:
+        """Expected share in validation."""
+
+    @property
+    def seed(self) -> int:
+        """Of the split."""
+
+    @property
+    def without_spectra(self) -> bool:
+        """Whether records without peaks are kept."""
+
+    @property
+    def structure_advice(self) -> str:
+        """What to type where records have no structure."""
+
+
 @dataclass
 class Building:
     """The columns of one part while it is built."""
 
-    source: MassSpecSource
+    source: Options
     payload: Payload
     rdkit: str
     refused: list[Refusal] = field(default_factory=RefusalList)
@@ -275,7 +316,7 @@ class Building:
 class _Spectra:
     """The peaks of one batch, all at once: a loop over records would cost more than RDKit."""
 
-    def __init__(self, batch: SpectrumBatch, source: MassSpecSource) -> None:
+    def __init__(self, batch: SpectrumBatch, source: Options) -> None:
         self._max_mz = source.max_mz
         self._may_be_empty = source.without_spectra
         lengths = np.diff(batch.offsets)
@@ -326,7 +367,7 @@ def _ragged(pieces: list[Array], dtype: type[np.generic]) -> Ragged:
     return Ragged(np.concatenate([np.empty(0, dtype), *pieces]), offsets_of(lengths))
 
 
-def _no_structure(source: MassSpecSource) -> str:
+def _no_structure(source: Options) -> str:
     if source.structures == "smiles" or source.mol_dir is None:
         return "no structure: the record has no SMILES"
     places = f"no MOL file named after its ID, CAS or DB# in {source.mol_dir.name}"

@@ -13,7 +13,6 @@ charge-separated. Halides are matched on any carbon, so aryl halides count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -112,7 +111,11 @@ def _patterns() -> tuple[tuple[int, int, Any], ...]:
     except ImportError as error:
         raise MissingExtraError.for_package("rdkit", "chem", "reading MOL files") from error
     return tuple(
-        (1 << bit, presence_of(group.needs.split()), Chem.MolFromSmarts(group.smarts))
+        (
+            1 << bit,
+            sum(PRESENCE[word] for word in group.needs.split()),
+            Chem.MolFromSmarts(group.smarts),
+        )
         for bit, group in enumerate(FUNCTIONAL_GROUPS)
     )
 
@@ -125,14 +128,6 @@ def _candidates(present: int | None) -> tuple[tuple[int, Any], ...]:
         for bit, needs, pattern in _patterns()
         if present is None or needs & present == needs
     )
-
-
-def presence_of(words: Iterable[str]) -> int:
-    """Return the mask of words of `PRESENCE`."""
-    mask = 0
-    for word in words:
-        mask |= PRESENCE[word]
-    return mask
 
 
 def find_functional_groups(mol: Any, present: int | None = None) -> int:

@@ -84,7 +84,13 @@ def _chunks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[bytes
     held = b""
     for number, raw in enumerate(_raw_chunks(path, start_byte, end_byte)):
         if number == 0 and start_byte == 0:
-            raw = _without_bom(raw, path)
+            if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise SourceError(
+                    f"{str(path)!r} is UTF-16 text.",
+                    "UTF-8 or Latin-1",
+                    f"{command('iconv', '-f', 'UTF-16', '-t', 'UTF-8', path)} > utf8.msp",
+                )
+            raw = raw.removeprefix(UTF8_BOM)
         raw = held + raw
         # A line end may continue in the next chunk.
         cut = len(raw) - min(2, len(raw) - len(raw.rstrip(b"\r")))
@@ -135,16 +141,6 @@ def is_gzip(path: Path) -> bool:
     """Whether the file begins like a gzip, whatever its name."""
     with path.open("rb") as stream:
         return stream.read(2) == _GZIP_MAGIC
-
-
-def _without_bom(raw: bytes, path: Path) -> bytes:
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(
-            f"{str(path)!r} is UTF-16 text.",
-            "UTF-8 or Latin-1",
-            f"{command('iconv', '-f', 'UTF-16', '-t', 'UTF-8', path)} > utf8.msp",
-        )
-    return raw.removeprefix(UTF8_BOM)
 
 
 def no_ranges(path: Path) -> SourceError:

@@ -144,7 +144,12 @@ def _to_batch(parsed: Parsed, merge: Merge) -> SpectrumBatch:
     mz = np.concatenate([np.empty(0), *parsed.mz])
     intensity = np.concatenate([np.empty(0, np.float32), *parsed.intensity])
     sizes = np.array(parsed.sizes, np.int64)
-    disorderly = _disorderly(mz, sizes)
+    # Return the spectra whose m/z do not strictly rise.
+    falls = np.zeros(len(mz), bool)
+    np.less_equal(mz[1:], mz[:-1], out=falls[1:])
+    starts = np.cumsum(sizes) - sizes
+    falls[starts[sizes > 0]] = False
+    disorderly = np.unique(np.searchsorted(starts + sizes, np.flatnonzero(falls), side="right"))
     if len(disorderly):
         keep = np.ones(len(mz), bool)
         for i, start in zip(disorderly, (np.cumsum(sizes) - sizes)[disorderly], strict=True):
@@ -156,15 +161,6 @@ def _to_batch(parsed: Parsed, merge: Merge) -> SpectrumBatch:
         mz, intensity = mz[keep], intensity[keep]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     return SpectrumBatch(parsed.records, mz, intensity, offsets, parsed.refused, parsed.tally)
-
-
-def _disorderly(mz: Array, sizes: Array) -> Array:
-    """Return the spectra whose m/z do not strictly rise."""
-    falls = np.zeros(len(mz), bool)
-    np.less_equal(mz[1:], mz[:-1], out=falls[1:])
-    starts = np.cumsum(sizes) - sizes
-    falls[starts[sizes > 0]] = False
-    return np.unique(np.searchsorted(starts + sizes, np.flatnonzero(falls), side="right"))
 
 
 def _sort_and_merge(mz: Array, intensity: Array, keep: Array, merge: Merge) -> tuple[str, ...]:

@@ -318,14 +318,6 @@ class CarefulParser:
         folded = fold_header(text.split("\n") if text else (), strict=False)
         assert folded is not None
         meta, synonyms = folded
-        self._check_count(draft)
-        flags = flags_of(meta, draft.flags)
-        self._parsed.records.append(Record(draft.line, meta, synonyms, draft.declared, flags))
-        self._parsed.sizes.append(len(draft.mz))
-        self._mz += draft.mz
-        self._intensity += draft.intensity
-
-    def _check_count(self, draft: _Draft) -> None:
         if not draft.mz:
             draft.flags.add("no-peaks")
         if draft.declared is None:
@@ -334,6 +326,11 @@ class CarefulParser:
             draft.flags.add("count-mismatch")
             reason = f"Num Peaks says {draft.declared}, the record has {len(draft.mz)}: not trusted"
             self._parsed.refused.append(Refusal(self._file, draft.count_line, reason))
+        flags = flags_of(meta, draft.flags)
+        self._parsed.records.append(Record(draft.line, meta, synonyms, draft.declared, flags))
+        self._parsed.sizes.append(len(draft.mz))
+        self._mz += draft.mz
+        self._intensity += draft.intensity
 
     def _take(self, number: int, text: bytes) -> None:
         draft = self._open
