@@ -169,6 +169,10 @@ def run_whole(name: str, store: Path, folder: Path, device: str | None) -> dict[
     began, used = time.perf_counter(), time.process_time()
     settings = resolve(parse_config("", overrides=overrides_of(name, store, folder)))
     run = run_recipe(settings, device=device)
+    if run.evaluation is None:
+        sys.exit(
+            f"{name}: ended after {len(run.epochs)} epochs without an evaluation, so nothing is published"
+        )
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
     return described(run, JOBS[name].data, seconds, cpu_seconds, device)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,6 +20,7 @@ from stoker.store.reader import open_store
 from stoker.train.predict import is_written_here
 from test_bars import WINDOWS, make_minutes, resample, write_bars, write_symbol
 
+NAMES = arrow_csv.ReadOptions(column_names=["time", "open", "high", "low", "close", "volume"])
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -42,6 +46,8 @@ def test_raw_bars_and_packed_bars_get_the_same_answers(model, folder, tmp_path):
     want = pq.read_table(tmp_path / "s.parquet")
     with open_store(folder / "store") as store:
         time = store.read_rows("time", 0, store.num_samples)
+    assert want.column_names[:2] == ["time", "sample"]
+    assert (want["time"].cast("int64").to_numpy() * 1000 == time).all()
     report = predict_file(model.trained, folder / "raw", tmp_path / "r.parquet", device="cpu")
     got = pq.read_table(tmp_path / "r.parquet")
     assert report.num_rows == got.num_rows == 1500 // 5  # a row for every bar of the base timeframe
@@ -89,8 +95,64 @@ def test_bars_that_training_did_not_have_are_refused(model, tmp_path):
         path.unlink()
     with pytest.raises(InputError, match="has no file for M15"):
         model.predict(tmp_path / "few")
-    with pytest.raises(InputError, match="a dict of bars"):
+    with pytest.raises(InputError, match="a dict of bars without a timeframe"):
         model.predict({"close": [1.0]})
+
+
+def read_frames(folder):
+    return {
+        timeframe: arrow_csv.read_csv(next(folder.glob(f"*_{timeframe}.csv")), NAMES)
+        for timeframe, _ in WINDOWS
+    }
+
+
+def with_symbol(table, symbol):
+    return table.append_column("symbol", [[symbol] * table.num_rows])
+
+
+def test_frames_get_the_answers_of_files(model, folder):
+    want = model.predict(folder / "raw", device="cpu")
+    frames = read_frames(folder / "raw")
+    given = {
+        "by timeframe": frames,
+        "by symbol": {"EURUSD": frames},
+        "by both": {("eurusd", name): frame for name, frame in frames.items()},
+        "columns": {name: frame.to_pydict() for name, frame in frames.items()},
+        "a column of symbols": {n: with_symbol(f, "EURUSD") for n, f in frames.items()},
+    }
+    for what, each in given.items():
+        assert model.predict(each, device="cpu").equals(want), what
+
+
+def test_a_pandas_index_of_times_is_the_time(model, folder):
+    pd = pytest.importorskip("pandas")
+    want = model.predict(folder / "raw", device="cpu")
+    frames = {}
+    for name, table in read_frames(folder / "raw").items():
+        frame = table.to_pandas()
+        frames[name] = frame.set_index(pd.to_datetime(frame.pop("time"), utc=True))
+        frames[name].index.name = None
+    assert model.predict(frames, device="cpu").equals(want)
+
+
+def test_frames_that_cannot_be_used_are_answered_with_what_to_type(model, folder):
+    frames = read_frames(folder / "raw")
+    base = frames["M5"]
+    foreign = [name if name != "close" else "Schluss" for name in base.column_names]
+    said = "predict({" + ", ".join(f"{name!r}: frame" for name, _ in WINDOWS) + "})"
+    for given, match in (
+        (base, "a Table of bars without a timeframe"),
+        ({**frames, "M15": None}, "a NoneType that is no table"),
+        ({"M5": base}, "EURUSD has no file for"),
+        ({n: with_symbol(f, "USDJPY") for n, f in frames.items()}, "bars of USDJPY, which"),
+        ({**frames, "M5": base.rename_columns(foreign)}, "names no close"),
+        ({**frames, "M5": base.slice(0, 0)}, "the frame of EURUSD M5"),
+    ):
+        with pytest.raises(InputError, match=re.escape(match)) as found:
+            model.predict(given)
+        assert "/tmp" not in str(found.value)
+        if "without" in match:
+            assert found.value.fix == said
 
 
 def test_answers_for_bars_are_written_by_ending_and_may_be_replaced(model, folder, tmp_path):

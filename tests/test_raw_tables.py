@@ -107,6 +107,21 @@ def test_every_row_gets_an_answer_or_a_reason(trained, tmp_path):
     assert "3 rows without an answer; see 'reason'" in report.notes
 
 
+def test_rows_without_a_text_or_without_anything_are_told(trained, tmp_path):
+    """Repairs would make an answer of a row with nothing in it, and a missing text is a row of zeros."""
+    rows = people(4)
+    rows[1] |= {"kind": " "}
+    rows[2] = dict.fromkeys(rows[2], "")
+    report = predict_file(
+        trained, write_csv(tmp_path / "n.csv", rows), tmp_path / "o.csv", device="cpu"
+    )
+    made = answers(tmp_path / "o.csv")
+    assert made[1]["reason"] == "no value in kind, which training always had"
+    assert made[2]["reason"] == "no value in any column"
+    assert [bool(row["class"]) for row in made] == [True, True, False, True]
+    assert "1 row without an answer; see 'reason'" in report.notes
+
+
 def test_missing_columns_are_named_all_at_once(trained, tmp_path):
     path = write_csv(tmp_path / "n.csv", people(3), ["kind", "age", "ok"])
     with pytest.raises(InputError, match="lacks 3 columns of the training table: ms, when, size"):

@@ -8,6 +8,7 @@ import json
 import math
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from stoker.recipes.segmentation.masks import (
     free_mask_name,
     segment,
     tile_starts,
+    write_masks,
 )
 from test_recipe_segmentation import TINY, made_shapes
 
@@ -292,9 +294,24 @@ def test_new_pictures_get_masks_of_their_own_size(trained):
     assert "cannot be opened" in rows["broken.png"]["reason"]
     with (root / "answered" / "classes.csv").open() as file:
         assert [row["class"] for row in csv.DictReader(file)] == ["class 0", "class 1", "class 2"]
-    run(
-        "predict", root / "run" / "best.pt", new, root / "answered", *ON_CPU
-    )  # our own masks are replaced
+    assert "earlier prediction" not in told
+    (root / "answered" / "notes.txt").write_text("mine")
+    (new / "deep" / "a.png").unlink()
+    told = run("predict", root / "run" / "best.pt", new, root / "answered", *ON_CPU)
+    assert "2 masks of an earlier prediction removed" in told
+    assert "1 file in" in told
+    assert "not of this prediction: notes.txt" in told
+    there = {path.name for path in (root / "answered").iterdir()}
+    assert there == {".stoker", "answers.csv", "classes.csv", "large.png", "notes.txt"}
+    with pytest.raises(InputError, match="has no rows"):
+        write_masks(root / "answered", failing(), ["a"])
+    assert (root / "answered" / "large.png").exists()  # of the last prediction that had answers
+
+
+def failing():
+    """Answers for input that turns out to have none."""
+    raise InputError("it has no rows.", "rows", "a folder")
+    yield
 
 
 def test_a_folder_of_somebody_else_is_not_written_into(trained):
@@ -319,12 +336,25 @@ def test_a_table_takes_masks_of_one_size_only(trained):
     Image.new("RGB", (30, 20)).save(mixed / "a.png")
     Image.new("RGB", (31, 20)).save(mixed / "b.png")
     with pytest.raises(InputError, match="a folder"):
-        model.predict(mixed, device="cpu")
+        predict_file(model.trained, mixed, root / "mixed.parquet", device="cpu")
+    found = model.predict(mixed, device="cpu").to_pylist()
+    assert [(row["file"], row["height"], row["width"]) for row in found] == [
+        ("a.png", 20, 30),
+        ("b.png", 20, 31),
+    ]
+    for row in found:
+        alone = model.predict(mixed / row["file"], device="cpu")
+        assert alone["mask"].to_pylist() == [row["mask"]]
 
 
 def test_a_store_gets_a_folder_of_masks_whatever_kind_it_is(trained):
     root, _ = trained
     checkpoint = root / "run" / "best.pt"
+    run("predict", checkpoint, root / "store", root / "table.parquet")
+    table = pq.read_table(root / "table.parquet")
+    assert table.column_names == ["file", "sample", "mask"]
+    assert table["sample"].to_pylist() == [*range(20)]
+    assert sorted(table["file"].to_pylist()) == sorted(f"{n}.png" for n in range(20))
     told = run("predict", checkpoint, root / "store", root / "from-pixels")
     assert "resized" not in told
     run(

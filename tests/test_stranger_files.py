@@ -3,6 +3,7 @@
 import math
 import re
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from stoker.packing import PackOptions, pack
 from stoker.recipes.images.recipe import PictureReader
 from stoker.recipes.inference import load_trained
 from stoker.runs.evaluation import Evaluation
+from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.timeframes import name_file
 from stoker.sources.images.listing import list_pictures
 from stoker.sources.images.masks import check_values, parse_mask_map
@@ -40,10 +42,30 @@ _SMALL = {
         ("Binance_ETHUSDT_1h.csv", ("BINANCE_ETHUSDT", "H1")),
         ("EUR_USD_M5_2020.csv", ("EUR_USD", "M5")),
         ("eurusd-m1-bid-2020-01-01.csv", ("EURUSD", "M1")),
+        ("EURUSD_Candlestick_1_M_BID_01.01.2020-02.01.2020.csv", ("EURUSD", "M1")),
+        ("EURUSD_Candlestick_4_Hour_ASK_01.01.2020-02.01.2020.csv", ("EURUSD", "H4")),
+        ("EURUSD_Candlestick_1_D_BID_01.01.2020-02.01.2020.csv", ("EURUSD", "D1")),
+        ("EURUSD_Candlestick_1_Month_BID_01.01.2020-02.01.2020.csv", ("EURUSD", None)),
+        ("eurusd_d.csv", ("EURUSD", "D1")),
+        ("Binance_BTCUSDT_d.csv", ("BINANCE_BTCUSDT", "D1")),
+        ("daily.csv", ("DAILY", None)),
     ],
 )
 def test_a_timeframe_behind_the_symbol_is_not_minutes(name, wanted):
     assert name_file(name) == wanted
+
+
+def test_prices_with_a_dollar_are_prices(tmp_path):
+    (tmp_path / "AAPL_D1.csv").write_text(
+        "Date,Close/Last,Volume,Open,High,Low\n"
+        "01/31/2020,$309.51,49897100,$320.93,$322.68,$308.29\n"
+        '01/30/2020,"$1,323.87",31685810,"$1,320.54","$1,324.09","$1,318.75"\n'
+        "01/29/2020,$324.34,54149930,$324.45,$327.85,$321.38\n"
+    )
+    bars = read_bars(tmp_path / "AAPL_D1.csv")
+    assert bars.columns["close"].tolist() == [324.34, 1323.87, 309.51]
+    assert bars.columns["open"].tolist() == [324.45, 1320.54, 320.93]
+    assert not bars.refused
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -131,6 +153,42 @@ def test_the_advice_for_colours_names_all_and_works(tmp_path):
     assert parse_mask_map([entries]).other == 255
 
 
+def write_palettes(folder, palettes):
+    """Write two pictures whose masks have the values 0 and 1, each in its own colours."""
+    rng = np.random.default_rng(0)
+    for part in ("images", "masks"):
+        (folder / part).mkdir(parents=True)
+    for number, palette in enumerate(palettes):
+        mask = Image.fromarray(rng.integers(0, 2, (8, 8), dtype=np.uint8), "P")
+        mask.putpalette([channel for colour in palette for channel in colour])
+        mask.save(folder / "masks" / f"{number}.png")
+        Image.new("RGB", (8, 8), "red").save(folder / "images" / f"{number}.png")
+    return SegmentationSource(images=folder / "images", masks=folder / "masks", size=(8, 8))
+
+
+def test_a_value_has_one_colour_in_all_masks_with_a_palette(tmp_path):
+    black, white, red = (0, 0, 0), (255, 255, 255), (255, 0, 0)
+    same = write_palettes(tmp_path / "same", [(black, red), (black, red)])
+    pack(same, tmp_path / "store", PackOptions(jobs=1))
+    with open_store(tmp_path / "store") as store:
+        assert store.manifest.attributes["mask_values"] == [0, 1]
+    own = write_palettes(tmp_path / "own", [(black, white), (white, black)])
+    with pytest.raises(
+        SourceError, match="the value 0 is the colour #000000 in one and #ffffff"
+    ) as e:
+        pack(own, tmp_path / "other", PackOptions(jobs=1))
+    option, entries = shlex.split(e.value.fix.partition(", or ")[0])
+    assert option == "--mask-map"
+    pack(replace(own, mask_map=(entries,)), tmp_path / "other", PackOptions(jobs=1))
+    with open_store(tmp_path / "other") as store:
+        masks = store.read_rows("masks", 0, 2)
+    shown = [
+        np.asarray(Image.open(tmp_path / "own" / "masks" / f"{n}.png").convert("L")) for n in "01"
+    ]
+    assert (masks == (np.stack(shown) == 255)).all()
+    pack(replace(own, mask_map=("keep",)), tmp_path / "kept", PackOptions(jobs=1))
+
+
 def test_masks_that_are_pictures_are_refused():
     check_values(dict.fromkeys(range(182), 5))
     with pytest.raises(SourceError, match="253 different values: these look like pictures"):
@@ -168,3 +226,13 @@ def test_a_curve_of_one_value_is_drawn_as_a_dot():
     )
     drawn = str(line_chart(chart))
     assert drawn.count('class="curve c0 dots"') == 2  # in the legend and in the picture
+
+
+def test_chance_and_the_baseline_are_drawn_as_two_lines():
+    from stoker.page.charts import Chart, Line, Mark, line_chart
+
+    marks = [Mark("chance", 0.2), Mark("boosted trees", 0.8, is_dashed=True)]
+    chart = Chart("key", "Validation", [Line("", [(1.0, 0.5), (2.0, 0.6)])], "", marks=marks)
+    drawn = str(line_chart(chart))
+    # Each in the legend and in the picture.
+    assert drawn.count('class="limit"') == drawn.count('class="limit dashed"') == 2

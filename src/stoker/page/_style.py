@@ -106,7 +106,7 @@ vector-effect:non-scaling-stroke}
 .c4{stroke:var(--c4)}.c5{stroke:var(--c5)}
 .band{fill:var(--good);fill-opacity:.13}
 .limit{stroke:var(--quiet);stroke-width:1.3;stroke-dasharray:2 3;fill:none;
-vector-effect:non-scaling-stroke}
+vector-effect:non-scaling-stroke}.limit.dashed{stroke-dasharray:8 3}
 .base{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke;fill:none}
 @media (max-width:520px){header,main{padding-left:14px;padding-right:14px}header{padding-top:24px}
 h1{font-size:1.35rem}th,td{padding:7px 10px}

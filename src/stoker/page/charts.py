@@ -72,11 +72,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """A value to compare with: a line at `low`, or the band from `low` to `high`."""
+    """A value to compare with: a line at `low`, in dots or dashes, or the band from `low` to `high`."""
 
     label: str
     low: float
     high: float | None = None
+    is_dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> Html:
         if line.label
     ]
     names += [
-        entry("limit", mark.label, "M1 5h20")
+        entry(_limit_classes(mark), mark.label, "M1 5h20")
         if mark.high is None
         else entry("band", mark.label, "M1 0h20v10h-20z")
         for mark in marks
@@ -365,10 +366,14 @@ def _down(upward: _Axis, value: float) -> float:
     return (1 - upward.share(value)) * _HEIGHT
 
 
+def _limit_classes(mark: Mark) -> str:
+    return "limit dashed" if mark.is_dashed else "limit"
+
+
 def _drawn_mark(mark: Mark, upward: _Axis) -> str:
     below = _down(upward, mark.low)
     if mark.high is None:
-        return f'<path class="limit" d="M0 {below:.2f}h{_WIDTH}"/>'
+        return f'<path class="{_limit_classes(mark)}" d="M0 {below:.2f}h{_WIDTH}"/>'
     above = _down(upward, mark.high)
     return f'<path class="band" d="M0 {above:.2f}h{_WIDTH}v{below - above:.2f}h-{_WIDTH}z"/>'
 

@@ -80,7 +80,8 @@ class Model:
         Args:
             given: What `stoker predict` takes, as a path; for tables also a pandas, polars or pyarrow table, a mapping
                 of columns, a list of mappings, or a numpy array with the columns of training in their order; for
-                spectra a list of SMILES or a table with a column of them; for pictures a list of paths.
+                spectra a list of SMILES or a table with a column of them; for pictures paths, images of Pillow, arrays,
+                tensors, or a list of them; for bars a frame, or frames by timeframe and symbol.
             batch_size: Rows per forward pass.
             device: The first GPU by default; int8 weights run on the CPU only.
             told: More for the recipe, by the names of the command line's options.
@@ -91,16 +92,28 @@ class Model:
         Raises:
             InputError: The input is of another kind, or lacks what the model was trained on.
         """
-        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size, "is_table": True})
+        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size})
         answers = _Answers(self.trained, reader, batch_size, device, given)
-        batches = [
-            as_rows(predicted, {}, reader.key, self.class_names) for predicted in answers.predict()
+        tables = [
+            pa.Table.from_batches([as_rows(predicted, {}, reader.key, self.class_names)])
+            for predicted in answers.predict()
         ]
-        return pa.Table.from_batches(batches)
+        if len({str(table.schema) for table in tables}) > 1:
+            tables = [_with_free_lengths(table) for table in tables]  # masks of several sizes
+        return pa.concat_tables(tables)
 
     def __repr__(self) -> str:
         saved = self.trained.loaded.saved
         return f"Model({str(saved.path)!r}, recipe {self.trained.chosen.key}, step {saved.step})"
+
+
+def _with_free_lengths(table: pa.Table) -> pa.Table:
+    """Return a table whose lists may have a length of their own in each row."""
+    for place, column in enumerate(table.schema):
+        if pa.types.is_fixed_size_list(column.type):
+            free = pa.list_(column.type.value_type)
+            table = table.set_column(place, column.name, table.column(place).cast(free))
+    return table.replace_schema_metadata(None)
 
 
 def load_model(path: str | Path) -> Model:
@@ -165,9 +178,11 @@ def predict_file(
     answers = _Answers(trained, reader, batch_size, device, given)
     began = time.perf_counter()
     about = {"input": str(given)}
-    num_rows = write_out(trained, out, is_own, answers.predict(), about, shown, key=reader.key)
+    num_rows, said = write_out(
+        trained, out, is_own, answers.predict(), about, shown, key=reader.key
+    )
     seconds = time.perf_counter() - began
-    notes = (*reader.notes(), *trained.made.notes)
+    notes = (*reader.notes(), *said, *trained.made.notes)
     return PredictReport(
         out, num_rows, tuple(answers.names), seconds, notes, evaluation=answers.evaluation()
     )

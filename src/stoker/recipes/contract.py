@@ -284,8 +284,8 @@ class Recipe(Protocol):
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
-    ) -> int:
-        """Write answers in one of the recipe's own `endings`; return how many rows."""
+    ) -> int | tuple[int, Sequence[str]]:
+        """Write answers in one of the recipe's own `endings`; return how many rows, perhaps with what to say of it."""
         del out, answers, made, facts
         return 0  # never called of a recipe without endings
 

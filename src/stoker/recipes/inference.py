@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
 from stoker.train.checkpoint_file import is_checkpoint, loadable, write_file
 from stoker.train.precision import choose_precision
 from stoker.train.predict import (
+    FILE_COLUMN,
+    SAMPLE_COLUMN,
+    TIME_COLUMN,
     Predicted,
     Repairer,
     check_ending,
@@ -232,17 +235,18 @@ def predict_store(
         told.start("predicting", len(samples), "samples")
         rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
         began = time.perf_counter()
+        key, keyed = _own_keys(store, trained.facts)
 
         def watched() -> Iterator[Any]:
             for predicted in rows:
                 columns[:] = predicted.columns
                 told.advance(len(predicted.sample_ids) if is_own else 0)
-                yield _named(store, predicted, recipe.label_fields) if is_own else predicted
+                yield _named(store, predicted, recipe.label_fields) if is_own else keyed(predicted)
 
         about = {"store": store.name, "data": fingerprint(store), "split": split}
-        num_rows = write_out(trained, out, is_own, watched(), about, told)
+        num_rows, said = write_out(trained, out, is_own, watched(), about, told, key=key)
     seconds = time.perf_counter() - began
-    return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *made.notes))
+    return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *said, *made.notes))
 
 
 def check_answers(trained: Trained, out: Path, given: str | Path) -> bool:
@@ -272,15 +276,18 @@ def write_out(
     about: Mapping[str, Any],
     told: Progress,
     **named: Any,
-) -> int:
-    """Write answers, and what they are `about`; return how many there were."""
+) -> tuple[int, tuple[str, ...]]:
+    """Write answers, and what they are `about`; return how many there were, and what the recipe says of them."""
     recipe, saved = trained.chosen.recipe, trained.loaded.saved
     with blamed(recipe, "predict"):
         if is_own:
-            return recipe.write_answers(out, answers, trained.made, trained.facts)
+            written = recipe.write_answers(out, answers, trained.made, trained.facts)
+            num_rows, said = written if isinstance(written, tuple) else (written, ())
+            return num_rows, tuple(said)
         whose = {"checkpoint": str(saved.path), "step": saved.step, "recipe": trained.chosen.key}
         classes = trained.class_names
-        return write_predictions(out, answers, {**whose, **about}, told, classes=classes, **named)
+        about = {**whose, **about}
+        return write_predictions(out, answers, about, told, classes=classes, **named), ()
 
 
 def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]:
@@ -301,16 +308,51 @@ def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]
 def _named(store: Store, predicted: Predicted, fields: Sequence[str]) -> Predicted:
     """Return predictions under the names that a store has, with what else it says of its samples."""
     ids = predicted.sample_ids.tolist()
-    names = [store.read_text("name", each) for each in ids] if "name" in store.fields else []
+    names = [store.read_text("name", each) for each in ids] if _is_text(store, "name") else []
     keys = [
         name or f"sample {each}" for name, each in zip(names or [""] * len(ids), ids, strict=True)
     ]
     labels = {
         field: np.array([store.read_text(field, each) for each in ids], dtype=object)
         for field in fields
-        if field in store.fields
+        if _is_text(store, field)
     }
     return replace(predicted, sample_ids=np.array(keys, dtype=object), labels=labels)
+
+
+def _own_keys(
+    store: Store, facts: Mapping[str, Any]
+) -> tuple[str, Callable[[Predicted], Predicted]]:
+    """Return the key under which a store knows its samples, and how predictions get it, their numbers beside it.
+
+    Names of pictures and spectra, times of bars. Any other store has numbers alone.
+    """
+    if _is_text(store, "name"):
+
+        def by_name(predicted: Predicted) -> Predicted:
+            named = _named(store, predicted, ())
+            return replace(named, labels={SAMPLE_COLUMN: predicted.sample_ids})
+
+        return FILE_COLUMN if "images" in store.fields else "name", by_name
+    symbols = [shard.label for shard in store.manifest.shards]
+    if "bars" not in facts or "time" not in store.fields or not symbols:
+        return SAMPLE_COLUMN, lambda predicted: predicted
+    ends = np.cumsum([shard.num_samples for shard in store.manifest.shards])
+
+    def by_time(predicted: Predicted) -> Predicted:
+        ids = predicted.sample_ids
+        labels: dict[str, Array] = {SAMPLE_COLUMN: ids}
+        if len(set(symbols)) > 1:
+            places = np.searchsorted(ends, ids, side="right")
+            labels["symbol"] = np.array([symbols[place] for place in places], dtype=object)
+        times = store.gather("time", ids)
+        return replace(predicted, sample_ids=times.astype("M8[ns]"), labels=labels)
+
+    return TIME_COLUMN, by_time
+
+
+def _is_text(store: Store, field: str) -> bool:
+    return field in store.fields and store.fields[field].encoding == "utf8"
 
 
 def _loader(

@@ -9,8 +9,7 @@ Training reads the store itself, by a `Loader`.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self, cast
 
 import numpy as np
@@ -18,11 +17,11 @@ import torch
 
 from stoker.errors import InputError, SourceError
 from stoker.packing.samples import encode_png
+from stoker.recipes.given_pictures import GivenPictures, given_pictures
 from stoker.recipes.options import Range
 from stoker.recipes.scaling import evenly
-from stoker.sources.images.decoding import Decoded, PictureError, decode, pillow, to_pixels
+from stoker.sources.images.decoding import Decoded, PictureError, pillow, to_pixels
 from stoker.sources.images.encoded import decode_bytes, turned_pixels
-from stoker.sources.images.listing import find_pictures
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
@@ -179,48 +178,46 @@ def as_data_url(image: Array, side: int) -> str:
 
 
 class FolderPictures:
-    """The pictures of a folder in the order of their names; the base of a `RawReader`.
+    """Pictures of a user in the order of their names, or in that of a list; the base of a `RawReader`.
 
     Args:
-        root: The folder.
-        names: Relative paths of its pictures.
-        told: What to say at the end.
+        pictures: Files or arrays.
         channels: 1 for grey, 3 for RGB.
         value_range: LOW and HIGH of 16-bit and float pictures, as in training.
         first_frame: Take the first frame of files that hold several.
         batch_size: Pictures at once.
     """
 
-    key = "file"
-
     def __init__(
         self,
-        root: Path,
-        names: Sequence[str],
-        told: Sequence[str],
+        pictures: GivenPictures,
         *,
         channels: int,
         value_range: tuple[float, float] | None,
         first_frame: bool,
         batch_size: int,
     ) -> None:
-        self._root, self._names, self._told = root, names, list(told)
+        self._pictures, self.key = pictures, pictures.key
         self._channels, self._value_range = channels, value_range
         self._first_frame, self._batch_size = first_frame, batch_size
         self._num_refused = 0
-        self.num_rows: int | None = len(names)
+        self.num_rows: int | None = len(pictures.keys)
 
     @classmethod
     def open(cls, given: Any, **more: Any) -> Self | None:
-        """Return a reader of a folder of pictures, of one picture, or of a list of paths; None for anything else."""
-        found = find_pictures(given)
-        return None if found is None else cls(*found, **more)
+        """Return a reader of what `given_pictures` takes; None for anything else.
 
-    def _decode(self, name: str) -> Decoded:
-        return decode(self._root / name, self._first_frame)
+        Raises:
+            SourceError: The folder holds no picture.
+        """
+        found = given_pictures(given)
+        return None if found is None else cls(found, **more)
 
-    def _pixels(self, name: str, decoded: Decoded, size: Size) -> Array:
-        path = self._root / name
+    def _decode(self, place: int) -> Decoded:
+        return self._pictures.decode(place, self._first_frame, self._value_range)
+
+    def _pixels(self, place: int, decoded: Decoded, size: Size) -> Array:
+        path = self._pictures.path(place)
         made = to_pixels(decoded, path, size, self._channels, self._value_range)
         return np.moveaxis(made.values, -1, 0)
 

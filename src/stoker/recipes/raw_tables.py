@@ -212,7 +212,7 @@ class RawTable:
         left = [n for n in self._pieces[0].names if n not in used]
         left = [n for n in left if self._target is None or n != self._target.name]
         if left:
-            notes.append(f"not used, as in training: {shown_names(left, 8)}")
+            notes.append(f"not used, since the model was trained without: {shown_names(left, 8)}")
         named = ", ".join(str(repair.spec) for repair in self._repairs)
         if named:
             notes.append(f"repairs of {_FIELD}: made here as in training ({named})")
@@ -224,7 +224,7 @@ class RawTable:
             )
         if self._num_unseen:
             notes.append(
-                f"{format_count(self._num_unseen, 'row')} with a text that training did not have; see 'reason'"
+                f"{format_count(self._num_unseen, 'row')} with a text, or without one, unlike training; see 'reason'"
             )
         if self._num_strange and self._target:
             notes.append(
@@ -271,25 +271,48 @@ class RawTable:
         features, unseen = make_features(
             table, self._columns, self._dtype, piece.decimal, faults, piece.label
         )
+        empty = self._empty_rows(table, features)
         features = apply_repairs(features, self._repairs, self._outputs)
         reasons: list[str | None] = [None] * table.num_rows
+
+        def remark(row: int, said: str) -> None:
+            reasons[row] = f"{reasons[row]}; {said}" if reasons[row] else said
+
         for name, rows in unseen.items():
             texts = as_text(table.column(name))
             for row in rows.tolist():
-                said = f"{name} is {str(texts[row])[:40]!r}, which training did not have"
-                reasons[row] = f"{reasons[row]}; {said}" if reasons[row] else said
+                remark(row, f"{name} is {str(texts[row])[:40]!r}, which training did not have")
+        for column in self._columns:
+            if column.is_full:
+                known = as_text(table.column(column.name)).is_valid()
+                for row in np.flatnonzero(~known.to_numpy(zero_copy_only=False)).tolist():
+                    remark(row, f"no value in {column.name}, which training always had")
         self._num_unseen += sum(reason is not None for reason in reasons)
         bad = ~np.isfinite(features)
         for row in np.flatnonzero(bad.any(axis=1)).tolist():
             names = [self._outputs[place] for place in np.flatnonzero(bad[row])[:5]]
             lost = "no value" if np.isnan(features[row, bad[row]]).any() else "no finite value"
             reasons[row] = f"{lost} in {', '.join(names)}"
+        for row in empty:
+            reasons[row] = "no value in any column"
         for row, fault in faults.items():
             reasons[row] = fault.reason
         answered: Array = np.logical_not(bad.any(axis=1))
-        answered[list(faults)] = False
+        answered[[*empty, *faults]] = False
         features[~answered] = 0
         return features, reasons, answered
+
+    def _empty_rows(self, table: Any, features: Array) -> list[int]:
+        """Return the rows that have no value at all: repairs would make an answer of nothing."""
+        blank = np.flatnonzero((np.isnan(features) | (features == 0)).all(axis=1))
+        if len(blank):
+            some = table.take(blank)
+            for column in self._columns:
+                known = as_text(some.column(column.name)).is_valid()
+                is_blank = ~known.to_numpy(zero_copy_only=False)
+                blank, some = blank[is_blank], some.filter(is_blank)
+        rows: list[int] = blank.tolist()
+        return rows
 
     def _truth(self, piece: _Piece, table: Any) -> Array | None:
         """Return the targets, where the table has them: they are not needed, but say how good the answers are."""

@@ -102,7 +102,7 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
     made = Evaluation.from_json(runs[0].result.get("evaluation"))
     for who, metrics in list(made.baselines.items())[-1:] if made is not None else []:
         if name in metrics:
-            marks.append(Mark(f"{who}, on test samples", metrics[name]))
+            marks.append(Mark(f"{who}, on test samples", metrics[name], is_dashed=True))
     return Chart(
         f"metric-{number}",
         f"Validation: {name}",
@@ -330,7 +330,11 @@ def _draw_line(line: Line, axes: Any, divisor: float) -> None:
 def _draw_mark(mark: Mark, axes: Any) -> None:
     if mark.high is None:
         axes.axhline(
-            mark.low, color="#555555", linewidth=0.8, linestyle=":", label=_plain(mark.label)
+            mark.low,
+            color="#555555",
+            linewidth=0.8,
+            linestyle="--" if mark.is_dashed else ":",
+            label=_plain(mark.label),
         )
     else:
         axes.axhspan(

@@ -42,7 +42,10 @@ from stoker.train.step import Criterion
 Columns = Mapping[str, torch.Tensor]
 SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN = "sample", "row", "time", "file"
 _KEYS = (SAMPLE_COLUMN, ROW_COLUMN, TIME_COLUMN, FILE_COLUMN, "id", "name")
-_LABELS = {FILE_COLUMN, "symbol", "formula", "smiles", "adduct", "ion_mode", "collision_energy"}
+_LABELS = {
+    FILE_COLUMN, SAMPLE_COLUMN, "height", "width", "symbol", "formula", "smiles", "adduct", "ion_mode",
+    "collision_energy",
+}  # fmt: skip
 _GROUP_BYTES = 8 << 20
 _MOST_CELLS = 4096
 _HEADER_BYTES = 1 << 20

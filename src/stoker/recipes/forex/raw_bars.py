@@ -1,8 +1,8 @@
 """Raw bars for a trained forex model: one answer per bar of the base timeframe, under its time.
 
-Enters: the facts of a model whose store was packed from bars, and files of new bars of the same symbols. Leaves:
-`RawBatch`es: windows that end at each bar's close, made and scaled as in training. Costs: the read, and memory for
-the bars and one batch of windows.
+Enters: the facts of a model whose store was packed from bars, and new bars of the same symbols: files, or frames in
+memory. Leaves: `RawBatch`es: windows that end at each bar's close, made and scaled as in training. Costs: the read, and
+memory for the bars and one batch of windows; frames are written to a temporary folder and read like files.
 
 A window holds bars that had closed by the decision, never a later one.
 """
@@ -10,20 +10,26 @@ A window holds bars that had closed by the decision, never a later one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 
 from stoker.display import command, look_in
-from stoker.errors import InputError
+from stoker.errors import InputError, SourceError
+from stoker.ownership import temporary_folder
 from stoker.recipes.contract import Facts, RawBatch
+from stoker.recipes.raw_tables import as_frame
 from stoker.sources.bars import Bars, BarsSource, Naming, Scaler, apply_scaler, make_features
-from stoker.sources.bars.dialects import PRICES
+from stoker.sources.bars.dialects import PRICES, TICKER_NAMES, TIME_NAMES, clean_name
 from stoker.sources.bars.features import feature_names
 from stoker.sources.bars.source import MissingBarsError
-from stoker.sources.bars.timeframes import find_windows, gap_mask
+from stoker.sources.bars.timeframes import find_windows, gap_mask, parse_timeframe
 from stoker.sources.times import SECOND_NS
 from stoker.store.fields import Array
 from stoker.train.predict import TIME_COLUMN
@@ -38,17 +44,21 @@ _REASONS = {
 
 
 def open_raw_bars(given: Any, facts: Facts) -> RawBars:
-    """Open files of bars; see `Recipe.open_raw`."""
-    if not isinstance(given, str | Path):
-        raise InputError(
-            f"a {type(given).__name__} of bars.",
-            "the path of a file or folder of bars, named by symbol and timeframe",
-            'load_model("best.pt").predict("bars/")',
-        )
+    """Open bars; see `Recipe.open_raw`.
+
+    Args:
+        given: A file, a folder, or "SYMBOL:TIMEFRAME=file"; in memory a frame, or frames by timeframe, by symbol, or by
+            both, as in `{"M5": frame, "H1": frame}`.
+        facts: Of the checkpoint.
+
+    Raises:
+        InputError: A symbol was not trained on, or a column of training is missing.
+        SourceError: The files cannot be read.
+    """
     told = facts["bars"]["options"]
     base, used = told["base"], {*facts["inputs"], told["base"]}
     source = BarsSource(
-        (given,),
+        (given,) if isinstance(given, str | Path) else (),
         tuple((name, int(length)) for name, length in told["windows"].items() if name in used),
         base,
         int(told["horizon"]),
@@ -69,23 +79,146 @@ def open_raw_bars(given: Any, facts: Facts) -> RawBars:
         symbol: {name: Scaler.from_json(each) for name, each in by_name.items()}
         for symbol, by_name in facts["bars"]["scalers"].items()
     }
-    try:
-        read = dict(source.read_symbols())
-    except MissingBarsError as error:
-        raise InputError(
-            error.given,
-            f"files of {', '.join(name for name, _ in source.windows)} for each symbol, as in training",
-            look_in(Path(given) if Path(given).is_dir() else Path(given).parent),
-        ) from error
+    timeframes = [name for name, _ in source.windows]
+    if isinstance(given, str | Path):
+        where = Path(given) if Path(given).is_dir() else Path(given).parent
+        what, mend = str(given), look_in(where)
+        read = _read(source, mend)
+    else:
+        what = f"the {type(given).__name__}"
+        read = _read_frames(given, source, list(scalers), timeframes)
     unknown = [symbol for symbol in read if symbol not in scalers]
     if unknown:
         raise InputError(
-            f"{given} holds bars of {', '.join(unknown)}, which the model was not trained on: its prices have other "
+            f"{what} holds bars of {', '.join(unknown)}, which the model was not trained on: its prices have other "
             "units, and no scaler was fitted to them.",
             f"bars of {', '.join(scalers)}",
-            f"train on these bars: {command('stoker', 'pack', 'bars', given, 'OUT')}",
+            f"train on these bars: {command('stoker', 'pack', 'bars', given, 'OUT')}"
+            if isinstance(given, str | Path)
+            else f"frames under these names: {_frames_like(list(scalers), timeframes)}",
         )
     return RawBars(read, source, scalers, facts)
+
+
+def _read(source: BarsSource, mend: str) -> dict[str, dict[str, Bars]]:
+    try:
+        return dict(source.read_symbols())
+    except MissingBarsError as error:
+        names = ", ".join(name for name, _ in source.windows)
+        allowed = f"files of {names} for each symbol, as in training"
+        raise InputError(error.given, allowed, mend) from error
+
+
+# -- frames in memory ----------------------------------------------------------------------------
+
+
+def _read_frames(
+    given: Any, source: BarsSource, symbols: Sequence[str], timeframes: Sequence[str]
+) -> dict[str, dict[str, Bars]]:
+    """Return the bars of frames, by the same reader as those of files."""
+    mend = _frames_like(symbols, timeframes)
+    frames = list(_named_frames(given, None, None, symbols, timeframes))
+    with temporary_folder() as scratch:
+        paths = []
+        for named, timeframe, frame in frames:
+            table = _with_time(frame)
+            symbol = named or _symbol_in(table, symbols, mend)
+            path = scratch / f"the frame of {symbol} {timeframe}"
+            pq.write_table(table, path)
+            paths.append(f"{symbol}:{timeframe}={path}")
+        place = f"{scratch}/"
+        try:
+            read = _read(replace(source, paths=tuple(paths)), mend)
+        except SourceError as error:
+            raise InputError(
+                error.given.replace(place, ""),
+                "a frame of bars: a time, open, high, low and close, named as in the files of training",
+                "frame.rename(columns={'NAME': 'open'}), and frame.sort_values('time') where times do not rise",
+            ) from error
+    return {
+        symbol: {
+            name: replace(
+                bars,
+                file=bars.file.replace(place, ""),
+                notes=[note.replace(place, "") for note in bars.notes],
+                refused=[
+                    replace(refusal, file=refusal.file.replace(place, ""))
+                    for refusal in bars.refused
+                ],
+            )
+            for name, bars in by_name.items()
+        }
+        for symbol, by_name in read.items()
+    }
+
+
+def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
+    """Return what to give: a frame, or the fewest names that tell several apart."""
+    if len(timeframes) == 1 and len(symbols) == 1:
+        return "predict(frame)"
+    by_timeframe = ", ".join(f"{name!r}: frame" for name in timeframes)
+    inner = "frame" if len(timeframes) == 1 else f"{{{by_timeframe}}}"
+    return f"predict({inner})" if len(symbols) == 1 else f"predict({{{symbols[0]!r}: {inner}}})"
+
+
+def _named_frames(
+    given: Any,
+    symbol: str | None,
+    timeframe: str | None,
+    symbols: Sequence[str],
+    timeframes: Sequence[str],
+) -> Iterator[tuple[str | None, str, Any]]:
+    """Yield every frame of a mapping of any depth with its symbol, where one is told, and its timeframe."""
+    is_nested = isinstance(given, Mapping) and any(
+        isinstance(value, Mapping) or hasattr(value, "columns") for value in given.values()
+    )
+    if is_nested:
+        for key, inside in given.items():
+            own_symbol, own_timeframe = symbol, timeframe
+            for word in key if isinstance(key, tuple) else str(key).split(":"):
+                try:
+                    own_timeframe = parse_timeframe(str(word))
+                except InputError:
+                    own_symbol = str(word).upper()
+            yield from _named_frames(inside, own_symbol, own_timeframe, symbols, timeframes)
+        return
+    if timeframe is None and len(timeframes) > 1:
+        raise InputError(
+            f"a {type(given).__name__} of bars without a timeframe.",
+            f"a frame for each of {', '.join(timeframes)}, as in training",
+            _frames_like(symbols, timeframes),
+        )
+    yield symbol, timeframe or timeframes[0], given
+
+
+def _symbol_in(table: pa.Table, symbols: Sequence[str], mend: str) -> str:
+    """Return the symbol of a frame that was given without one: of its own column, or the only one of training."""
+    column = next((name for name in table.column_names if clean_name(name) in TICKER_NAMES), None)
+    inside = sorted(map(str, pc.unique(table[column]).to_pylist())) if column is not None else []
+    if len(inside) == 1:
+        return inside[0].upper()
+    if not inside and len(symbols) > 1:
+        raise InputError(
+            f"a frame of bars without a symbol, for a model of {', '.join(symbols)}.",
+            "a frame for each symbol, or a column 'symbol'",
+            mend,
+        )
+    return symbols[0]  # of several in one frame, the reader takes each by its name
+
+
+def _with_time(given: Any) -> pa.Table:
+    """Return a frame as an Arrow table; a pandas index that is no count of rows becomes a column."""
+    if hasattr(given, "iloc"):
+        index: Any = given.index
+        given = given.copy(deep=False)
+        given.columns = [
+            "_".join(map(str, filter(None, name))) if isinstance(name, tuple) else str(name)
+            for name in given.columns
+        ]
+        has_time = any(clean_name(name) in TIME_NAMES for name in given.columns)
+        if type(index).__name__ != "RangeIndex" and not has_time:
+            given = given.rename_axis(index=str(index.name or "time")).reset_index()
+    return as_frame(given, ["time", *PRICES])
 
 
 class RawBars:

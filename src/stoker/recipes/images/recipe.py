@@ -45,6 +45,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
@@ -438,10 +439,10 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 class PictureReader(FolderPictures):
-    """The pictures of a folder at the size of training; see `RawReader`.
+    """Pictures at the size of training; see `RawReader`.
 
     Args:
-        found: Of `find_pictures`.
+        pictures: Of the user.
         size: Height and width of training.
         normalise: Pixels `(n, channels, height, width)` uint8 to what the network takes.
         classes: Names of the classes: a folder that is called like one says the truth.
@@ -450,35 +451,38 @@ class PictureReader(FolderPictures):
 
     def __init__(
         self,
-        *found: Any,
+        pictures: GivenPictures,
+        *,
         size: Size,
         normalise: Callable[[torch.Tensor], torch.Tensor],
         classes: Sequence[str] = (),
         **more: Any,
     ) -> None:
-        super().__init__(*found, **more)
+        super().__init__(pictures, **more)
         self._size, self._normalise = size, normalise
         self._places = {name: place for place, name in enumerate(classes)}
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names."""
-        for low in range(0, len(self._names), self._batch_size):
-            yield self._read(self._names[low : low + self._batch_size])
+        places = range(len(self._pictures.keys))
+        for low in range(0, len(places), self._batch_size):
+            yield self._read(places[low : low + self._batch_size])
 
-    def _read(self, names: Sequence[str]) -> RawBatch:
-        images = np.zeros((len(names), self._channels, *self._size), np.uint8)
-        reasons: list[str | None] = [None] * len(names)
-        for row, name in enumerate(names):
+    def _read(self, places: Sequence[int]) -> RawBatch:
+        images = np.zeros((len(places), self._channels, *self._size), np.uint8)
+        reasons: list[str | None] = [None] * len(places)
+        for row, place in enumerate(places):
             try:
-                images[row] = self._pixels(name, self._decode(name), self._size)
+                images[row] = self._pixels(place, self._decode(place), self._size)
             except SourceError as error:
                 reasons[row] = self._refuse(error)
         made = self._normalise(torch.from_numpy(images))
         answered = np.array([reason is None for reason in reasons])
-        truth = np.array([self._places.get(PurePosixPath(name).parent.name, -1) for name in names])
-        keys = np.asarray(names, dtype=object)
-        return RawBatch(keys, {"images": made}, answered, reasons, truth=truth)
+        names = [self._pictures.keys[place] for place in places]
+        folders = [PurePosixPath(str(name)).parent.name for name in names]
+        truth = np.array([self._places.get(folder, -1) for folder in folders])
+        return RawBatch(as_keys(names), {"images": made}, answered, reasons, truth=truth)
 
     def notes(self) -> Sequence[str]:
         """Return what was left out."""
-        return [*self._told, *self._left_out("an answer")]
+        return [*self._pictures.told, *self._left_out("an answer")]

@@ -11,8 +11,10 @@ quarter; probabilities are blended with weights that fall towards a tile's borde
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
+import itertools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +26,20 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from stoker.display import quoted
 from stoker.errors import InputError, SourceError, unwritable
-from stoker.ownership import SIGNATURE, claim_folder, has_signature, write_text, writing
+from stoker.ownership import (
+    MARK_NAME,
+    SIGNATURE,
+    claim_folder,
+    has_signature,
+    remove_empty_folder,
+    remove_file,
+    write_text,
+    writing,
+)
 from stoker.recipes.contract import RawBatch
+from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.pictures import FolderPictures, Size
 from stoker.recipes.segmentation.evaluation import legend, palette
 from stoker.store.fields import Array
@@ -39,6 +52,8 @@ _LARGER = 1.25
 """Pictures up to this much larger than the largest of training are resized, not cut into tiles."""
 _BATCH_BYTES = 64 << 20
 _TILES_AT_ONCE = 4
+_ANSWERS_HEADER = ("file", "mask", "reason")
+_CLASSES_HEADER = ("value", "class", "colour")
 
 
 @dataclass(frozen=True)
@@ -72,30 +87,32 @@ class Scale:
 
 
 class ScenePictures(FolderPictures):
-    """The pictures of a folder at the size they go through the network; see `RawReader`.
+    """Pictures at the size they go through the network; see `RawReader`.
 
     Args:
-        found: Of `find_pictures`.
+        pictures: Of the user.
         scale: Of training.
         is_table: Whether answers become rows of one table, which needs masks of one size.
         more: As for `FolderPictures`.
     """
 
-    def __init__(self, *found: Any, scale: Scale, is_table: bool, **more: Any) -> None:
-        super().__init__(*found, **more)
+    def __init__(
+        self, pictures: GivenPictures, *, scale: Scale, is_table: bool, **more: Any
+    ) -> None:
+        super().__init__(pictures, **more)
         self._scale, self._is_table = scale, is_table
         self._num_tiled = 0
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names; those of one size together."""
-        held: list[tuple[str, Array, Size]] = []
+        held: list[tuple[Any, Array, Size]] = []
         first: Size | None = None
-        for name in self._names:
+        for place, name in enumerate(self._pictures.keys):
             try:
-                decoded = self._decode(name)
+                decoded = self._decode(place)
                 original = (decoded.image.height, decoded.image.width)
                 size = self._scale.work_size(original)
-                pixels = self._pixels(name, decoded, size)
+                pixels = self._pixels(place, decoded, size)
             except SourceError as error:
                 yield from _as_batch(held)
                 held = []
@@ -104,7 +121,8 @@ class ScenePictures(FolderPictures):
             self._num_tiled += size != self._scale.size
             if self._is_table and first not in (None, original):
                 raise InputError(
-                    f"{self._root / name} has {original[1]} x {original[0]} pixels, and pictures before it had others.",
+                    f"{self._pictures.path(place)} has {original[1]} x {original[0]} pixels, and those before it had "
+                    "others.",
                     "masks of one size in a table, or a folder of masks",
                     "a folder as OUT",
                 )
@@ -116,29 +134,35 @@ class ScenePictures(FolderPictures):
             held.append((name, pixels, original))
         yield from _as_batch(held)
 
-    def _refused(self, name: str, error: SourceError, size: Size | None) -> RawBatch:
+    def _refused(self, name: Any, error: SourceError, size: Size | None) -> RawBatch:
         blank = torch.zeros((1, self._channels, *self._scale.size), dtype=torch.uint8)
-        batch = {"images": blank, "original_size": torch.tensor([size or self._scale.size])}
+        blank_size = size or self._scale.size
+        batch = {"images": blank, "original_size": torch.tensor([blank_size])}
         reasons = [self._refuse(error)]
-        return RawBatch(np.array([name], dtype=object), batch, np.zeros(1, bool), reasons)
+        labels = _size_labels([blank_size])
+        return RawBatch(as_keys([name]), batch, np.zeros(1, bool), reasons, labels)
 
     def notes(self) -> Sequence[str]:
         """Return what was cut into tiles and what was left out."""
         tiled, (high, wide) = self._num_tiled, self._scale.size
         words = f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"
-        return [*self._told, *([words] if tiled else []), *self._left_out("a mask")]
+        return [*self._pictures.told, *([words] if tiled else []), *self._left_out("a mask")]
 
 
-def _as_batch(held: Sequence[tuple[str, Array, Size]]) -> Iterator[RawBatch]:
+def _as_batch(held: Sequence[tuple[Any, Array, Size]]) -> Iterator[RawBatch]:
     if held:
         names, pixels, sizes = zip(*held, strict=True)
         batch = {
             "images": torch.from_numpy(np.stack(pixels)),
             "original_size": torch.tensor(sizes),
         }
-        yield RawBatch(
-            np.array(names, dtype=object), batch, np.ones(len(names), bool), [None] * len(names)
-        )
+        answered, reasons = np.ones(len(names), bool), [None] * len(names)
+        yield RawBatch(as_keys(names), batch, answered, reasons, _size_labels(sizes))
+
+
+def _size_labels(sizes: Sequence[Size]) -> dict[str, Array]:
+    high, wide = np.array(sizes, np.int64).T
+    return {"height": high, "width": wide}
 
 
 # -- through the network -------------------------------------------------------------------------
@@ -235,13 +259,26 @@ def _ramp(side: int, device: torch.device) -> Tensor:
 # -- masks out -----------------------------------------------------------------------------------
 
 
-def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -> int:
-    """Write every mask as a PNG below a folder of ours; return how many pictures there were."""
+def write_masks(
+    out: Path, answers: Iterable[Predicted], names: Sequence[str]
+) -> tuple[int, list[str]]:
+    """Write every mask as a PNG below a folder of ours; return how many pictures there were, and what to say.
+
+    Masks of an earlier prediction are removed first: a folder never holds answers of two. `answers.csv` comes last, so
+    a folder without it is of a prediction that did not end.
+
+    Raises:
+        InputError: The folder holds what stoker did not write.
+        FileError: A file cannot be written.
+    """
+    answers = iter(answers)
+    first = next(answers, None)  # input that cannot be read leaves the earlier masks alone
     claim_folder(out, "masks", "a folder of masks")
+    told = _clear_masks(out)
     listed: list[tuple[str, str, str]] = []
     used: set[str] = set()
     colours = palette()
-    for predicted in answers:
+    for predicted in itertools.chain([] if first is None else [first], answers):
         for row, name in enumerate(map(str, predicted.sample_ids)):
             if predicted.answered is not None and not predicted.answered[row]:
                 why = predicted.reasons[row] if predicted.reasons is not None else ""
@@ -256,10 +293,53 @@ def write_masks(out: Path, answers: Iterable[Predicted], names: Sequence[str]) -
             except OSError as error:
                 raise unwritable(path, error) from error
             listed.append((name, target, ""))
-    _write_table(out / "answers.csv", ("file", "mask", "reason"), listed)
     rows = [(str(value), name, colour) for value, (name, colour) in legend(names).items()]
-    _write_table(out / "classes.csv", ("value", "class", "colour"), rows)
-    return len(listed)
+    _write_table(out / "classes.csv", _CLASSES_HEADER, rows)
+    _write_table(out / "answers.csv", _ANSWERS_HEADER, listed)
+    return len(listed), told
+
+
+def _clear_masks(out: Path) -> list[str]:
+    """Remove the masks and tables of an earlier prediction; return how many, and what else lies there."""
+    removed = 0
+    others: list[str] = []
+    tables = {"answers.csv": _is_table(_ANSWERS_HEADER), "classes.csv": _is_table(_CLASSES_HEADER)}
+    for path in sorted(each for each in out.rglob("*") if each.is_file() or each.is_symlink()):
+        if path.name == MARK_NAME and path.parent == out:
+            continue
+        is_table = path.parent == out and path.name in tables
+        if remove_file(path, tables[path.name] if is_table else _is_mask):
+            removed += not is_table
+        else:
+            others.append(str(path.relative_to(out)))
+    for folder in sorted((each for each in out.rglob("*") if each.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):  # a folder with other things in it stays
+            remove_empty_folder(folder)
+    shown = ", ".join(map(quoted, others[:3])) + (", ..." if len(others) > 3 else "")
+    return [
+        *([f"{format_count(removed, 'mask')} of an earlier prediction removed"] if removed else []),
+        *(
+            [
+                f"{format_count(len(others), 'file')} in {quoted(out)} not of this prediction: {shown}"
+            ]
+            if others
+            else []
+        ),
+    ]
+
+
+def _is_mask(path: Path) -> bool:
+    return path.suffix == ".png" and not path.is_symlink() and has_signature(path)
+
+
+def _is_table(header: Sequence[str]) -> Callable[[Path], bool]:
+    first = ",".join(header).encode()
+
+    def is_ours(found: Path) -> bool:
+        with found.open("rb") as file:
+            return file.read(len(first)) == first
+
+    return is_ours
 
 
 def free_mask_name(name: str, used: set[str]) -> str:
@@ -285,13 +365,7 @@ def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]
     writer = csv.writer(text)
     writer.writerow(header)
     writer.writerows(rows)
-    first = ",".join(header)
-
-    def is_ours(found: Path) -> bool:
-        with found.open("rb") as file:
-            return file.read(len(first)) == first.encode()
-
-    write_text(path, text.getvalue(), is_ours)
+    write_text(path, text.getvalue(), _is_table(header))
 
 
 def encode_mask(mask: Array, colours: Array) -> bytes:

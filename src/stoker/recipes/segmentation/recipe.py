@@ -336,7 +336,7 @@ class SegmentationRecipe(Recipe):
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
-    ) -> int:
+    ) -> tuple[int, list[str]]:
         """Write a folder of masks."""
         del made
         names = class_names(facts.get("class_names", ()), facts["num_classes"])

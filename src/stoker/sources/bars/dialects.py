@@ -553,6 +553,7 @@ _ALIASES = {
     "mid_o": "open", "mid_h": "high", "mid_l": "low", "mid_c": "close",
     "open_mid": "open", "high_mid": "high", "low_mid": "low", "close_mid": "close",
     "openmid": "open", "highmid": "high", "lowmid": "low", "closemid": "close",
+    "close_last": "close",  # nasdaq.com: "Close/Last"
     "v": "volume", "tickvol": "tick_volume", "tickvolume": "tick_volume", "realvolume": "real_volume",
 }  # fmt: skip
 _STEMS = ("open", "high", "low", "close", "adj_close", "volume", "adjclose", "adjusted")

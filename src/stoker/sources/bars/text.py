@@ -126,6 +126,9 @@ def _as_utf8(data: bytes) -> bytes:
     return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
 
+_DOLLARS = re.compile(rb"""(?m)(^|[,;\t|"])[ ]*\$[ ]*(?=[0-9.])""")
+
+
 def _unquote(text: bytes, path: Path, decimal: str | None) -> bytes:
     """Take quotes off whole lines, off cells without a delimiter, and off numbers and dates that hold a comma.
 
@@ -135,6 +138,8 @@ def _unquote(text: bytes, path: Path, decimal: str | None) -> bytes:
     Raises:
         SourceError: All numbers are like "110,123", which may be a thousand times smaller.
     """
+    if b"$" in text:  # nasdaq.com: $320.93
+        text = _DOLLARS.sub(rb"\1", text)
     if b'"' not in text:
         return text
     whole = re.sub(rb'(?m)^"((?:[^"\n]|"")*)"$', rb"\1", text)

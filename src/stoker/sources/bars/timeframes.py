@@ -40,6 +40,7 @@ SPLIT_NAMES = ("train", "val", "test", "purged")
 
 # Longest market holiday seen in 13 years of EURUSD is 3 days and 1 hour.
 _STALE_NS = 7 * DAY_NS
+_LAST_WORDS = {"d": "D1", "daily": "D1", "w": "W1", "weekly": "W1", "hourly": "H1"}
 _MT4_MINUTES = {
     TIMEFRAMES[name] // MINUTE_NS: name
     for name in ("M1", "M5", "M15", "M30", "H1", "H4", "D1", "W1")
@@ -88,7 +89,8 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     """Return symbol and timeframe from a file's name; None for what it does not say.
 
     Reads EURUSD_M15.csv.gz, EURUSD-M5.csv, EURUSD_M5_202001020000_202010152355.csv (MT5),
-    EURUSD15.csv and EURUSDh1.csv (MT4), DAT_ASCII_EURUSD_M1_2020.csv (histdata), BTCUSDT-5m-2020-10.csv.
+    EURUSD15.csv and EURUSDh1.csv (MT4), DAT_ASCII_EURUSD_M1_2020.csv (histdata), BTCUSDT-5m-2020-10.csv,
+    EURUSD_Candlestick_1_Hour_BID_01.01.2020-02.01.2020.csv (Dukascopy), eurusd_d.csv (Stooq).
     """
     stem = PurePath(path).name
     while _SUFFIXES.search(stem):
@@ -96,9 +98,10 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     words = [word for word in re.split(r"[_\-, ]+|\.(?=[A-Za-z]+[0-9])", stem) if word]
     words = (
         words[2:]
-        if [word.upper() for word in words[:2]] in (["DAT", "ASCII"], ["DAT", "MT"])
+        if [word.upper() for word in words[:2]] in (["DAT", "ASCII"], ["DAT", "MT"], ["DAT", "NT"])
         else words
     )
+    words = _joined_timeframe(words)
     for place, word in enumerate(words):
         try:
             timeframe = parse_timeframe(word)
@@ -117,6 +120,16 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     if match and int(match[2]) in _MT4_MINUTES:
         return match[1].upper(), _MT4_MINUTES[int(match[2])]
     return (words[0].upper() if words else None), None
+
+
+def _joined_timeframe(pieces: list[str]) -> list[str]:
+    """Return the words of a name with its timeframe as one: Dukascopy writes two, and others a last word or letter."""
+    if "Candlestick" in pieces[1:-2]:
+        place = pieces.index("Candlestick")
+        count, unit = pieces[place + 1 : place + 3]
+        return [*pieces[:place], f"{unit[0].upper()}{count}" if unit != "Month" else "month"]
+    last = _LAST_WORDS.get(pieces[-1].lower()) if len(pieces) > 1 else None
+    return [*pieces[:-1], last] if last else pieces
 
 
 def observed_spacing(time: Array) -> int | None:

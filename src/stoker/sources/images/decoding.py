@@ -40,7 +40,7 @@ from stoker.store.fields import Array
 
 _PIXEL_BYTES = 12
 """As decoded, turned upright, and converted: up to four bytes each."""
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112
 _DEEP = {"I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float"}
 _ANIMATED = {"GIF", "TIFF", "WEBP", "PNG"}
 """Formats whose files may hold several frames. An MPO of a phone holds a photo and its previews: the first is meant."""
@@ -218,7 +218,7 @@ def decode(
             # Before `load`, which empties the list of tiles: only the file knows that it had 16 bits.
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             exif = opened.getexif()
-            orientation = int(exif.get(_ORIENTATION, 1) or 1)
+            orientation = int(exif.get(ORIENTATION, 1) or 1)
             if small and opened.format in ("JPEG", "MPO"):
                 opened.draft(None, (max(1, opened.width // 8), max(1, opened.height // 8)))
             opened.load()
@@ -226,7 +226,7 @@ def decode(
             image = turned(opened, known) if upright else opened
             if image is opened:
                 image = opened.copy()
-            return Decoded(image, size, known, _ORIENTATION in exif, opened.format or "", deep)
+            return Decoded(image, size, known, ORIENTATION in exif, opened.format or "", deep)
         except _FAULTS as error:
             if isinstance(error, SourceError):
                 raise

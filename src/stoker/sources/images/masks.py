@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -158,15 +158,70 @@ def _bad_table(path: Path, line: int, text: str) -> SourceError:
 # -- one mask --------------------------------------------------------------------------------------
 
 
+class Palettes:
+    """Colours by which masks with a palette show their values: one value has to have one colour in all of them.
+
+    A program that makes the palette of each file anew numbers the colours anew: a value is then another class in each.
+
+    Args:
+        colours: Value to colour, 0xRRGGBB.
+    """
+
+    def __init__(self, colours: Mapping[int, int] | None = None) -> None:
+        self.colours = dict(colours or {})
+
+    def add(self, image: Any, path: Path) -> None:
+        """Compare the palette of a mask with those before.
+
+        Raises:
+            ContradictionError: One of its values has another colour.
+        """
+        table = np.asarray(image.convert("P").getpalette("RGB"), np.uint32).reshape(-1, 3)
+        present = np.flatnonzero(np.bincount(np.asarray(image).ravel())).tolist()
+        codes = _codes(table)
+        self.merge({value: int(codes[value]) for value in present if value < len(codes)}, str(path))
+
+    def merge(self, others: Mapping[int, int], where: str = "") -> None:
+        """Take the colours of other masks.
+
+        Raises:
+            ContradictionError: One of their values has another colour.
+        """
+        for value, colour in others.items():
+            known = self.colours.setdefault(value, colour)
+            if known != colour:
+                named = dict.fromkeys([*self.colours.values(), *others.values()])
+                numbered = [f"#{code:06x}={place}" for place, code in enumerate(named)]
+                entries = ",".join([*numbered, f"other={IGNORE}"])
+                raise ContradictionError(
+                    f"masks have palettes of their own: the value {value} is the colour #{known:06x} in one and "
+                    f"#{colour:06x} in another{f', {where}' if where else ''}.",
+                    "--mask-map with the colours, which says what each is; keep takes the values as they are",
+                    f"{command('--mask-map', entries)}, or --mask-map keep",
+                )
+
+
 def read_mask(
     path: Path,
     image: Decoded,
     image_path: Path,
     mask_map: MaskMap | None,
     orientation: MaskOrientation = "auto",
+    palettes: Palettes | None = None,
 ) -> Array:
-    """Return the classes of one mask, turned like its image, at the size of its image."""
+    """Return the classes of one mask, turned like its image, at the size of its image.
+
+    Args:
+        path: The mask.
+        image: Its image.
+        image_path: For messages.
+        mask_map: Which class a value or colour is.
+        orientation: Whether a mask without EXIF is turned like its image.
+        palettes: Colours of the masks before, to compare with where values are classes.
+    """
     decoded = decode(path)
+    if palettes is not None and decoded.image.mode == "P":
+        palettes.add(decoded.image, path)
     upright = _beside(decoded, path, image, image_path, orientation)
     return classes_of(upright, decoded.format, path, mask_map)
 

@@ -26,6 +26,7 @@ from stoker.sources.images.masks import (
     ContradictionError,
     MaskMap,
     MaskOrientation,
+    Palettes,
     check_values,
     find_map,
     join_objects,
@@ -90,6 +91,11 @@ class SegmentationSource(PictureFolder):
             "mask_colors": str(self.mask_colors) if self.mask_colors else None,
             "mask_orientation": self.mask_orientation,
         }
+
+    @property
+    def _takes_values(self) -> bool:
+        """Whether the values of masks are classes, and the user has not said so."""
+        return not self.mask_map and self.mask_colors is None
 
     def _given_map(self) -> MaskMap | None:
         given = parse_mask_map(self.mask_map)
@@ -217,15 +223,20 @@ class SegmentationSource(PictureFolder):
         columns, masks = Columns(), []
         coded: list[bytes] = []
         pixels = np.zeros(256, dtype=np.int64)
+        palettes = Palettes() if self._takes_values else None
         for name, mask_names, split in payload.items:
             path = self.images / name
             try:
                 if self.keep_encoded is not None:
                     kept, decoded = self._encoded(path)
-                    mask = self._mask(mask_names, decoded, path, payload.mask_map, kept.size)
+                    mask = self._mask(
+                        mask_names, decoded, path, payload.mask_map, kept.size, palettes
+                    )
                 else:
                     decoded = decode(path, self.first_frame)
-                    mask = self._mask(mask_names, decoded, path, payload.mask_map, self.size)
+                    mask = self._mask(
+                        mask_names, decoded, path, payload.mask_map, self.size, palettes
+                    )
                     made = self._pixels(decoded, path)
             except ContradictionError:
                 raise
@@ -246,6 +257,9 @@ class SegmentationSource(PictureFolder):
             **columns.extra(payload.classes),
             "mask_pixels": pixels.tolist(),
             "binary": bool(payload.mask_map and payload.mask_map.is_binary),
+            "palette": {
+                str(key): code for key, code in (palettes.colours if palettes else {}).items()
+            },
         }
         return PartData(fields, columns.refused, extra)
 
@@ -256,10 +270,13 @@ class SegmentationSource(PictureFolder):
         path: Path,
         mask_map: MaskMap | None,
         size: tuple[int, int],
+        palettes: Palettes | None,
     ) -> Array:
         def read() -> Iterator[Array]:
             for name in names:
-                yield read_mask(self.masks / name, image, path, mask_map, self.mask_orientation)
+                yield read_mask(
+                    self.masks / name, image, path, mask_map, self.mask_orientation, palettes
+                )
 
         values = join_objects(read(), path) if len(names) > 1 else next(read())
         if values.shape == size:
@@ -275,8 +292,12 @@ class SegmentationSource(PictureFolder):
         merged = merged_facts(self, extras)
         total = np.sum([extra["mask_pixels"] for extra in extras], axis=0)
         pixels = {int(value): int(total[value]) for value in np.flatnonzero(total)}
-        if not self.mask_map and self.mask_colors is None and pixels:
-            check_values(pixels)
+        if self._takes_values:
+            palettes = Palettes()
+            for extra in extras:
+                palettes.merge({int(key): code for key, code in extra["palette"].items()})
+            if pixels:
+                check_values(pixels)
         merged["mask_values"] = sorted(pixels)
         merged["mask_pixels"] = {str(value): count for value, count in pixels.items()}
         if extras and extras[0]["binary"]:

@@ -90,6 +90,7 @@ class Column:
         has_clock: A `date` has a time of day.
         has_flag: A further column says where the value is missing.
         without: Columns of `features` that it would give and that the user dropped.
+        is_full: Of texts: every row of training had one.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Column:
     has_clock: bool = False
     has_flag: bool = False
     without: tuple[str, ...] = ()
+    is_full: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -129,6 +129,7 @@ class Survey:
         self._parts = [name.strip() for name in drop if name.strip() not in all_names]
         self._columns: dict[str, Column] = {}
         self._whole: set[str] = set()
+        self._gaps: set[str] = set()
         self._texts: dict[str, list[set[str]]] = {}
         self._target_texts: set[str] | None = set()
         self._target_decimal, self._target_is_wide = ".", False
@@ -146,6 +147,8 @@ class Survey:
             self._decide(table, decimal)
         for name, column in self._columns.items():
             if column.kind in ("category", "one-hot", "codes"):
+                if _num_known(table.column(name)) < table.num_rows:
+                    self._gaps.add(name)
                 self._texts.setdefault(name, []).append(
                     _different(table.column(name), CODE_VALUES + 1)
                 )
@@ -269,7 +272,7 @@ class Survey:
             if isinstance(judged, Unusable):
                 problems.append(judged)
             else:
-                made.append(replace(judged, values=values))
+                made.append(replace(judged, values=values, is_full=name not in self._gaps))
         if problems:
             raise _problem_error("the table", problems, {}, firsts[-1], firsts[-1])
         made = [

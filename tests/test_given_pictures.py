@@ -1,0 +1,106 @@
+"""Pictures in memory are answered as their files are, or have a reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stoker.recipes.given_pictures import given_pictures
+from stoker.recipes.images.recipe import PictureReader
+from stoker.recipes.segmentation.masks import Scale, ScenePictures
+
+
+def read(given, channels=3, value_range=None):
+    """Return the keys, the pixels and the reasons of pictures."""
+    rule = {"channels": channels, "value_range": value_range, "first_frame": False}
+    reader = PictureReader.open(given, size=(6, 5), normalise=lambda x: x, batch_size=2, **rule)
+    batches = list(reader)
+    keys = [key for batch in batches for key in batch.keys.tolist()]
+    pixels = torch.cat([batch.batch["images"] for batch in batches])
+    return reader.key, keys, pixels, [reason for batch in batches for reason in batch.reasons]
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """Return three pictures as an array, and the paths of their files."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), dtype=np.uint8)
+    paths = [tmp_path / f"{place}.png" for place in range(3)]
+    for path, each in zip(paths, pixels, strict=True):
+        Image.fromarray(each).save(path)
+    return pixels, paths
+
+
+def test_every_kind_of_picture_in_memory_is_the_picture_of_its_file(drawn):
+    pixels, paths = drawn
+    want = read(paths)[2]
+    assert torch.equal(want, torch.from_numpy(pixels).movedim(-1, 1))
+    first = np.moveaxis(pixels, -1, 1)
+    for what, given in {
+        "an array": pixels,
+        "channels first": first,
+        "a tensor": torch.from_numpy(first.copy()),
+        "floats": torch.from_numpy(first / 255.0),
+        "arrays": list(pixels),
+        "images": [Image.open(path) for path in paths],
+        "mixed": [paths[0], pixels[1], Image.open(paths[2])],
+        "objects": np.array([str(path) for path in paths], dtype=object),
+    }.items():
+        key, keys, found, reasons = read(given)
+        assert torch.equal(found, want), what
+        assert reasons == [None] * 3
+        is_paths = what == "objects"
+        assert (key, keys) == (("file", list(map(str, paths))) if is_paths else ("row", [0, 1, 2]))
+    key, keys, found, _ = read({"a": pixels[0], "b": pixels[1]})
+    assert (key, keys) == ("file", ["a", "b"])
+    assert torch.equal(found, want[:2])
+    for one in (pixels[0], Image.fromarray(pixels[0]), torch.from_numpy(first[0].copy())):
+        assert torch.equal(read(one)[2], want[:1])
+
+
+def test_grey_deep_and_turned_pictures_follow_the_rule_of_files(tmp_path):
+    grey = np.arange(30, dtype=np.uint8).reshape(6, 5)
+    assert read(grey, channels=1)[2].flatten().tolist() == grey.flatten().tolist()
+    assert read(grey > 9, channels=1)[2].unique().tolist() == [0, 255]
+    deep = (grey.astype(np.uint16) * 1000).reshape(6, 5)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert torch.equal(read(deep, 1)[2], read([tmp_path / "deep.png"], 1)[2])
+    ranged = read(grey.astype(np.float32), 1, (0.0, 255.0))[2]
+    assert ranged.flatten().tolist() == grey.flatten().tolist()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(grey.T.copy()).save(tmp_path / "turned.jpg", exif=exif, quality=100)
+    with Image.open(tmp_path / "turned.jpg") as opened:
+        assert torch.equal(read(opened, 1)[2], read([tmp_path / "turned.jpg"], 1)[2])
+
+
+def test_what_is_no_picture_has_a_reason_and_what_may_be_none_is_not_taken():
+    good = np.zeros((6, 5, 3), np.uint8)
+    strange = [
+        good,
+        np.zeros((6, 5, 7), np.uint8),
+        np.full((6, 5, 3), 7.0),
+        np.zeros((6, 5, 3), np.int64),
+        np.zeros(4, np.uint8),
+    ]
+    reasons = read(strange)[3]
+    assert reasons[0] is None
+    assert "shape (6, 5, 7)" in reasons[1]
+    assert "float values from 7 to 7" in reasons[2]
+    assert "int64" in reasons[3]
+    assert "shape (4,)" in reasons[4]
+    for given in ([1, 2], 3, {"a": [1.0]}, None):
+        assert given_pictures(given) is None
+
+
+def test_masks_are_made_of_pictures_in_memory(drawn):
+    pixels, paths = drawn
+    more = {"channels": 3, "value_range": None, "first_frame": False, "batch_size": 2}
+    made = [
+        list(ScenePictures.open(given, scale=Scale((6, 5)), is_table=True, **more))
+        for given in (list(pixels), paths)
+    ]
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.batch["images"], other.batch["images"])
+    assert [key for batch in made[0] for key in batch.keys.tolist()] == [0, 1, 2]
