@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import stoker
+from paper_graphs import use_paper_graphs
 from stoker.augment import (
     CenterCrop,
     ColorJitter,
@@ -30,6 +31,7 @@ from stoker.plan import store_facts
 from stoker.sources.images.encoded import encode_mask, picture_field
 from stoker.store.fields import Dense
 from stoker.store.memory import memory_store
+from training_makers import DEVICES
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra 'vision')")
 SIZE = (24, 32)
@@ -433,3 +435,26 @@ def test_policies_are_checked():
     assert make_policy("skip", "25%", 40).most == 10
     assert make_policy("skip", 7, 40).most == 7
     assert make_policy("stop", "1%", 40).most == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_trainer_captures_the_step_over_encoded_pictures(device, monkeypatch):
+    if device == "cpu":
+        use_paper_graphs(monkeypatch)
+
+    def fit(capture):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 16 * 16, 30))
+        augment = Compose([RandomResizedCrop(16), RandomHorizontalFlip(0.5)], seed=3)
+        with stoker.Loader(make_store()[0], 5, device, shuffle=True, augment=augment) as loader:
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            criterion = torch.nn.CrossEntropyLoss()
+            settings = {"epochs": 3, "precision": "fp32", "capture": capture}
+            trainer = stoker.Trainer(
+                model, loader, None, criterion, optimizer, None, settings, device
+            )
+            return trainer, trainer.fit(quiet=True).losses
+
+    trainer, losses = fit("on")
+    assert trainer._captured.active, trainer._captured.reason
+    assert losses == pytest.approx(fit("off")[1], rel=1e-4)

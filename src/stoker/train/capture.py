@@ -54,7 +54,10 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
         return "ranks exchange the gradients of accumulated batches with the last one only"
     if not is_accumulated and not step.guarded and parts.scaler.is_enabled():
         return f"{type(parts.optimizer).__name__} asks the host whether fp16 has overflowed; bf16 is captured"
-    if feed.is_stoker and any(column.kind == "ragged" for column in feed.loader.columns):
+    # Encoded pictures are ragged in the store, and batches of one size when they are decoded.
+    if feed.is_stoker and any(
+        column.kind == "ragged" and not column.is_encoded for column in feed.loader.columns
+    ):
         return "ragged fields have another size in every batch"
     if not parts.parallel.can_capture:
         return "parameters in parts are gathered by the host"
