@@ -70,6 +70,15 @@ def as_array(value: Any, what: str) -> Array | str:
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, bytes):  # numpy would cut zeros off its end
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise InputError(
+                f"{what} is {len(value)} bytes that are no text.",
+                _NUMBERS,
+                "np.frombuffer(value, np.uint8)",
+            ) from None
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise InputError(
             f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"

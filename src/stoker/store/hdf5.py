@@ -241,15 +241,15 @@ def find_node(file: h5py.File, name: str) -> tuple[h5py.Dataset, str]:
 def locate(file: Path, dataset: h5py.Dataset, column: str = "") -> Location:
     """Find out how `dataset`, or a column of it, can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
-    if column:
-        values = dataset.dtype[column]
+    values = dataset.dtype[column] if column else dataset.dtype
+    if column or values.subdtype:
         return Location(
             file,
             dataset.name.lstrip("/"),
             (*map(int, dataset.shape), *values.shape),
             values.base,
             layout="library",
-            reason="it is a column of a table",
+            reason="it is a column of a table" if column else "each of its values is an array",
             column=column,
         )
     facts: dict[str, Any] = {
@@ -389,6 +389,7 @@ def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
 
 _PACKED_BY = {
     ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
+    ".bin": "series",
 }  # fmt: skip
 """Ending of a raw file to the source of `stoker pack` that reads it."""
 
