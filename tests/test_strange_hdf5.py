@@ -125,22 +125,25 @@ def test_second_names_are_said_and_can_be_chosen(tmp_path):
 def test_the_columns_of_a_table_are_fields(tmp_path):
     path = tmp_path / "x.h5"
     table = np.zeros(
-        9, [("x", ">f4", (3,)), ("label", "u1"), ("ok", "?"), ("name", "S4"), ("inner", [("a", "f4")])]
+        9, [("x", ">f4", (3,)), ("label", "u1"), ("ok", "?"), ("name", "S4"), ("inner", [("a", "f4")]),
+            ("CD4+/CD8", "i2")]
     )  # fmt: skip
     table["x"], table["label"] = np.random.default_rng(0).random((9, 3)), np.arange(9)
-    table["ok"] = table["label"] > 4
+    table["ok"], table["CD4+/CD8"] = table["label"] > 4, -table["label"].astype("i2")
     with h5py.File(path, "w") as file:
         file.create_dataset("particles", data=table, chunks=(2,), compression="gzip")
         file["y"] = np.arange(9.0)
     with pytest.warns(match="particles/name"):
         loader = Loader(path, 4, "cpu", shuffle=True)
     with loader:
-        assert set(loader.store.fields) == {"particles/x", "particles/label", "particles/ok", "y"}
+        assert set(loader.store.fields) == {
+            "particles/x", "particles/label", "particles/ok", "particles/CD4+/CD8", "y",
+        }  # fmt: skip
         assert "'particles/name' is text" in "\n".join(loader.store.notes)
         assert "'particles/inner' is a table of the columns a" in "\n".join(loader.store.notes)
         for batch in loader:
             rows = batch.sample_ids
-            for name in ("x", "label", "ok"):
+            for name in ("x", "label", "ok", "CD4+/CD8"):
                 values = batch[f"particles/{name}"].numpy()
                 assert (values == table[name][rows]).all()
                 assert values.dtype == table.dtype[name].base.newbyteorder("=")

@@ -124,7 +124,7 @@ def check_readable(file: Path, dataset: h5py.Dataset) -> None:
         if code not in _UNDO and not _has_filter(code):
             copy = file.with_name(f"{file.stem}-plain{file.suffix}")
             raise StoreError(
-                f"{file}: dataset {name!r} was written through the filter {label.decode(errors='replace')} "
+                f"{file}: dataset {name!r} was written through the filter {label.partition(b';')[0].decode(errors='replace')!r} "
                 f"(HDF5's number {code}), which is not installed.",
                 "gzip, lzf, szip, zstd and others of HDF5; blosc, bitshuffle, lz4 and more with the package hdf5plugin",
                 command("pip", "install", "hdf5plugin")

@@ -18,6 +18,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -665,7 +666,9 @@ def _some_groups(file: h5py.File, arrays: Arrays) -> list[str]:
     links = file.id.links  # h5py's own `get(getlink=True)` fails on a user's kind of link
     hard = [name for name in file if links.get_info(os.fsencode(name)).type == h5py.h5l.TYPE_HARD]
     groups = [name for name in hard if isinstance(file[name], h5py.Group)]
-    return [*groups[:_MOST_GROUPS], *sorted(below - top - {""})[:_MOST_GROUPS]]
+    # A table's column may have a "/" in its name.
+    inner = (name for name in sorted(below - top - {""}) if isinstance(file.get(name), h5py.Group))
+    return [*groups[:_MOST_GROUPS], *islice(inner, _MOST_GROUPS)]
 
 
 def _is_anndata(file: h5py.File) -> bool:
