@@ -160,6 +160,20 @@ def test_what_netcdf_says_of_values_is_noted(tmp_path):
         assert "'t' says scale_factor 0.01, _FillValue -999" in store.notes[0]
 
 
+def test_labels_in_attributes_are_said(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.zeros((20, 3))
+        file["x"].attrs["labels"] = np.arange(20)
+        file["x"].attrs["scale"] = 3.0
+        file["x"].attrs["nothing"] = h5py.Empty("f4")
+        file.attrs["names"] = ["a"] * 20
+    with open_store(tmp_path / "x.h5") as store:
+        notes = "\n".join(store.notes)
+    assert "attribute 'labels' of dataset 'x' has a value for each of the 20 samples" in notes
+    assert "attribute 'names' of the file" in notes
+    assert "scale" not in notes
+
+
 def test_a_file_without_numbers_says_what_it_has_instead(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["names"] = ["a", "b"]

@@ -123,8 +123,9 @@ def check_readable(file: Path, dataset: h5py.Dataset) -> None:
         code, _, _, label = plist.get_filter(number)
         if code not in _UNDO and not _has_filter(code):
             copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+            filter_name = label.partition(b";")[0].decode(errors="replace")
             raise StoreError(
-                f"{file}: dataset {name!r} was written through the filter {label.partition(b';')[0].decode(errors='replace')!r} "
+                f"{file}: dataset {name!r} was written through the filter {filter_name!r} "
                 f"(HDF5's number {code}), which is not installed.",
                 "gzip, lzf, szip, zstd and others of HDF5; blosc, bitshuffle, lz4 and more with the package hdf5plugin",
                 command("pip", "install", "hdf5plugin")

@@ -45,6 +45,8 @@ _CLEAR_SHARE = 0.99
 """Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
 _MOST_NAMES = 4
 _MOST_LENGTHS = 6
+_FEW = 8
+"""Values that an attribute may have for other reasons: one for each dimension, for example."""
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 """Attributes by which netCDF says what a stored number means."""
 
@@ -106,6 +108,8 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
             check_readable(path, node)
             check_claims(path, node)
             notes += _value_notes(node)
+            notes += _attribute_notes(node, made.manifest.num_samples)
+        notes += _attribute_notes(file, made.manifest.num_samples)
         stated, num_samples = file.attrs.get("num_samples"), made.manifest.num_samples
         if stated is not None and not np.array_equal(stated, num_samples):
             notes.append(
@@ -127,6 +131,16 @@ def _value_notes(dataset: h5py.Dataset) -> list[str]:
             f"dataset {name!r} says {', '.join(shown)} (netCDF): its values come as they are stored, without that"
         )
     return notes
+
+
+def _attribute_notes(node: Any, num_samples: int) -> list[str]:
+    """Return which attributes have a value for each sample, such as labels."""
+    what = f"dataset {node.name.lstrip('/')!r}" if isinstance(node, h5py.Dataset) else "the file"
+    return [
+        f"attribute {key!r} of {what} has a value for each of the {num_samples:,} samples: left aside"
+        for key in node.attrs
+        if num_samples > _FEW and (node.attrs.get_id(key).shape or ())[:1] == (num_samples,)
+    ]
 
 
 def select(
