@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import h5py
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from stoker.augment import Compose, Normalize
 from stoker.errors import InputError, StoreError
+from stoker.loader import arguments
 from stoker.loader.loader import Loader
 
 
@@ -96,3 +99,17 @@ def test_indexing_says_how_to_get_a_batch(path):
             loader[0]
         with pytest.raises(TypeError, match="DataLoader around it is not needed"):
             next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
+
+
+def test_a_loader_that_shares_nothing_among_ranks_is_told_once(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    values = {"x": np.arange(10.0, dtype=np.float32)}
+    with pytest.warns(UserWarning, match="3 ranks train together.*world_size=1 if every rank"):
+        Loader(values, 2, "cpu").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Loader(values, 2, "cpu").close()
+        monkeypatch.setattr(arguments, "_told", set())
+        for given in ({"world_size": 1}, {"rank": 1, "world_size": 3}):
+            Loader(values, 2, "cpu", **given).close()
