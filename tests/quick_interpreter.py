@@ -1,10 +1,10 @@
 """Triton's interpreter at four times its speed, the same results.
 
 Each call of a function inside a kernel has it look through all of `triton.language` again and replace what it has
-replaced already; each value has it build a table of the types it knows, its own type and its shape; each sum and product
-of integers is computed a second time in 64 bits, to look for an overflow. Here the language is prepared once a launch,
-tables, types and shapes are kept, and overflows are looked for where `overflow` is set (`make campaign`): in the small images of `make test` one
-would change the result, too. A triton that has other names inside is left as it is.
+replaced already; each value has it build a table of the types it knows, its own type and its shape; each sum and
+product of integers is computed a second time in 64 bits, to look for an overflow. Here the language is prepared once a
+launch, tables, types and shapes are kept, and overflows are looked for where `overflow` is set (`make campaign`): in
+the small images of `make test` one would change the result, too. A triton that has other names inside is left as it is.
 """
 
 from __future__ import annotations
