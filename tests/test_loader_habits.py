@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 
 import h5py
 import numpy as np
@@ -14,6 +15,7 @@ import stoker
 from stoker import PackOptions
 from stoker.augment import Compose, Normalize
 from stoker.errors import InputError, StoreError
+from stoker.loader import arguments
 from stoker.loader.loader import Loader
 from stoker.loader.splits import split_randomly
 from stoker.sources.samples import collect
@@ -103,6 +105,20 @@ def test_indexing_says_how_to_get_a_batch(path):
             loader[0]
         with pytest.raises(TypeError, match="DataLoader around it is not needed"):
             next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
+
+
+def test_a_loader_that_shares_nothing_among_ranks_is_told_once(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    values = {"x": np.arange(10.0, dtype=np.float32)}
+    with pytest.warns(UserWarning, match="3 ranks train together.*world_size=1 if every rank"):
+        Loader(values, 2, "cpu").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Loader(values, 2, "cpu").close()
+        monkeypatch.setattr(arguments, "_told", set())
+        for given in ({"world_size": 1}, {"rank": 1, "world_size": 3}):
+            Loader(values, 2, "cpu", **given).close()
 
 
 @pytest.mark.parametrize("kind", ["file", "store"])

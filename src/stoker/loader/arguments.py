@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import h5py
 import numpy as np
 import torch
+from torch import distributed
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -85,6 +86,19 @@ def tell_once(text: str) -> None:
     ] == "stoker":
         level, frame = level + 1, above
     warnings.warn(text, stacklevel=level)
+
+
+def count_ranks() -> int:
+    """Return 1, the ranks that share the samples unless the user says otherwise; a note where there are several."""
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            tell_once(
+                f"{size} ranks train together, and this Loader gives all samples to each of them. To share them type "
+                "Loader(..., rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size()); "
+                "world_size=1 if every rank is to have all."
+            )
+    return 1
 
 
 def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
