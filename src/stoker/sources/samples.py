@@ -128,8 +128,8 @@ def _advise(value: Any, kind: str) -> str:
     if are_arrays(value):
         names = ", ".join(f"'view_{number}': value[{number}]" for number in range(len(value)))
         return f"{{{names}}}, as fields of the sample itself"
-    if names := getattr(getattr(value, "dtype", None), "names", None):  # a structured array
-        return f"{{name: value[name] for name in {list(names)}}}, as fields of the sample itself"
+    if columns := getattr(getattr(value, "dtype", None), "names", None):  # a structured array
+        return f"{{name: value[name] for name in {list(columns)}}}, as fields of the sample itself"
     if kind == "c":
         return "np.stack([np.real(value), np.imag(value)], -1)"
     if kind in "mM":

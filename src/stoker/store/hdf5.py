@@ -170,11 +170,11 @@ def _sources(file: Path, dataset: h5py.Dataset) -> list[tuple[Path | None, str]]
     plist = dataset.id.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         wanted = {(each.file_name, each.dset_name) for each in dataset.virtual_sources()}
-        folders = (file.parent, Path())
+        folders = [file.parent, Path()]
     else:  # HDF5 looks for these from the current folder only
         count = plist.get_external_count()
         wanted = {(os.fsdecode(plist.get_external(number)[0]), "") for number in range(count)}
-        folders = (Path(),)
+        folders = [Path()]
     found: list[tuple[Path | None, str]] = []
     for name, inside in sorted(wanted):
         if name == ".":
