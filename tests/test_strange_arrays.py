@@ -55,3 +55,23 @@ def test_a_file_of_tokens_is_answered_with_the_way_to_pack_it(tmp_path):
     with pytest.raises(StokerError, match="to be packed first") as error:
         Loader(tmp_path / "train.bin", 4)
     assert "stoker pack series" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "typed"),
+    [
+        ("a.jpg", b"\xff\xd8\xff\xe0", "a picture", "stoker pack images"),
+        ("a.h5.gz", b"\x1f\x8b\x08", "compressed by gzip", "gzip --decompress --keep"),
+        ("a.nc", b"CDF\x01", "netCDF of version 3", "nccopy -k nc4"),
+        ("a.mat", b"MATLAB 5.0 MAT-file", "a MATLAB file of before 7.3", "scipy.io.loadmat"),
+        ("a.pt", b"PK\x03\x04", "an archive or a pickle", "torch.load"),
+        ("a.pkl", b"\x80\x04", "an archive or a pickle", "your own code"),
+    ],
+)
+def test_a_file_of_another_kind_is_named_and_not_called_damaged(
+    tmp_path, name, content, what, typed
+):
+    (tmp_path / name).write_bytes(content + bytes(600))
+    with pytest.raises(StokerError, match=f"is {what}, no HDF5 file") as error:
+        Loader(tmp_path / name, 4)
+    assert typed in error.value.fix

@@ -430,6 +430,12 @@ def open_hdf5(path: Path) -> h5py.File:
                 "a store folder, an HDF5 file or a URL",
                 command("stoker", "pack", kind, path, "OUT"),
             ) from None
+        if (other := _other_kind(path)) is not None:
+            raise StoreError(
+                f"{path} is {other[0]}, no HDF5 file.",
+                "a store folder, an HDF5 file or a URL",
+                other[1],
+            ) from None
         if "h5clear" in str(error):
             raise StoreError(
                 f"{path} was not closed by the program that wrote it, or is being written.",
@@ -441,6 +447,32 @@ def open_hdf5(path: Path) -> h5py.File:
             "a whole HDF5 file",
             "copy or pack the file again",
         ) from error
+
+
+def _other_kind(path: Path) -> tuple[str, str] | None:
+    """Return what a file is by its first bytes, and what to type for it; None where they say nothing."""
+    with suppress(OSError), path.open("rb") as file:
+        start = file.read(16)
+        if start.startswith((b"\xff\xd8\xff", b"\x89PNG")):
+            return "a picture", command("stoker", "pack", "images", path.parent, "OUT")
+        if start.startswith(b"\x1f\x8b"):
+            return "compressed by gzip", command("gzip", "--decompress", "--keep", path)
+        if start.startswith(b"CDF"):
+            copy = path.with_name(f"{path.stem}-4{path.suffix}")
+            return "netCDF of version 3", command("nccopy", "-k", "nc4", path, copy)
+        if start.startswith(b"MATLAB 5.0"):
+            code = (
+                f"import scipy.io, numpy; d = scipy.io.loadmat({str(path)!r}); "
+                f"numpy.savez({str(path.with_suffix('.npz'))!r}, **{{n: v for n, v in d.items() if n[0] != '_'}})"
+            )
+            return "a MATLAB file of before 7.3", command("python3", "-c", code)
+        if start.startswith((b"PK\x03\x04", b"\x80")):
+            load = "torch.load" if path.suffix in (".pt", ".pth") else "your own code"
+            return (
+                "an archive or a pickle",
+                f"Loader(data, batch_size), with data read by {load}: arrays or tensors in a dict",
+            )
+    return None
 
 
 @contextmanager
