@@ -177,7 +177,10 @@ def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]
             look(value, depth + 1)
 
     def look(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor | str | bool | int | float | type(None)) or depth > _DEPTH:
+        if (
+            isinstance(value, torch.Tensor | str | bool | int | float | type(None))
+            or depth > _DEPTH
+        ):
             return
         if isinstance(value, torch.optim.Optimizer):
             keep(value.state, dict(value.state), depth)

@@ -314,7 +314,8 @@ class Trainer(Configured, Resumable):
     def note(self, note: Note) -> None:
         """Keep a decision with its reason, show it, and write it to the run's log."""
         self.history.told.append(note)
-        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or bool(note.values.get("fallback"))
+        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or "unsaved" in note.values
+        is_urgent = is_urgent or bool(note.values.get("fallback"))
         # Beside its epochs' lines a run prints only what went wrong; who gave a `progress` is told everything.
         if self.ranks.is_first and (is_urgent or not isinstance(self._progress, EpochLines)):
             self._progress.say(note.text)
@@ -675,6 +676,7 @@ class Trainer(Configured, Resumable):
         self.model.train()
         for module in self._resting.values():
             module.training = False
+        self._watch_numbers()
         step.parts.parallel.check(self.model)
         set_mode(self.optimizer, training=True)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
