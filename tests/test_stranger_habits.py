@@ -62,7 +62,7 @@ class Draws(Net):
 
     def __init__(self):
         super().__init__()
-        self.rng = random.Random(4)  # noqa: S311
+        self.rng = random.Random(4)
 
     def factor(self):
         return float(self.draw() > 0.1)
@@ -80,7 +80,7 @@ class DrawsByNumpy(Draws):
 class DrawsByOldNumpy(Draws):
     def __init__(self):
         super().__init__()
-        self.rng = np.random.RandomState(4)  # noqa: NPY002
+        self.rng = np.random.RandomState(4)
 
     def draw(self):
         return self.rng.rand()
@@ -223,3 +223,108 @@ def test_a_loss_of_another_kind_is_answered_with_what_to_return(loss, advice):
     with pytest.raises(InputError, match="the criterion returned") as error:
         check_loss(loss)
     assert advice in error.value.fix
+
+
+class Normed(Net):
+    """With a running mean that it replaces, masks, and a sparse matrix: buffers of all kinds."""
+
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("mask", torch.ones(6, dtype=torch.bool))
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("graph", torch.eye(6).to_sparse())
+        self.in_place = in_place
+
+    def factor(self):
+        return self.mask * (1 + self.mean)
+
+    def forward(self, x):
+        mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        if self.in_place:
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return super().forward(torch.sparse.mm(self.graph, x.T).T)
+
+
+class NormedInPlace(Normed):
+    def __init__(self):
+        super().__init__(in_place=True)
+
+
+class Learner(torch.optim.Optimizer):
+    """The first optimizer that people write."""
+
+    def __init__(self, params, lr=0.0005):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.data = parameter.data - 0.0005 * parameter.grad
+
+
+class Returns(torch.optim.Optimizer):
+    """Keeps weights to go back to, which every step replaces before it reads them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.detach().clone()
+                parameter.mul_(0.5)
+                parameter.copy_(self.state[parameter]["old"] - group["lr"] * parameter.grad)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def returns(parameters):
+    return Returns(parameters, {"lr": 0.05})
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.parametrize("by", ["trainer", "capture"])
+@pytest.mark.parametrize(
+    ("kind", "make_optimizer", "reason"),
+    [
+        (Normed, sgd, "the step replaces mean of Normed by other tensors"),
+        (NormedInPlace, sgd, None),
+        (Plain, Learner, "the step gives weights other memory"),
+        (Plain, returns, None),
+    ],
+)
+def test_what_is_replaced_is_not_frozen(device, kind, make_optimizer, reason, by):
+    def run(through):
+        model = kind().to(device)
+        optimizer = make_optimizer(model.parameters())
+
+        def step(batch):
+            optimizer.zero_grad()
+            loss = mse_loss(model(batch[0]), batch[1])
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return through(step, model, optimizer), model
+
+    def train_all(step):
+        for batch in batches(device) * EPOCHS:
+            step(batch)
+        return step
+
+    def by_trainer(_, model, optimizer):
+        config = {"epochs": EPOCHS, "precision": "fp32"}
+        trainer = Trainer(model, batches(device), None, mse_loss, optimizer, None, config, device)
+        trainer.fit(quiet=True)
+        return trainer._captured
+
+    def by_capture(step, model, optimizer):
+        return train_all(stoker.capture(step, model=model, optimizer=optimizer))
+
+    _, expected = run(lambda step, *_: train_all(step))
+    found, model = run(by_trainer if by == "trainer" else by_capture)
+    torch.testing.assert_close(weights(model), weights(expected))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+    assert (reason or "captured after") in found.reason

@@ -318,7 +318,7 @@ class ByTensor(CountsInGroup):
     """Its state_dict names parameters by themselves."""
 
     def state_dict(self):
-        return super().state_dict() | {"slow": {p: 1.0 for p in self.param_groups[0]["params"]}}
+        return super().state_dict() | {"slow": dict.fromkeys(self.param_groups[0]["params"], 1.0)}
 
 
 def test_what_cannot_be_saved_is_said_after_the_first_step(tmp_path):

@@ -373,7 +373,7 @@ def _set_drawn(generator: Any, state: bytes) -> None:
 
 
 def _class_counts(kind: type) -> list[tuple[type, str]]:
-    """Return the numbers of a class, and of those that it inherits from, that a method assigns to, as `Net.count += 1`."""
+    """Return the numbers of a class and its bases that a method assigns to, as in `Net.count += 1`."""
     found = []
     for base in (one for one in kind.__mro__ if _package(one) not in _FOREIGN):
         numbers = {n for n, v in vars(base).items() if isinstance(v, bool | int | float)}

@@ -171,8 +171,8 @@ class Resumable:
             self.note(
                 Note(
                     f"not in a checkpoint, because in no state_dict: {', '.join(names[:3])}"
-                    f"{', ...' if len(names) > 3 else ''}. A resumed run begins with it as a new one does; a buffer, or "
-                    "get_extra_state and set_extra_state of the module, keeps it",
+                    f"{', ...' if len(names) > 3 else ''}. A resumed run begins with it as a new one does; a buffer, "
+                    "or get_extra_state and set_extra_state of the module, keeps it",
                     values={"unsaved": names},
                 )
             )
