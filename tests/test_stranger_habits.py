@@ -328,3 +328,52 @@ def test_what_is_replaced_is_not_frozen(device, kind, make_optimizer, reason, by
     torch.testing.assert_close(weights(model), weights(expected))
     torch.testing.assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
     assert (reason or "captured after") in found.reason
+
+
+class ByName(Plain):
+    """Takes its inputs by name, all of them optional, and returns its own loss."""
+
+    def forward(self, input_ids=None, scale=None, labels=None):
+        outputs = super().forward(input_ids if scale is None else input_ids * scale)
+        return {"loss": mse_loss(outputs, labels), "outputs": outputs}
+
+
+def test_inputs_are_given_by_name_to_a_model_that_needs_none_of_them(device):
+    given = [
+        {"labels": y, "scale": torch.full_like(x, 2.0), "input_ids": x} for x, y in batches(device)
+    ]
+    model, expected = ByName().to(device), Plain().to(device)
+    optimizer = sgd(model.parameters())
+
+    def own_loss(outputs, _):
+        return outputs["loss"]
+
+    parts = model, given, None, own_loss, optimizer, None, {"precision": "fp32"}, device
+    with pytest.raises(InputError, match="takes by name") as error:
+        Trainer(*parts).fit(quiet=True)
+    assert "unpack=lambda batch: (batch, None)" in error.value.fix
+    Trainer(*parts, unpack=lambda batch: (batch, None)).fit(quiet=True)
+    optimizer = sgd(expected.parameters())
+    for x, y in batches(device):
+        optimizer.zero_grad()
+        mse_loss(expected(2 * x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(expected))
+
+
+class Noam:
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "folder", "given"),
+    [([Noam(), Noam()], None, "a scheduler that is a list"), (Noam(), "run", "Noam has no state")],
+)
+def test_a_scheduler_that_cannot_be_used_is_refused_at_once(tmp_path, scheduler, folder, given):
+    model = Plain()
+    parts = model, batches("cpu"), None, mse_loss, sgd(model.parameters()), scheduler, {}, "cpu"
+    with pytest.raises(InputError, match=given):
+        Trainer(*parts, run_dir=folder and tmp_path / folder)
+    if folder:
+        assert Trainer(*parts).fit(quiet=True).ended == "done"

@@ -32,6 +32,7 @@ from stoker.train.checks import (
     check_optimizer,
     check_parameters,
     check_reduction,
+    check_scheduler,
     check_skipping,
     check_steps,
     describe_resting,
@@ -137,6 +138,7 @@ class Trainer(Configured, Resumable):
         trained = None if self.ranks.joined else criterion
         check_parameters(model, optimizer, self.device, trained)
         check_steps(optimizer)
+        check_scheduler(scheduler, run_dir is not None)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
         self._progress = progress or EpochLines(self.settings.epochs)
