@@ -615,6 +615,7 @@ def place(loader):
                 "np.ones(3, 'c8')",
                 "np.zeros(3, 'M8[s]')",
                 "np.ma.masked_array([1.0, 2.0], [0, 1])",
+                "bytes([255, 216, 0])",
             )
         ),
         *(

@@ -134,7 +134,7 @@ def _instead(name: str, value: Any) -> str:
     advice = _SAMPLERS.get(type(value).__name__, f"leave {name} out")
     if isinstance(value, RandomSampler | WeightedRandomSampler):
         data = value.data_source if isinstance(value, RandomSampler) else value.weights
-        if len(value) != len(data):  # type: ignore[arg-type]
+        if len(value) != len(data):
             advice += f", epoch_samples={len(value)}"
     return advice
 

@@ -123,8 +123,9 @@ def check_readable(file: Path, dataset: h5py.Dataset) -> None:
         code, _, _, label = plist.get_filter(number)
         if code not in _UNDO and not _has_filter(code):
             copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+            filter_name = label.partition(b";")[0].decode(errors="replace")
             raise StoreError(
-                f"{file}: dataset {name!r} was written through the filter {label.decode(errors='replace')} "
+                f"{file}: dataset {name!r} was written through the filter {filter_name!r} "
                 f"(HDF5's number {code}), which is not installed.",
                 "gzip, lzf, szip, zstd and others of HDF5; blosc, bitshuffle, lz4 and more with the package hdf5plugin",
                 command("pip", "install", "hdf5plugin")
@@ -169,11 +170,11 @@ def _sources(file: Path, dataset: h5py.Dataset) -> list[tuple[Path | None, str]]
     plist = dataset.id.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         wanted = {(each.file_name, each.dset_name) for each in dataset.virtual_sources()}
-        folders = (file.parent, Path())
+        folders = [file.parent, Path()]
     else:  # HDF5 looks for these from the current folder only
         count = plist.get_external_count()
         wanted = {(os.fsdecode(plist.get_external(number)[0]), "") for number in range(count)}
-        folders = (Path(),)
+        folders = [Path()]
     found: list[tuple[Path | None, str]] = []
     for name, inside in sorted(wanted):
         if name == ".":
@@ -241,15 +242,15 @@ def find_node(file: h5py.File, name: str) -> tuple[h5py.Dataset, str]:
 def locate(file: Path, dataset: h5py.Dataset, column: str = "") -> Location:
     """Find out how `dataset`, or a column of it, can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
-    if column:
-        values = dataset.dtype[column]
+    values = dataset.dtype[column] if column else dataset.dtype
+    if column or values.subdtype:
         return Location(
             file,
             dataset.name.lstrip("/"),
             (*map(int, dataset.shape), *values.shape),
             values.base,
             layout="library",
-            reason="it is a column of a table",
+            reason="it is a column of a table" if column else "each of its values is an array",
             column=column,
         )
     facts: dict[str, Any] = {
@@ -389,6 +390,7 @@ def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
 
 _PACKED_BY = {
     ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
+    ".bin": "series",
 }  # fmt: skip
 """Ending of a raw file to the source of `stoker pack` that reads it."""
 
