@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, look_for, quoted
+from stoker.display import command, look_for, look_in, quoted
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
