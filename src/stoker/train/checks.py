@@ -155,9 +155,9 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 
     Such an optimizer has `train` and `eval`, and raises in the other mode. Others are left alone.
     """
-    modes = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
-    if all(map(callable, modes)):
-        modes[0 if training else 1]()
+    train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
+    if callable(train) and callable(evaluate):
+        (train if training else evaluate)()
 
 
 def resting_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -94,7 +94,7 @@ def _arguments(kind: type[torch.nn.Module]) -> _Arguments:
     """Return how many arguments a `forward` needs, their names, and the names of all that it takes."""
     found = _ARGUMENTS.get(kind)
     if found is None:
-        _, *given = _positional(kind.forward) or [None]  # the first is `self`
+        given = _positional(kind.forward)[1:]  # the first is `self`
         needed = [one.name for one in given if one.default is one.empty]
         found = len(needed), frozenset(needed), frozenset(one.name for one in given)
         _ARGUMENTS[kind] = found

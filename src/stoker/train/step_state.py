@@ -80,8 +80,13 @@ class StepState:
             (
                 type(optimizer).__name__
                 for optimizer in self.optimizers
-                for value in _kept_tensors(optimizer)
-                if value.device.type != self.device.type
+                for _, entries, _ in _kept_containers([optimizer])
+                if isinstance(entries, dict)
+                for name, value in entries.items()
+                # Schedulers read the first rate, the step does not.
+                if isinstance(value, torch.Tensor)
+                and value.device.type != self.device.type
+                and name != "initial_lr"
             ),
             None,
         )
