@@ -283,7 +283,9 @@ def open_data(
             return Opened(open_store(data, group=group, rows=rows, fields=named))
         if named and any(store.left_aside(name) for name in named):
             with suppress(StoreError):  # `make_columns` says why a field is none
-                return Opened(open_store(data, group=group, rows=rows, fields=named))
+                chosen = open_store(data, group=group, rows=rows, fields=named)
+                store.close()
+                return Opened(chosen)
         return Opened(store)
     for name, value in (("group", group), ("rows", rows)):
         if value is not None:

@@ -132,13 +132,13 @@ def check_readable(file: Path, dataset: h5py.Dataset) -> None:
                 if code in _PLUGINS
                 else f"{command('h5repack', '-f', 'NONE', file, copy)}, where the filter is installed",
             )
-    for place, inside in _sources(file, dataset):
-        if place is None:
-            missing = inside
-        elif inside and not _holds(place, inside):
-            missing = f"{place}, dataset {inside!r}"
-        else:
-            continue
+    sources = _sources(file, dataset)
+    gone = [name for place, name in sources if place is None]
+    for place in () if gone else sorted({place for place, inside in sources if place and inside}):
+        lost = _lacks(place, [inside for each, inside in sources if each == place])
+        gone += [f"{place}, dataset {each!r}" for each in lost]
+    if gone:
+        missing = f"{gone[0]} and {len(gone) - 1:,} more" if len(gone) > 1 else gone[0]
         raise StoreError(
             f"{file}: dataset {name!r} takes values from {missing}, which is not there: they would be read as "
             f"{dataset.fillvalue if has_fill(dataset) else 0}.",
@@ -154,12 +154,13 @@ def _has_filter(code: int) -> bool:
     return bool(h5py.h5z.filter_avail(code))
 
 
-def _holds(place: Path, inside: str) -> bool:
+def _lacks(place: Path, names: list[str]) -> list[str]:
+    """Return which of the names a file does not hold: all of them if it is no HDF5 file."""
     try:
         with h5py.File(place, "r", locking="best-effort") as other:
-            return inside in other
+            return [name for name in names if name not in other]
     except OSError:
-        return False
+        return names
 
 
 def _sources(file: Path, dataset: h5py.Dataset) -> list[tuple[Path | None, str]]:
