@@ -221,8 +221,9 @@ class Pictures:
         lists: Split by a list of names, such as train=train.txt; repeatable.
         first_frame: Take the first frame of files that hold several.
         keep_encoded: Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.
-        max_side: With --keep-encoded: make larger pictures smaller, to this longer side.
-        quality: With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.
+        max_side: With --keep-encoded: make larger pictures smaller, to this longer side; lossless files stay lossless.
+        quality: With --keep-encoded: write what is written anew as JPEG of this quality, lossless files and
+            progressive, CMYK and other ones too.
     """
 
     channels: int = 3

@@ -129,6 +129,16 @@ def load_criterion(criterion: torch.nn.Module, state: Mapping[str, Any]) -> None
         ) from error
 
 
+def set_mode(optimizer: Any, *, training: bool) -> None:
+    """Put an optimizer that keeps two forms of the weights, such as a schedule-free one, into one of its modes.
+
+    Such an optimizer has `train` and `eval`, and raises in the other mode. Others are left alone.
+    """
+    modes = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
+    if all(map(callable, modes)):
+        modes[0 if training else 1]()
+
+
 def resting_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the modules that are in evaluation mode while the model is not, by name: somebody has put them there."""
     if not model.training:

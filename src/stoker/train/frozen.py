@@ -131,11 +131,11 @@ class HostNumbers:
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
-            if _is_plain_object(function, may_be_called=True):  # such as a criterion with settings
+            if is_plain_object(function, may_be_called=True):  # such as a criterion with settings
                 self._look(type(function).__name__, vars(function))
                 function = type(function).__call__
             owner = getattr(function, "__self__", None)
-            if _is_plain_object(owner):  # of a method
+            if is_plain_object(owner):  # of a method
                 self._look(type(owner).__name__, vars(owner))
             elif _is_of_framework(owner) and not isinstance(owner, torch.nn.Module):
                 self._look(type(owner).__name__, vars(owner), only=function.__code__.co_names)
@@ -176,7 +176,7 @@ class HostNumbers:
         elif deeper and isinstance(value, dict | list):
             self._found[id(value), _LENGTH] = (f"the length of {name}", value, _LENGTH)
             self._look(name, value, deeper=False)
-        elif deeper and _is_plain_object(value):
+        elif deeper and is_plain_object(value):
             self._look(name, vars(value), deeper=False)
 
     def values(self) -> list[Any]:
@@ -284,7 +284,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             inner = list(value.values())
         elif isinstance(value, list | tuple):
             inner = value
-        elif _is_plain_object(value, may_be_called=True):
+        elif is_plain_object(value, may_be_called=True):
             inner = list(vars(value).values())
         for each in itertools.islice(inner, _MOST_COMPARED):
             yield from tensors_in(each, depth + 1)
@@ -322,7 +322,7 @@ def _is_host_number(value: Any) -> bool:
     )
 
 
-def _is_plain_object(value: Any, may_be_called: bool = False) -> bool:
+def is_plain_object(value: Any, may_be_called: bool = False) -> bool:
     """Whether it is an object of somebody's own class, such as a config; not of torch or of the language."""
     if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType):
         return False
@@ -418,7 +418,8 @@ def _freeze(
     return group, rate, names, [copy(group[name]) for name in names]  # a list may change in place
 
 
-def _is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is of a class of torch, not of one that inherits from it."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -429,7 +430,7 @@ def _bring_rate(
     rate = group.get("lr")
     if isinstance(rate, torch.Tensor) and rate.device.type == device.type:
         return rate
-    if rate is None or not bring or not _is_torchs_own(optimizer):
+    if rate is None or not bring or not is_torchs_own(optimizer):
         return None
     brought = torch.as_tensor(rate, dtype=torch.float32).to(device)
     group["lr"] = brought
@@ -441,7 +442,7 @@ def _compared_names(
 ) -> list[str]:
     """Return the names of the values that the captured update may have read on the host."""
     # Torch's optimizers read their defaults only; schedulers and users keep other values in a group.
-    read = optimizer.defaults if _is_torchs_own(optimizer) else group
+    read = optimizer.defaults if is_torchs_own(optimizer) else group
     return [
         name
         for name, value in group.items()

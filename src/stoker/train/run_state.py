@@ -18,6 +18,7 @@ from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import Feed
 from stoker.train.capture import CapturedStep
+from stoker.train.checkpoint_file import loadable
 from stoker.train.checks import load_criterion
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.heartbeat import HEARTBEAT
@@ -117,6 +118,7 @@ class Resumable:
     _folder: RunFolder
     _identity: dict[str, Any]
     _interval: Interval
+    _can_save = False
 
     @property
     def _step(self) -> Step:
@@ -151,6 +153,13 @@ class Resumable:
             )
         )
         self._at.saved_step = self._at.num_steps
+
+    def _check_saving(self) -> None:
+        """Raise now, not after an epoch, if what the first update has made cannot be saved."""
+        self._can_save = True
+        if self._folder.checkpoints is not None:
+            parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+            loadable({n: one.state_dict() for n, one in parts.items() if one is not None})
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -358,12 +358,16 @@ def check_loss(loss: Any) -> None:
     given = "None" if loss is None else f"a {type(loss).__name__}"
     if isinstance(loss, torch.Tensor):
         given = f"a tensor of shape {tuple(loss.shape)}"
+    advice = "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'"
+    if isinstance(loss, float | int | None):
+        advice = "return loss at the end of the criterion, not loss.item()"
+    elif isinstance(loss, Mapping):
+        whole = "losses['loss']" if "loss" in loss else "sum(losses.values())"
+        advice = f"return {whole} at the end of the criterion"
+    elif isinstance(loss, tuple | list):
+        advice = "return losses[0] at the end of the criterion, or sum(losses)"
     raise InputError(
-        f"the criterion returned {given}.",
-        "the mean loss of the batch: a scalar tensor",
-        "return loss at the end of the criterion, not loss.item()"
-        if isinstance(loss, float | int)
-        else "loss.mean() at the end of the criterion; torch's own losses have reduction='mean'",
+        f"the criterion returned {given}.", "the mean loss of the batch: a scalar tensor", advice
     )
 
 

@@ -37,6 +37,7 @@ from stoker.train.checks import (
     describe_resting,
     move_model,
     resting_modules,
+    set_mode,
 )
 from stoker.train.diagnosis import explain_batch, explain_growth, explain_skipped
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
@@ -121,7 +122,8 @@ class Trainer(Configured, Resumable):
         scheduler_interval: Interval | None = None,
     ) -> None:
         check_optimizer(optimizer)
-        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        found = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        rates = [float(rate) for rate in found if rate is not None]  # some choose it themselves
         self.settings, unread = read_config(config, rates)
         self.ranks = Ranks.current()
         self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -386,6 +388,7 @@ class Trainer(Configured, Resumable):
 
         A resumed run with more steps goes on within the epoch.
         """
+        set_mode(self.optimizer, training=False)
         report = self._at.tally.report(self._at.epoch)
         if self._val is not None:
             drawn = capture_rng(renew_cudnn=False)
@@ -444,6 +447,7 @@ class Trainer(Configured, Resumable):
             if not is_trained:
                 return False
             self._check_skipped()
+            set_mode(self.optimizer, training=False)
         report = at.tally.report(at.epoch)
         if self._val is not None and not alone and not self._validate_epoch(report):
             return False
@@ -672,6 +676,7 @@ class Trainer(Configured, Resumable):
         for module in self._resting.values():
             module.training = False
         step.parts.parallel.check(self.model)
+        set_mode(self.optimizer, training=True)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
@@ -755,6 +760,8 @@ class Trainer(Configured, Resumable):
         """Do what is due after so many batches of the epoch."""
         settings = self.settings
         self._progress.advance()
+        if not self._can_save and not self._step.accumulation.num_batches:
+            self._check_saving()
         every = settings.empty_cache_every_n_batches
         if every and position % every == 0:
             torch.cuda.empty_cache()

@@ -10,7 +10,8 @@ classified decides: by the library it belongs to, by the function's name, or by 
 A sample of the training thread tells whether it is inside the model, its backward pass or the optimizer ("model"), in a
 call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save`), or between them: "data" if a frame
 looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
-DataLoader brings is accounted for as well.
+DataLoader brings is accounted for as well. Samples of a step that takes much longer than usual are counted apart, and
+also taken in windows in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
 
 Python code that never waits gives its lock away every 5 ms only, so that code which runs for less would never be seen,
 and what waits would be seen too often. While it looks, the thread therefore asks for the lock after 0.2 ms; between the
@@ -128,6 +129,9 @@ def _look_forever() -> None:
         _switch_fast(recorder.watching)
         if not recorder.watching:
             time.sleep(_IDLE_SECONDS)
+            with recorder.guarded("sampling"):
+                if recorder.get().is_late():
+                    _look_at_training(recorder.get(), _LATER_WEIGHT)
         elif active_thread:
             time.sleep(LOOK_SECONDS * uneven)
             with recorder.guarded("sampling"):
@@ -173,15 +177,39 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
     """Count what the training thread does in a step that counts; loading is counted by `_look`."""
     if active_thread or seen.num_steps < recorder.WARM_UP or seen.disturbed_steps:
         return
-    if not recorder.watching:
+    late = seen.is_late()
+    if not recorder.watching and not late:
         return
     frame = sys._current_frames().get(seen.training_thread)
     if frame is None:
         return
     kind, line = describe_training(frame)
-    seen.training_doing[kind] = seen.training_doing.get(kind, 0) + weight
-    if kind in ("between", "data") and line is not None:
-        seen.between_lines[line] = seen.between_lines.get(line, 0) + weight
+    if seen.evaluated is not None:
+        kind = "timed"
+    if seen.looked_at != seen.num_steps:
+        for kind_before, line_before, weight_before in seen.looks:
+            if kind_before == "model" and line_before is not None:
+                known = seen.model_lines.get(line_before, 0)
+                seen.model_lines[line_before] = known + weight_before
+        _count(seen.looks, seen.training_doing, seen.between_lines, ("between", "data"))
+        seen.looked_at = seen.num_steps
+    seen.looks.append((kind, line, weight))
+    if late:
+        _count(seen.looks, seen.late_doing, seen.late_lines, ("between", "data", "model"))
+
+
+def _count(
+    looks: list[tuple[str, str | None, int]],
+    doing: dict[str, int],
+    lines: dict[str, int],
+    of_kinds: tuple[str, ...],
+) -> None:
+    """Count the samples of a step where they belong, which is known at its end or once it takes too long."""
+    for kind, line, weight in looks:
+        doing[kind] = doing.get(kind, 0) + weight
+        if kind in of_kinds and line is not None:
+            lines[line] = lines.get(line, 0) + weight
+    looks.clear()
 
 
 def _looks_like_loading(frame: Any) -> bool:

@@ -6,7 +6,8 @@ costs about as much as decoding. Where no file is, JPEG is decoded at an eighth 
 
 Only what every decoder of the loader takes is kept as it is: baseline JPEG of one or three channels, and PNG and WebP
 of 8 bits. Progressive and CMYK JPEG, 16-bit values and other formats are refused by name, or written anew as JPEG when
-a quality is given. A damaged picture is refused either way.
+a quality is given. A damaged picture is refused either way. A picture that is made smaller stays lossless if its file
+was, unless a quality is given.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
 
 DEFAULT_QUALITY = 90
 _ENDINGS = {"JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"), "PNG": (".png",), "WEBP": (".webp",)}
-_MASK_COMPRESSION = 6
+_PNG_COMPRESSION = 6
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class KeepEncoded:
 
     Attributes:
         max_side: Larger pictures are made smaller, so that their longer side is this; None keeps all sizes.
-        quality: Of JPEG that is written anew, 1 to 100; None writes none, unless `max_side` needs it.
+        quality: Of JPEG that is written anew, 1 to 100. None writes pictures anew only where `max_side` needs it: as
+            JPEG those that were JPEG or lossy WebP, as PNG all others.
     """
 
     max_side: int | None = None
@@ -131,7 +133,11 @@ def read_encoded(
         smaller = (max(1, round(width * scale)), max(1, round(height * scale)))
         image = image.resize(smaller, pillow().Resampling.BICUBIC)
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=keep.quality or DEFAULT_QUALITY)
+    is_lossy = form == "JPEG" or (form == "WEBP" and b"VP8L" not in data)
+    if keep.quality is None and not is_lossy:
+        image.save(file, "PNG", compress_level=_PNG_COMPRESSION)
+    else:
+        image.save(file, "JPEG", quality=keep.quality or DEFAULT_QUALITY)
     return Encoded(file.getvalue(), (image.height, image.width), 1, is_new=True), decoded
 
 
@@ -175,7 +181,7 @@ def turned_pixels(pixels: Array, orientation: int) -> Array:
 def encode_mask(mask: Array) -> bytes:
     """Return a mask as PNG, which loses nothing."""
     file = io.BytesIO()
-    pillow().fromarray(mask).save(file, "PNG", compress_level=_MASK_COMPRESSION)
+    pillow().fromarray(mask).save(file, "PNG", compress_level=_PNG_COMPRESSION)
     return file.getvalue()
 
 
