@@ -67,7 +67,7 @@ def train(
 
     if max_restarts is not None and gpus is None:
         raise InputError(
-            f"--max-restarts {max_restarts} was given without --gpus.",
+            "--max-restarts was given without --gpus.",
             "--max-restarts with --gpus",
             "leave --max-restarts out",
         )

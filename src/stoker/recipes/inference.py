@@ -448,7 +448,7 @@ def quantize_trained(
         raise InputError(
             f"--split is {split!r}.",
             ", ".join(SPLITS),
-            f"--split {nearest(split, SPLITS) or 'val'}",
+            f"--split {quoted(nearest(split, SPLITS) or 'val')}",
         )
     if batch_size < 1:
         raise InputError(f"--batch is {batch_size}.", "1 or more", "--batch 64")

@@ -114,7 +114,7 @@ def parse_repair(text: str) -> RepairSpec:
         raise InputError(
             f"there is no repair {name!r} in {text!r}.",
             ", ".join(REPAIRS),
-            f"--repair {nearest(name, REPAIRS) or 'clip'}",
+            f"--repair {quoted(nearest(name, REPAIRS) or 'clip')}",
         )
     columns = _parse_columns(text, rest[0]) if rest else None
     if name == "min-denominator":

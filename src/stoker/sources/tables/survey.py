@@ -120,7 +120,7 @@ class Survey:
             raise SourceError(
                 f"{path} has no column {', '.join(repr(name) for _, name in unknown)}.",
                 shown_names(all_names),
-                f"--sep {sep}" if sep else " ".join(typed) or f"leave {unknown[0][0]} out",
+                f"--sep {quoted(sep)}" if sep else " ".join(typed) or f"leave {unknown[0][0]} out",
             )
         dropped, self._keep = {name.strip() for name in drop}, {name.strip() for name in keep}
         self._path, self._target, self._dtypes, self._missing = path, target, dtypes, missing
