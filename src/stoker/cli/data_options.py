@@ -8,12 +8,13 @@ in two groups is one option, and both get its value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.address import shown
 from stoker.display import quoted
 from stoker.errors import InputError
 
@@ -93,6 +94,18 @@ class Chosen:
         from stoker.store.plain import Selection
 
         return Selection(self.group, split_names(self.fields), self.rows)
+
+
+def refuse_given(options: object, store: Path) -> None:
+    """Refuse options for raw files beside a store, which holds what they decided when it was packed."""
+    for field in fields(options):  # type: ignore[arg-type]
+        if getattr(options, field.name) != field.default:
+            option = f"--{field.name}"
+            raise InputError(
+                f"{option} was given, and {shown(store)} is a store.",
+                f"{option} for raw files only",
+                f"leave {option} out",
+            )
 
 
 @dataclass(frozen=True)

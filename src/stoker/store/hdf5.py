@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, look_in
+from stoker.display import command, look_for, look_in, quoted
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
@@ -389,11 +389,15 @@ def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
     )
 
 
-_PACKED_BY = {
+PACKED_BY = {
     ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
     ".bin": "series",
 }  # fmt: skip
 """Ending of a raw file to the source of `stoker pack` that reads it."""
+READ_BY = {
+    ".yaml": "stoker config check {}", ".yml": "stoker config check {}", ".pt": "stoker export {} OUT.safetensors",
+}  # fmt: skip
+"""Ending of a file that is no data to what takes it."""
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -409,7 +413,7 @@ def open_hdf5(path: Path) -> h5py.File:
         # Best effort: file systems without locks (read-only, network) still open.
         return h5py.File(path, "r", locking="best-effort")
     except FileNotFoundError:
-        raise StoreError(f"{path} does not exist.", "an HDF5 file", look_in(path.parent)) from None
+        raise StoreError(f"{path} does not exist.", "an HDF5 file", look_for(path)) from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a folder.", "an HDF5 file", command("ls", path)) from None
     except PermissionError as error:
@@ -423,7 +427,7 @@ def open_hdf5(path: Path) -> h5py.File:
             "wait until the writer ends",
         ) from None
     except OSError as error:
-        kind = _PACKED_BY.get(Path(path.name.removesuffix(".gz")).suffix.lower())
+        kind = PACKED_BY.get(Path(path.name.removesuffix(".gz")).suffix.lower())
         if kind is not None:
             raise StoreError(
                 f"{path} is a file to be packed first, no store.",
@@ -445,7 +449,7 @@ def open_hdf5(path: Path) -> h5py.File:
         raise CorruptError(
             f"{path} cannot be opened as HDF5: {error}.",
             "a whole HDF5 file",
-            "copy or pack the file again",
+            READ_BY.get(path.suffix.lower(), "copy or pack the file again").format(quoted(path)),
         ) from error
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from stoker.display import look_in
+from stoker.display import look_for
 from stoker.errors import (
     CorruptError,
     InputError,
@@ -205,7 +205,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise StoreError(
             f"cannot read the checkpoint {path}: {error.strerror}.",
             "an existing file",
-            look_in(path.parent, "-l"),
+            look_for(path, "-l"),
         ) from error
 
 

@@ -176,7 +176,8 @@ def find_dialect(
             "see docs/bars.md for the formats",
         )
     dialect = next(dialect for score, dialect in scored if score == best)
-    if naming.is_asked and not dialect.header_line:
+    head = next((line for number, line in lines if number == dialect.header_line), "")
+    if naming.is_asked and not naming.fits(head.split(dialect.delimiter)):
         raise unknown_header(file, [], naming)
     # Whether times carry an offset, and whether dates are slashed, in most sampled lines.
     matches = [_time_of(line, dialect) for number, line in lines if number > dialect.header_line]
