@@ -620,21 +620,21 @@ def test_bars_of_gigabytes_are_refused_by_memory_and_by_line(tmp_path, monkeypat
 
 @pytest.mark.parametrize("line", [b"10 20\n", b"Comment: aa\n"])
 def test_a_record_without_end_is_refused(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(text, "RECORD", bounds.Bound("one record or structure", MB))
-    monkeypatch.setattr(blocks, "_OPEN_BYTES", MB // 4)
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", MB // 4)
-    path = packed_text(tmp_path / "a.msp.gz", b"Name: x\n", line * (MB // 60), repeat=20)
+    monkeypatch.setattr(text, "RECORD", bounds.Bound("one record or structure", MB // 4))
+    monkeypatch.setattr(blocks, "_OPEN_BYTES", MB // 16)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", MB // 16)
+    path = packed_text(tmp_path / "a.msp.gz", b"Name: x\n", line * (MB // 60), repeat=5)
     with pytest.raises(SourceError, match="the limit of one record"):
         list(read_msp(path))
 
 
 def test_a_library_without_empty_lines_is_no_record_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "RECORD", bounds.Bound("one record or structure", MB))
-    monkeypatch.setattr(blocks, "_OPEN_BYTES", MB // 4)
-    monkeypatch.setattr(blocks, "CHUNK_BYTES", MB // 4)
+    monkeypatch.setattr(text, "RECORD", bounds.Bound("one record or structure", MB // 4))
+    monkeypatch.setattr(blocks, "_OPEN_BYTES", MB // 16)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", MB // 16)
     record = b"Name: x\nNum Peaks: 2\n10 20\n11 21\n"
-    (tmp_path / "a.msp").write_bytes(record * 40_000)
-    assert sum(len(batch.records) for batch in read_msp(tmp_path / "a.msp")) == 40_000
+    (tmp_path / "a.msp").write_bytes(record * 10_000)
+    assert sum(len(batch.records) for batch in read_msp(tmp_path / "a.msp")) == 10_000
 
 
 def test_a_line_without_end_in_a_library(tmp_path):

@@ -218,12 +218,12 @@ def pairs_of(cell):
 
 def choose_cells(cells):
     """Return cells in which every two values of any two axes meet that meet in any cell; greedily."""
-    missing = set().union(*map(pairs_of, cells))
+    pairs = {cell: pairs_of(cell) for cell in cells}
+    missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(cells, key=lambda cell: len(pairs_of(cell) & missing))
-        chosen.append(best)
-        missing -= pairs_of(best)
+        chosen.append(max(cells, key=lambda cell: len(pairs[cell] & missing)))
+        missing -= pairs[chosen[-1]]
     return chosen
 
 

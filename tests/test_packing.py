@@ -45,11 +45,11 @@ def tree(path: Path) -> dict[str, bytes]:
 
 
 def test_one_worker_and_several_give_the_same_bytes(started_packers, numbers, tmp_path):
-    for jobs in (1, 2, 3):
+    for jobs in (1, 3):
         result = pack(NumbersSource(numbers), tmp_path / f"s{jobs}", PackOptions(jobs=jobs))
         assert result.manifest.attributes["counts"] == [5, 5, 5]
         assert (contents(tmp_path / f"s{jobs}") == EXPECTED).all()
-    assert tree(tmp_path / "s1") == tree(tmp_path / "s2") == tree(tmp_path / "s3")
+    assert tree(tmp_path / "s1") == tree(tmp_path / "s3")
     assert not list(tmp_path.glob("*.partial"))
 
 

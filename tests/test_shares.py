@@ -22,4 +22,4 @@ def test_long_shares_come_first_and_their_files_stand_together():
     paths = ["tests/test_bad_machine.py", "tests/test_addresses.py", "tests/test_advice.py",
              "tests/test_export.py", "tests/parity/test_fused_kernels.py"]  # fmt: skip
     # "advice" stands before "bad_machine" in its share, which is the first.
-    assert shares.shares_of(paths) == [[2, 0], [3], [1], [4]]
+    assert shares.shares_of(paths) == [[[2], [0]], [[3]], [[1]], [[4]]]
