@@ -129,6 +129,8 @@ class BarEvaluation:
             "net_pips": bootstrap(earned["model"], block=together),
             "hit_rate": bootstrap(hits[traded].astype(float), block=together),
         }
+        pips = "pip" if data.cost_pips == 1 else "pips"
+        paid = f"a trade costs {data.cost_pips:g} {pips}, of {plan.pip:g} of the price"
         return Evaluation(
             len(labels),
             ("net_pips", True),
@@ -148,8 +150,7 @@ class BarEvaluation:
             (_curve(earned, together), *report.curves),
             examples=_examples(data, samples, symbols, chances, moves),
             notes=(
-                f"net_pips: per decision after {plan.direction_step} bars; a trade costs {data.cost_pips:g} "
-                f"{'pip' if data.cost_pips == 1 else 'pips'} of {plan.pip:g} each, relative to the price",
+                f"net_pips: per decision after {plan.direction_step} bars; {paid}",
                 f"intervals are drawn in blocks of {together} decisions, since neighbours share their labels",
                 *walked,
             ),
