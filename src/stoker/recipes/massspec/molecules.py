@@ -20,9 +20,9 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import torch
+from pyarrow import feather
 
 from stoker.display import command, look_in
 from stoker.errors import InputError, Refusal, SourceError, unwritable
