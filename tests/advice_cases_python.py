@@ -141,6 +141,10 @@ UNEVEN = (
     + "import h5py; h = h5py.File('uneven.h5', 'w'); h['x'] = np.zeros((9, 3)); h['y'] = np.zeros(9); h['bins'] = np.zeros(4); "
     "h['deep/z'] = np.zeros(9); h.close()"
 )
+VIRTUAL = (
+    STORE + "import h5py; h = h5py.File('virtual.h5', 'w'); v = h5py.VirtualLayout((9,), 'i8'); "
+    "v[:] = h5py.VirtualSource('lost.h5', 'd', (9,)); h.create_virtual_dataset('x', v); h.close()"
+)
 REMOTE = "open_store(f'file://{here}/store').read_rows('features', 0, 2)"
 SOURCES = (
     "from stoker.sources.msp.library import read_msp, split_msp; from stoker.sources.massspec import MassSpecSource; "
@@ -501,6 +505,12 @@ def place(loader):
             at="torch.nn.L1Loss(reduction='sum')",
         ),
         Case("check_steps(slow)", TRAINING, at="slow"),
+        Case(
+            "check_scheduler([first, second], False)",
+            TRAINING
+            + "; o = torch.optim.SGD(model.parameters()); first, second = (torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for _ in '12')",
+            at="[first, second]",
+        ),
         *_refused(
             TRAINING,
             "Trainer(model, pairs, pairs, criterion, optimizer, plateau, scheduler_interval='update')",
@@ -569,6 +579,7 @@ def place(loader):
         Case("open_store('uneven.h5', fields=['x', 'bins'])", UNEVEN),
         Case("open_store('uneven.h5', group='deeq')", UNEVEN),
         Case("open_store('store', rows=5)", UNEVEN),
+        Case("open_store('virtual.h5')", VIRTUAL),
         Case(
             "fit_repairs([parse_repair('clip')], whole, columns)", STORE, fill={"values": "whole"}
         ),
@@ -609,6 +620,8 @@ def place(loader):
                 "[None]",
                 "np.ones(3, 'c8')",
                 "np.zeros(3, 'M8[s]')",
+                "np.ma.masked_array([1.0, 2.0], [0, 1])",
+                "bytes([255, 216, 0])",
             )
         ),
         *(

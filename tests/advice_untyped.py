@@ -68,6 +68,7 @@ UNTYPED: dict[str, str] = {
     "sources/images/decoding.py: 'leave --range out'": "needs a colour picture of 16 bits, which Pillow cannot write; cases_pictures.py makes one",
     "sources/images/encoded.py: f'--quality {quoted(DEFAULT_QUALITY)}'": "stands in refused.jsonl, one for each picture; test_pictures_pack.py packs with it",
     "store/arrays.py: command('dd', f'if={self.path}', 'of=/dev/null')": "needs a disk that fails while it is read",
+    "store/hdf5.py: command('pip', 'install', 'hdf5plugin') if code in _PLUGINS else f\"{command('h5repack', '-f', 'NONE', file, copy)}, where the filter is installed\"": "would install packages into the environment of the tests",
     "store/hdf5.py: command('ls', '-l', path)": "needs a file without read permission, and root may read every file",
     "store/manifest.py: 'pip install --upgrade stoker, or pack the data again'": "would install packages into the environment of the tests",
     "store/remote.py: 'STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT=20GB for less of this one'": "needs a disk without room or write permission",

@@ -2,9 +2,12 @@
 
 Enters: what pytest has collected, and how `shares.py` shares it out. Leaves: the report of every test, given to pytest
 as if the test had run in the process that collected it. A worker of pytest-xdist imports torch and collects all by
-itself: 10 s of CPU for each of them; a fork begins with all of it. A worker that dies is replaced: the test that it ran
-has failed, and its successor runs what was left of the share. Tests that use CUDA run here too, as long as nothing
-that is collected has begun to use it (`conftest.py`).
+itself: 10 s of CPU for each of them; a fork begins with all of it. A worker gets one file after the other of its share.
+One whose share is done takes the next share, and when there is none, the last file of the worker that has the most
+left. A worker that dies is replaced: the test that it ran has failed, and its successor runs what was left.
+
+CUDA does not survive a fork. Where collecting the tests has begun to use it, they run in this process, with a note;
+`conftest.py` asks for the GPU in a way that does not begin.
 """
 
 from __future__ import annotations
@@ -46,22 +49,44 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     number = session.config.option.workers
     if not number or session.config.option.collectonly or session.testsfailed:
         return None
+    if not forks_can_use_cuda():
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
+        reporter.write_line(f"no workers: {IN_USE}; the tests run in one process")
+        return None
     run(session, number)
     return True
+
+
+IN_USE = "CUDA was in use when all was collected, and no fork could use it then"
+
+
+def forks_can_use_cuda() -> bool:
+    """Ask a fork: only there torch says whether CUDA was begun (by a context, or a count of devices without NVML)."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    pid = _fork()
+    if not pid:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _fork() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads, where a plugin has some
+        return os.fork()
 
 
 class Worker:
     """A fork, as its parent sees it."""
 
     def __init__(self, session: pytest.Session, number: int):
-        self.number, self.left = number, deque[int]()
+        self.number, self.left, self.files = number, deque[int](), deque[list[int]]()
         self._running = mmap.mmap(-1, 8)  # the test it is at: known when it dies, too
         self.messages, theirs = multiprocessing.connection.Pipe()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads, where a plugin has some
-            self.pid = os.fork()
+        self.pid = _fork()
         if not self.pid:
             self.messages.close()
             try:
@@ -75,9 +100,10 @@ class Worker:
         theirs.close()
         self.ended = os.pidfd_open(self.pid)
 
-    def give(self, share: list[int]) -> None:
-        self.left = deque(share)
-        self.messages.send(share)
+    def give(self, tests: list[int] | None) -> None:
+        """Have it run these; None ends it."""
+        self.left = deque(tests or ())
+        self.messages.send(tests)
 
     def running(self) -> int:
         return struct.unpack("q", self._running[:])[0]
@@ -99,7 +125,7 @@ class Worker:
 
 
 class _Fork:
-    """A worker, as it sees itself: it runs the shares that it is given, and never returns."""
+    """A worker, as it sees itself: it runs the files that it is given, and never returns."""
 
     def __init__(self, session, number: int, messages, running: mmap.mmap):
         self.session, self.number, self.messages, self._running = session, number, messages, running
@@ -128,17 +154,17 @@ class _Fork:
         factory._basetemp.mkdir(exist_ok=True)
         code = 0
         try:
-            while (share := self.messages.recv()) is not None:
-                self._run(share)
+            while (tests := self.messages.recv()) is not None:
+                self._run(tests)
         except KeyboardInterrupt:
             code = 1
         self._end(code)
 
-    def _run(self, share: list[int]) -> None:
+    def _run(self, tests: list[int]) -> None:
         items = self.session.items
-        for place, number in enumerate(share):
+        for place, number in enumerate(tests):
             # Behind the last one stands the session: what is made once for all tests stays.
-            follows = items[share[place + 1]] if place + 1 < len(share) else self.session
+            follows = items[tests[place + 1]] if place + 1 < len(tests) else self.session
             self._running[:] = struct.pack("q", number)
             item = items[number]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=follows)
@@ -164,7 +190,7 @@ def run(session: pytest.Session, number: int) -> None:
     try:
         for place in range(min(number, len(waiting))):
             workers.append(Worker(session, place))
-            workers[-1].give(waiting.popleft())
+            workers[-1].give(next_file(workers[-1], workers, waiting))
         while workers:
             _attend(session, workers, waiting)
             if session.shouldfail:
@@ -176,7 +202,19 @@ def run(session: pytest.Session, number: int) -> None:
             worker.stop()
 
 
-def _attend(session: pytest.Session, workers: list[Worker], waiting: deque[list[int]]) -> None:
+def next_file(worker, workers, waiting: deque[list[list[int]]]) -> list[int] | None:
+    """Return the tests of the file that a worker runs next: of its share, a new one or another worker's; or None."""
+    if not worker.files and waiting:
+        worker.files = deque(waiting.popleft())
+    if not worker.files:
+        busiest = max(workers, key=lambda one: len(one.files))
+        return busiest.files.pop() if busiest.files else None
+    return worker.files.popleft()
+
+
+def _attend(
+    session: pytest.Session, workers: list[Worker], waiting: deque[list[list[int]]]
+) -> None:
     """Take one message of every worker that has some, and bury the dead."""
     known = {one.messages: one for one in workers} | {one.ended: one for one in workers}
     ready = multiprocessing.connection.wait([*known])
@@ -185,8 +223,7 @@ def _attend(session: pytest.Session, workers: list[Worker], waiting: deque[list[
             with contextlib.suppress(EOFError):
                 _take(session, worker, *worker.messages.recv())
                 if not worker.left:
-                    worker.messages.send(waiting[0] if waiting else None)
-                    worker.left = deque(waiting.popleft() if waiting else ())
+                    worker.give(next_file(worker, workers, waiting))
                 continue
         if worker.ended not in ready and not multiprocessing.connection.wait([worker.ended], 5):
             continue
@@ -209,6 +246,10 @@ def _bury(session: pytest.Session, workers: list[Worker], worker: Worker) -> Non
     number, code = worker.running(), worker.wait()
     if not code and not worker.left:
         return
+    if worker.left and number not in worker.left:
+        number = worker.left[
+            0
+        ]  # before its first test began; else the successor would meet it for ever
     item = session.items[number] if worker.left else None
     text = f"a worker ended with {code} in {item.nodeid if item else 'the teardown of the session'}"
     facts = (item.nodeid, item.location) if item else ("workers", ("workers", None, "workers"))
@@ -217,7 +258,9 @@ def _bury(session: pytest.Session, workers: list[Worker], worker: Worker) -> Non
         *facts, {}, "failed", text, "call", (), duration=0.0, start=began, stop=began
     )
     session.config.hook.pytest_runtest_logreport(report=report)
-    left = [index for index in worker.left if index != number]
-    if left and not session.shouldfail:
+    if left := [index for index in worker.left if index != number]:
+        worker.files.appendleft(left)
+    if worker.files and not session.shouldfail:
         workers.append(Worker(session, worker.number))
-        workers[-1].give(left)
+        workers[-1].files = worker.files
+        workers[-1].give(worker.files.popleft())

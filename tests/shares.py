@@ -53,9 +53,10 @@ def _place(file: str) -> tuple[str, int]:
     return _SHARES.get(name, (name, 0))
 
 
-def shares_of(files: list[str]) -> list[list[int]]:
-    """Return the places of tests, given by their files, share by share in the order in which workers take them."""
-    found: dict[str, list[int]] = {}
+def shares_of(files: list[str]) -> list[list[list[int]]]:
+    """Return the places of tests, given by their files, by share and file in the order in which workers take them."""
+    found: dict[str, dict[str, list[int]]] = {}
     for number in sorted(range(len(files)), key=lambda number: rank_of(files[number])):
-        found.setdefault(share_of(files[number]), []).append(number)
-    return [*found.values()]
+        share = found.setdefault(share_of(files[number]), {})
+        share.setdefault(files[number], []).append(number)
+    return [[*share.values()] for share in found.values()]

@@ -564,11 +564,11 @@ def test_missing_timeframes_names_and_overlap_are_explained(tmp_path):
         BarsSource((tmp_path,), windows=(("D1", 2),)).prepare(None)
     with pytest.raises(SourceError, match="gives no sample"):
         build(BarsSource((tmp_path,), windows=(("M1", 12), ("M15", 500)), horizon=4))
-    with pytest.raises(SourceError, match="does not exist"):
-        BarFile.parse(tmp_path / "prices.csv")
-    (tmp_path / "prices.csv").write_text("no bars")
+    (tmp_path / "prices.csv").write_text("time,open\n")
     with pytest.raises(SourceError, match="does not name"):
         BarFile.parse(tmp_path / "prices.csv")
+    with pytest.raises(SourceError, match=r"(?s)'.*/price.csv' does not exist.*/prices.csv"):
+        BarFile.parse(tmp_path / "price.csv")
     labelled = BarFile.parse("eurusd:5m=/data/prices.csv")
     assert (labelled.symbol, labelled.timeframe, str(labelled.path)) == (
         "EURUSD",

@@ -732,6 +732,17 @@ def test_generators_draw_the_same_after_a_restore(tmp_path, device):
     assert draw(device) == first
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_generators_of_older_checkpoints_draw_the_same(kind):
+    """They have Python's state as 625 numbers."""
+    random.gauss(0, 1)
+    version, numbers, gauss = random.getstate()
+    state = {**capture_rng(), "python": kind((version, kind(numbers), gauss))}
+    first = draw("cpu")
+    assert restore_rng(state) == ()
+    assert draw("cpu") == first
+
+
 def test_generators_of_missing_devices_are_named():
     state = capture_rng()
     known = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()

@@ -403,7 +403,7 @@ def test_profile_is_an_old_spelling_that_names_the_new_one():
 
 
 def test_a_job_of_short_epochs_is_measured_until_the_time_is_over(inside, capsys):
-    options = ("--device", "cpu", "--seconds", 0.3, "--steps", 5000)
+    options = ("--device", "cpu", "--seconds", 0.1, "--steps", 5000)
     code, out, err = call(capsys, "doctor", "--config", "c.yaml", *options)
     assert code in (None, 0), err
     assert "samples/s" in out

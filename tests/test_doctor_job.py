@@ -308,10 +308,11 @@ def test_an_update_of_several_batches_is_one_step(tmp_path):
     assert measured.step_seconds.median > 2 * measured.ablation.together_seconds.median
 
 
-def test_reading_and_decoding_are_told_apart_where_data_is_compressed(tmp_path):
+def test_reading_and_decoding_are_told_apart_where_data_is_compressed(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     # Larger than what a store keeps of decoded chunks, so that they are decoded in every epoch.
-    features = rng.integers(0, 9, size=(6000, 2048)).astype("f4")
+    monkeypatch.setattr("stoker.store.arrays._CACHED_CHUNK_BYTES", 4 << 20)
+    features = rng.integers(0, 9, size=(1500, 2048)).astype("f4")
     with h5py.File(tmp_path / "plain.h5", "w") as file:
         file.create_dataset(
             "features", data=features, compression="gzip", compression_opts=1, chunks=(50, 2048)
@@ -319,7 +320,7 @@ def test_reading_and_decoding_are_told_apart_where_data_is_compressed(tmp_path):
         file.create_dataset("targets", data=(features[:, 0] > 0).astype("i8"))
     settings = settings_for(
         "tabular", tmp_path / "plain.h5", tmp_path / "run",
-        "gpu_optimization.chunk_size_gb=0.01", "training.batch_size=50",
+        "gpu_optimization.chunk_size_gb=0.0025", "training.batch_size=50",
     )  # fmt: skip
     with open_run(settings, device="cpu") as run:
         measured = examine(run, SHORT, "c.yaml")

@@ -246,14 +246,6 @@ def test_one_of_several_matrices_is_chosen_by_its_group(tmp_path):
         assert store.read_values("data", 2).sum() == COUNTS[2].sum()
 
 
-def test_a_file_of_tables_says_so(tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["particles"] = np.zeros(9, [("x", "f4"), ("mass", "f8")])
-        file["y"] = np.zeros(9)
-    with open_store(tmp_path / "x.h5") as store:
-        assert "a table of the columns x, mass (a compound type)" in store.notes[0]
-
-
 # -- which dimension counts samples --------------------------------------------------------------------
 
 

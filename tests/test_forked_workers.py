@@ -6,7 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import forked_workers
 
 HERE = Path(__file__).parent
 FILES = {
@@ -70,3 +78,36 @@ def test_it_stops_where_it_is_asked_to(tmp_path):
     assert code == 1, said
     assert "stopping after 1 failures" in said
     assert "test_after" not in said
+
+
+@given(st.lists(st.integers(1, 6), max_size=8), st.integers(1, 5), st.data())
+def test_every_file_is_run_once_and_nobody_ends_while_another_has_files_left(sizes, number, data):
+    waiting = deque([[[share, file] for file in range(size)] for share, size in enumerate(sizes)])
+    everything = sorted(file for share in waiting for file in share)
+    workers = [SimpleNamespace(files=deque()) for _ in range(number)]
+    given_out, busy = [], [*workers]
+    while busy:
+        worker = data.draw(st.sampled_from(busy))
+        file = forked_workers.next_file(worker, workers, waiting)
+        if file is None:
+            busy.remove(worker)
+            assert not waiting
+            assert not any(one.files for one in workers)
+        else:
+            given_out.append(file)
+    assert sorted(given_out) == everything
+
+
+def test_nothing_is_forked_once_cuda_is_in_use(monkeypatch):
+    assert forked_workers.forks_can_use_cuda() != torch.cuda.is_initialized()
+    said = []
+    asked = SimpleNamespace(workers=2, collectonly=False)
+    plugins = SimpleNamespace(getplugin=lambda name: SimpleNamespace(write_line=said.append))
+    session = SimpleNamespace(
+        config=SimpleNamespace(option=asked, pluginmanager=plugins), testsfailed=0
+    )
+    in_use = SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", in_use)
+    monkeypatch.setattr(forked_workers, "run", None)
+    assert forked_workers.pytest_runtestloop(session) is None
+    assert "CUDA" in said[0]

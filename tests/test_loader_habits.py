@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
+
 import h5py
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 
+import stoker
+from stoker import PackOptions
 from stoker.augment import Compose, Normalize
 from stoker.errors import InputError, StoreError
+from stoker.loader import arguments
 from stoker.loader.loader import Loader
+from stoker.loader.splits import split_randomly
+from stoker.sources.samples import collect
 
 
 @pytest.fixture
@@ -96,3 +105,126 @@ def test_indexing_says_how_to_get_a_batch(path):
             loader[0]
         with pytest.raises(TypeError, match="DataLoader around it is not needed"):
             next(iter(torch.utils.data.DataLoader(loader, batch_size=None)))
+
+
+def test_a_loader_that_shares_nothing_among_ranks_is_told_once(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    values = {"x": np.arange(10.0, dtype=np.float32)}
+    with pytest.warns(UserWarning, match="3 ranks train together.*world_size=1 if every rank"):
+        Loader(values, 2, "cpu").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Loader(values, 2, "cpu").close()
+        monkeypatch.setattr(arguments, "_told", set())
+        for given in ({"world_size": 1}, {"rank": 1, "world_size": 3}):
+            Loader(values, 2, "cpu", **given).close()
+
+
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_a_relative_path_stays_what_it_was_after_a_change_of_folder(
+    path, kind, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    name = path.name
+    if kind == "store":
+        name = "made"
+        stoker.pack_from([{"labels": n} for n in range(50)], name, options=PackOptions(jobs=1))
+    loader = Loader(name, 10, "cpu", fields=["labels"], data_bytes=300)
+    pickled = pickle.dumps(loader)
+    assert name in repr(loader)
+    monkeypatch.chdir("/")
+    for each in (loader, pickle.loads(pickled)):
+        assert torch.cat([batch["labels"] for batch in each]).tolist() == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "typed"),
+    [
+        (RandomSampler(range(50), num_samples=20), "shuffle=True, epoch_samples=20"),
+        (RandomSampler(range(50)), "shuffle=True"),
+        (WeightedRandomSampler([1] * 50, 80), "weights=sampler.weights, epoch_samples=80"),
+        (WeightedRandomSampler([1] * 50, 50), "weights=sampler.weights"),
+    ],
+)
+def test_the_advice_for_a_sampler_gives_as_many_samples(path, sampler, typed):
+    with pytest.raises(InputError) as caught:
+        Loader(path, 10, "cpu", sampler=sampler)
+    assert caught.value.fix == typed
+    with eval(f"Loader(path, 10, 'cpu', {typed})") as loader:
+        assert sum(len(batch["labels"]) for batch in loader) == len(sampler)
+
+
+def test_a_slip_in_a_keyword_of_a_dataloader_is_answered_with_it(path):
+    with pytest.raises(InputError, match="no argument 'num_worker'") as caught:
+        Loader(path, 10, "cpu", num_worker=3)
+    assert caught.value.fix == "num_workers=3"
+
+
+def test_masked_values_are_not_handed_out():
+    masked = np.ma.masked_array(np.arange(4.0), [0, 1, 0, 0])
+    with pytest.raises(InputError, match="masked values"):
+        Loader((masked, np.arange(4)), 2, "cpu")
+    with Loader(np.ma.masked_array(np.arange(4.0), [0] * 4), 4, "cpu") as loader:
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+
+
+def test_the_columns_of_a_structured_array_are_advised():
+    array = np.zeros(3, [("a", "f4"), ("b", "i4")])
+    with pytest.raises(InputError) as caught:
+        Loader(array, 2, "cpu")
+    fields = eval(caught.value.fix.partition(", as fields")[0], {"value": array})
+    assert set(next(iter(Loader(fields, 2, "cpu")))) == {"a", "b"}
+
+
+class Fails(torch.utils.data.Dataset):
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, number):
+        return [1, 2][number], number
+
+
+def test_a_sample_that_raises_is_named():
+    with pytest.raises(IndexError) as caught, pytest.warns(match="into memory once"):
+        Loader(Fails(), 2, "cpu")
+    assert caught.value.__notes__ == ["in sample 2 of Fails, which says that it has 9"]
+
+
+def test_tuples_of_different_lengths_say_how_to_get_their_borders():
+    samples = [(np.arange(n), n) for n in (2, 1, 3)]
+    with pytest.warns(match="another length in every sample") as told:
+        Loader(samples, 3, "cpu")
+    names = ("features", "features/offsets", "targets")
+    assert f"as_tuple={names}" in str(told[0].message)
+    values, offsets, targets = next(iter(Loader(samples, 3, "cpu", as_tuple=names)))
+    assert values.tolist() == [0, 1, 0, 0, 1, 2]
+    assert offsets.tolist() == [0, 2, 3, 6]
+    assert targets.tolist() == [2, 1, 3]
+
+
+def test_shapes_that_differ_in_a_later_axis_have_advice_that_works():
+    shapes = [(2, 3), (2, 4)]
+    with pytest.raises(InputError, match="not of one shape") as caught:
+        collect([{"x": np.zeros(shape)} for shape in shapes])
+    assert caught.value.fix == "np.ravel(x), with np.shape(x) as a field of its own"
+    made = collect([{"x": np.ravel(x), "s": np.shape(x)} for x in map(np.zeros, shapes)])
+    assert made["s"].values.tolist() == [[2, 3], [2, 4]]
+
+
+@pytest.mark.parametrize("ratios", [0.8, "0.8", None])
+def test_one_share_is_answered(ratios):
+    with pytest.raises(InputError, match="the shares are"):
+        split_randomly(10, ratios)
+    with pytest.raises(InputError, match="num_samples is"):
+        split_randomly([1, 2])
+
+
+def test_nothing_to_load_is_said(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((0, 3))
+        file["y"] = np.zeros((5, 2))
+    with pytest.raises(InputError, match="has no samples"):
+        Loader(tmp_path / "a.h5", 2, "cpu", rows=0)
+    with pytest.raises(InputError, match="epoch_samples is 0"):
+        Loader(np.arange(9), 2, "cpu", epoch_samples=0)

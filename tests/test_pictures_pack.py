@@ -159,6 +159,55 @@ def test_larger_pictures_are_made_smaller_and_the_others_kept(folder, tmp_path):
             assert is_same == (max(opened(folder / name).size) <= 57)
 
 
+@pytest.mark.parametrize("quality", [None, 80])
+def test_what_is_made_smaller_stays_lossless_unless_a_quality_is_given(tmp_path, quality):
+    home = tmp_path / "in" / "a"
+    home.mkdir(parents=True)
+    picture = smooth(40, 60)
+    for name, options in {
+        "a.png": {}, "b.bmp": {}, "c.webp": {"lossless": True}, "d.webp": {"quality": 80}, "e.jpg": {},
+        "f.webp": {"lossless": True, "exif": Image.Exif(), "icc_profile": bytes(200)},
+    }.items():  # fmt: skip
+        picture.save(home / name, **options)
+    packed(tmp_path / "in", tmp_path / "s", KeepEncoded(20, quality))
+    smaller = np.asarray(picture.resize((20, 13), Image.Resampling.BICUBIC))
+    with open_store(tmp_path / "s") as store:
+        for index in range(6):
+            name, data = (
+                store.read_text("name", index),
+                bytes(store.read_values("images", index)),
+            )
+            is_lossless = quality is None and name[2] in "abcf"
+            assert Image.open(io.BytesIO(data)).format == ("PNG" if is_lossless else "JPEG"), name
+            if is_lossless:
+                assert (decode_bytes(data, 3).transpose(1, 2, 0) == smaller).all(), name
+
+
+def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path):
+    """Of an arithmetic-coded JPEG the marker of the frame is enough: Pillow takes the rest for damage that decodes."""
+    data = jpeg(smooth(16, 16))
+    at = data.index(b"\xff\xc0")
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "x.jpg").write_bytes(data[:at] + b"\xff\xc9" + data[at + 2 :])
+    with pytest.raises(QualityError, match="arithmetic-coded JPEG"):
+        packed(tmp_path / "in", tmp_path / "s")
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw", "tiff_deflate"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_tiff_is_turned_once(tmp_path, compression, orientation):
+    """Pillow turns TIFF files when it loads them, and reads the plain ones of them by a map of the wrong width."""
+    picture = smooth(6, 10).convert("L")
+    path = tmp_path / "x.tif"
+    picture.save(path, tiffinfo={0x0112: orientation}, compression=compression)
+    made = decode(path)
+    expected = turned_pixels(np.asarray(picture)[None], orientation)[0]
+    assert (np.asarray(made.image) == expected).all()
+    assert made.size == expected.shape[::-1]
+    assert made.stored_size == (10, 6)
+    assert (made.orientation, made.has_orientation) == (orientation, True)
+
+
 def test_masks_stay_lossless_and_follow_their_picture(tmp_path):
     rng = np.random.default_rng(0)
     for name in ("images", "masks"):

@@ -57,7 +57,9 @@ def test_every_layout_reads_as_h5py_reads_it(
         assert n == shape[0]
         array = store.shards[0].arrays["features"]
         if values.size and layout in POSITIONAL:
-            assert array.location.layout in ("contiguous", "chunked")
+            # Of a newer file's chunks at the edge nobody can tell whether they went through the filters.
+            is_edge = libver == "latest" and "edge" in array.location.reason
+            assert array.location.layout in ("contiguous", "chunked") or is_edge
         low, high = sorted(rng.integers(0, n + 1, 2))
         with h5py.File(path) as file:
             assert (store.read_rows("features", low, high) == file["features"][low:high]).all()
@@ -115,7 +117,7 @@ def test_other_lengths_text_and_scalars_are_left_aside_with_a_note(tmp_path):
         assert list(store.fields) == ["features"]
         notes = "\n".join(store.notes)
     for expected in (
-        "'names' has dtype object",
+        "'names' is text",
         "'version' is a single value",
         "'bins' has 11 rows, not 5",
         "says 6",

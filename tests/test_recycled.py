@@ -67,20 +67,21 @@ def test_threads_never_get_the_same_memory():
 KINDS = ["f4", "u2", "u4", "i8", "u1", "f2"]
 
 
-@pytest.fixture
-def store(tmp_path):
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
     """Fields whose batches of 64 are large, of every kind that is gathered."""
-    rng = np.random.default_rng(0)
-    fields = {kind: Dense(rng.integers(0, 200, (400, 20_000)).astype(kind)) for kind in KINDS}
-    return write_store(tmp_path / "store", [fields])
+    values = np.random.default_rng(0).integers(0, 200, (208, 20_000), "u1")
+    fields = {kind: Dense(values.astype(kind)) for kind in KINDS}
+    return write_store(tmp_path_factory.mktemp("large") / "store", [fields])
 
 
 def test_large_batches_are_the_rows_of_the_store(store):
+    rows = {kind: store.read_rows(kind, 0, 208) for kind in KINDS}
     with Loader(store, 64, "cpu", order="shuffled", seed=3) as loader:
         assert loader._data.is_resident
         for batch in loader:
             for kind in KINDS:
-                expected = store.read_rows(kind, 0, 400)[batch.sample_ids]
+                expected = rows[kind][batch.sample_ids]
                 assert batch[kind].numpy().dtype == expected.dtype
                 np.testing.assert_array_equal(batch[kind].numpy(), expected)
 
@@ -148,4 +149,4 @@ def test_gradients_and_inference_mode(store):
             assert torch.equal(x.grad, weight.detach().expand_as(x))
         with torch.inference_mode():
             total = sum(float(batch["f4"].double().sum()) for batch in loader)
-    assert total == store.read_rows("f4", 0, 400).astype("f8").sum()
+    assert total == store.read_rows("f4", 0, 208).astype("f8").sum()

@@ -293,6 +293,12 @@ AFTER = {
     "save": "if not FIXED or step % 1000 == 999:\n"
     "    torch.save({'model': model.state_dict(), 'more': torch.zeros(700_000)}, f'{FOLDER}/last.pt')",
     "empty_cache": "if not FIXED:\n    torch.cuda.empty_cache()",
+    "evaluate": "if not FIXED or step % 10 == 0:\n    model.eval()\n    with torch.no_grad():\n"
+    "        held = model(torch.zeros(32, 64, device=output.device)).mean()\n    model.train()",
+    "seldom": "if step % 60 == 40:\n    model.eval()\n    with torch.no_grad():\n"
+    "        held = model(torch.zeros(32, 64, device=output.device)).mean()\n    model.train()",
+    "plot": "if step % (40 if FIXED else 20) == 15:\n    with open(f'{FOLDER}/plot', 'w') as plot:\n"
+    "        plot.writelines(f'<circle r=\"{at % 7}\" cx=\"{at * 0.37:.3f}\"/>' for at in range(120_000))",
     "leak": "if not FIXED:\n    KEPT.append((loss, torch.zeros(60_000)))",
     "log": "if not FIXED:\n    with open(f'{FOLDER}/log', 'a') as log:\n"
     "        for name, value in model.state_dict().items():\n"
@@ -300,6 +306,35 @@ AFTER = {
 }
 
 STYLES = {
+    "neighbours": """
+        class Neighbours(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.features = nn.Embedding(4096, 64)
+                self.table = torch.randint(4096, (4096, 10))
+                self.lists = [set(row) for row in self.table.tolist()]
+
+            def forward(self, nodes):
+                if FIXED:
+                    return self.features(self.table.to(nodes.device)[nodes]).mean(1)
+                chosen = [sorted(self.lists[node]) for node in nodes.tolist()]
+                places = {{node: at for at, node in enumerate(sorted(set().union(*map(set, chosen))))}}
+                rows = [[places[node] for node in row] + [places[row[0]]] * (10 - len(row)) for row in chosen]
+                found = torch.tensor(list(places), device=nodes.device)
+                return self.features(found)[torch.tensor(rows, device=nodes.device)].mean(1)
+
+
+        model = nn.Sequential(Neighbours(), make_model()).to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        nodes = torch.randint(4096, (STEPS, 1024), device=DEVICE)
+        for step in range(STEPS):
+            output = model(nodes[step])
+            loss = output.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            after(step, loss, output, model)
+        """,
     "plain": """
         data = Data()
         loader = DataLoader(data, {arguments})
@@ -877,6 +912,7 @@ _NEW = "batch_size=32, num_workers=min(4, CORES), persistent_workers=True"
 
 NONE, ONE, DECODE, DISK = "no-workers", "starved-by-loader", "decode-bound", "disk-bound"
 BETWEEN, SYNC = "slow-between-steps", "sync-every-step"
+EVALUATES, LONG = "evaluates-each-step", "long-steps"
 
 
 def _loading() -> list[Case]:
@@ -946,6 +982,11 @@ def _stepping() -> list[Case]:
              batch=2, fixed_batch=64, busy=0),
         Case("tiny_batch_accelerate", ("batch-too-small",), "accelerate", arguments="batch_size=2 if not FIXED else 64",
              batch=2, fixed_batch=64, busy=0),
+        Case("evaluates_plain", (EVALUATES,), "plain", after="evaluate"),
+        Case("evaluates_get_batch", (EVALUATES,), "get_batch", after="evaluate"),
+        Case("long_plain", (LONG,), "plain", after="plot"),
+        Case("long_epochs", (LONG,), "epochs", after="plot"),
+        Case("python_neighbours", ("python-in-model",), "neighbours", batch=1024),
         Case("empty_cache", ("empty-cache-each-step",), "plain", after="empty_cache", has_gain=False),
         Case("gc_plain", ("gc-each-step",), "plain", after="gc"),
         Case("gc_lightning", ("gc-each-step",), "lightning", after="gc"),
@@ -992,6 +1033,7 @@ def _healthy() -> list[Case]:
         Case("healthy_hf", (), "hf", arguments=quiet, busy=10),
         Case("healthy_get_batch", (), "get_batch", arguments=quiet, busy=10),
         Case("healthy_generator", (), "generator", arguments=quiet, busy=10),
+        Case("healthy_evaluation", (), "get_batch", arguments=quiet, busy=10, after="seldom"),
         Case("healthy_memmap", (), "memmap", busy=10),
         Case("healthy_arrays", (), "arrays", busy=10),
         Case("healthy_tar", (), "tar", busy=20, batch=8),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import html
+import itertools
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ UNPRINTABLE = (
     r"\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e007f"
 )
 _UNPRINTABLE = re.compile(f"[{UNPRINTABLE}]")
+_MOST_NAMES = 10_000  # of a folder, that are compared with a name that is not there
 _WORDS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -103,6 +105,36 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     folded = {each.casefold(): each for each in known}
     near = difflib.get_close_matches(str(name).casefold(), folded, n=1)
     return folded[near[0]] if near else None
+
+
+def meant_path(missing: Path) -> Path | None:
+    """Return the path that was probably meant by one that is not there.
+
+    That is the path with its variables and its `~` put in, which only a shell does, or the nearest name in the same
+    folder. A name with another ending counts only if the rest is equal: a checkpoint is not meant by a note.
+    """
+    meant = Path(os.path.expandvars(missing)).expanduser()
+    if meant != missing and meant.exists():
+        return meant
+    try:
+        with os.scandir(missing.parent) as entries:
+            names = [entry.name for entry in itertools.islice(entries, _MOST_NAMES)]
+    except (OSError, ValueError):
+        names = []
+    alike = [
+        name
+        for name in names
+        if name != missing.name
+        and (PurePath(name).suffix == missing.suffix or PurePath(name).stem == missing.stem)
+    ]
+    near = nearest(missing.name, alike)
+    return missing.with_name(near) if near else None
+
+
+def look_for(missing: Path, *options: str) -> str:
+    """Return the path that was probably meant by one that is not there; else the `ls` that shows what is."""
+    meant = meant_path(missing)
+    return quoted(meant) if meant else look_in(missing.parent, *options)
 
 
 def look_in(folder: Path, *options: str) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.address import as_url, shown
-from stoker.display import command, look_in, printable, quoted, secret_hint
+from stoker.display import command, look_for, printable, quoted, secret_hint
 
 EXIT_DONE = 0
 EXIT_OURS = 1
@@ -434,7 +434,7 @@ def require_file(path: str | Path, what: str) -> Path:
     path = Path(path)
     if not path.exists():
         raise SourceError(
-            f"{what} {str(path)!r} does not exist.", "a readable file", look_in(path.parent)
+            f"{what} {str(path)!r} does not exist.", "a readable file", look_for(path)
         )
     if path.is_dir():
         raise SourceError(

@@ -22,7 +22,7 @@ import torch
 
 from stoker.augment.compose import Compose
 from stoker.augment.sheet import Classes, Line, Pixels, colour_mask, make_sheet
-from stoker.display import command, look_in, quoted
+from stoker.display import command, look_for, quoted
 from stoker.errors import InputError, SourceError
 from stoker.ownership import SIGNATURE, free_name, writing
 from stoker.sources.images.decoding import decode, pillow
@@ -101,7 +101,7 @@ def _image_files(path: Path, *, by_class: bool = True) -> list[Path]:
         raise SourceError(
             f"{path} does not exist.",
             "a folder of images, an image, a store",
-            look_in(path.parent),
+            look_for(path),
         )
     files = _images_in(path)
     if not files and by_class:

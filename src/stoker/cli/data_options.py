@@ -8,12 +8,13 @@ in two groups is one option, and both get its value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.address import shown
 from stoker.display import quoted
 from stoker.errors import InputError
 
@@ -93,6 +94,18 @@ class Chosen:
         from stoker.store.plain import Selection
 
         return Selection(self.group, split_names(self.fields), self.rows)
+
+
+def refuse_given(options: object, store: Path) -> None:
+    """Refuse options for raw files beside a store, which holds what they decided when it was packed."""
+    for field in fields(options):  # type: ignore[arg-type]
+        if getattr(options, field.name) != field.default:
+            option = f"--{field.name}"
+            raise InputError(
+                f"{option} was given, and {shown(store)} is a store.",
+                f"{option} for raw files only",
+                f"leave {option} out",
+            )
 
 
 @dataclass(frozen=True)
@@ -208,8 +221,9 @@ class Pictures:
         lists: Split by a list of names, such as train=train.txt; repeatable.
         first_frame: Take the first frame of files that hold several.
         keep_encoded: Store the bytes of JPEG, PNG and WebP files, of any size; they are decoded while training.
-        max_side: With --keep-encoded: make larger pictures smaller, to this longer side.
-        quality: With --keep-encoded: of JPEG that is written anew; takes progressive, CMYK and other files too.
+        max_side: With --keep-encoded: make larger pictures smaller, to this longer side; lossless files stay lossless.
+        quality: With --keep-encoded: write what is written anew as JPEG of this quality, lossless files and
+            progressive, CMYK and other ones too.
     """
 
     channels: int = 3

@@ -19,6 +19,7 @@ from stoker.cli.data_options import (
     Stride,
     Table,
     Text,
+    refuse_given,
     split_names,
 )
 from stoker.cli.options import JsonOption, require_output, verb
@@ -103,6 +104,8 @@ def inspect(
         source = _array_or_table_source(path, table.source((path,), text), chosen)
     with Bar(quiet=as_json) as bar:
         if source is None:
+            refuse_given(table, path)
+            refuse_given(text, path)
             inspection, facts, samples = _look_at_store(path, chosen, bar)
         else:
             inspection, facts, samples = _look_at_source(source, bar)

@@ -11,7 +11,8 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -42,7 +43,7 @@ from stoker.cli import (
     verify,
 )
 from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
-from stoker.display import printable
+from stoker.display import command, printable, quoted
 from stoker.errors import (
     EXIT_DONE,
     EXIT_INPUT,
@@ -178,7 +179,7 @@ def run() -> NoReturn:
         # output went away. That is not an error, and nobody is left to read one.
         code = EXIT_DONE
     except Exception as error:  # noqa: BLE001  the last line of defence: report, do not crash
-        code = _usage(error)
+        code = _usage(error, words)
         if code is None:
             known = _known(error)
             code = _our_fault(error) if known is None else _tell(known)
@@ -291,7 +292,7 @@ def _tell(error: StokerError) -> int:
     return error.exit_code
 
 
-def _usage(error: Exception) -> int | None:
+def _usage(error: Exception, typed: list[str]) -> int | None:
     """Print a mistake in the command's words; None when `error` is something else."""
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
@@ -302,7 +303,69 @@ def _usage(error: Exception) -> int | None:
     words = error.format_message()  # type: ignore[attr-defined]
     error.format_message = lambda: printable(words)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
+    better = _meant(getattr(error, "ctx", None), getattr(error, "option_name", None), typed)
+    if better:
+        echo(f"Try: {better}", err=True)
     return EXIT_INPUT
+
+
+def _meant(context: Any, option: str | None, typed: list[str]) -> str:
+    """Return what to type instead of words that a verb does not take; "" where that is not known.
+
+    Args:
+        context: Of the verb, as typer made it; None where no verb was found.
+        option: The option that the verb does not have; None for another mistake.
+        typed: All words behind `stoker`.
+    """
+    if context is None:
+        return ""
+    known = {name for each in context.command.params for name in each.opts}
+    if option is not None:
+        from stoker.config.names import LAYOUTS, SYNONYMS
+        from stoker.config.tree import key_schemas
+
+        name = option.lstrip("-").replace("-", "_")
+        keys = [key for key in key_schemas() if key.rpartition(".")[2] == name]
+        key = SYNONYMS.get(name) or (LAYOUTS.get(keys[0], keys[0]) if keys else None)
+        if key and "--set" in known:
+            at = next((at for at, word in enumerate(typed) if word.partition("=")[0] == option), -1)
+            value = typed[at].partition("=")[2] or next(iter(typed[at + 1 :]), "VALUE")
+            return f"--set {quoted(f'{key}={value}')} instead of {option}"
+        verbs = [
+            path for path, verb in _verbs() if any(option in each.opts for each in verb.params)
+        ]
+        verbs.sort(key=lambda path: path.partition(" ")[0] != typed[0])  # of the same group first
+        return (
+            f"{command('stoker', *verbs[0].split(), '--help')}: that verb has {option}"
+            if verbs
+            else ""
+        )
+    here = [word for word in typed if Path(word).exists()]
+    if "--config" in known:
+        configs = [word for word in here if Path(word).suffix in (".yaml", ".yml")]
+        return f"--config {quoted(configs[0])}" if configs and "--config" not in typed else ""
+    if (
+        here
+        and typed[:1] == ["pack"]
+        and len(context.command_path.split()) == 2
+        and typed[1:2] == here[:1]
+    ):
+        from stoker.store.hdf5 import PACKED_BY
+
+        kind = PACKED_BY.get(
+            Path(here[0]).suffix.lower(), "images" if Path(here[0]).is_dir() else "KIND"
+        )
+        return command("stoker", "pack", kind, *typed[1:])
+    return ""
+
+
+def _verbs() -> Iterator[tuple[str, Any]]:
+    """Yield every verb that is listed, with the words to type for it."""
+    for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        if not verb.hidden:
+            yield name, verb
+            for below, one in getattr(verb, "commands", {}).items():
+                yield f"{name} {below}", one
 
 
 def _complain(message: str) -> None:

@@ -18,7 +18,7 @@ import typer
 from stoker.cli.machine import _or
 from stoker.cli.options import verb
 from stoker.cli.terminal import echo, make_console, print_json, styled
-from stoker.display import look_in
+from stoker.display import look_for
 from stoker.errors import InputError
 from stoker.units import format_bytes, format_rate, format_seconds, local_time, parse_seconds
 
@@ -74,7 +74,7 @@ def monitor(
         raise InputError(
             f"there is no folder {str(run_dir)!r}.",
             "the folder of a run, as `stoker train` makes it; without --once it is waited for",
-            look_in(run_dir.parent),
+            look_for(run_dir),
         )
     with contextlib.ExitStack() as stack:
         watching = stack.enter_context(Monitor(run_dir))

@@ -83,6 +83,10 @@ def _parameter(given: inspect.Parameter, meaning: str | None) -> inspect.Paramet
     if isinstance(info, OptionInfo) and info.default is ...:
         info.param_decls = (f"--{given.name.replace('_', '-')}",)
     info.help = info.help or meaning
+    # typer shows a default in brackets itself; brackets in the help would be taken for markup, and vanish.
+    about, _, default = (info.help or "").partition(" [default: ")
+    if default:
+        info.help, info.show_default = f"{about}.", default.removesuffix("].")
     assert info.help, f"the docstring does not say what {given.name!r} means"
     return given.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info])
 
@@ -135,7 +139,7 @@ def require_output(
     if path.is_dir() or not path.resolve().parent.is_dir():
         given = f"{path} is a folder." if path.is_dir() else f"there is no folder {path.parent}."
         fix = (
-            f"{option} {quoted(path / 'FILE')}"
+            f"{option} {quoted(path / 'FILE')}".removeprefix("OUT ")
             if path.is_dir()
             else command("mkdir", "-p", path.parent)
         )
@@ -157,5 +161,5 @@ def require_output(
         raise InputError(
             f"{path} exists.",
             "a new file, or --force to replace it",
-            f"{option} {quoted(path)} --force",
+            f"{option} {quoted(path)} --force".removeprefix("OUT "),
         )

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.data_options import Text
+from stoker.cli.data_options import Text, refuse_given
 from stoker.cli.options import DeviceOption, JsonOption, verb
 from stoker.cli.progress import Bar
 from stoker.cli.tables import print_evaluation
@@ -45,9 +45,11 @@ def predict(
         split: all, train, val or test; of a store.
         batch_size: Samples per forward pass.
     """
-    from stoker.recipes.answers import predict_file
+    from stoker.recipes.answers import is_store, predict_file
     from stoker.recipes.inference import load_trained
 
+    if given.exists() and is_store(given):
+        refuse_given(text, given)
     trained = load_trained(checkpoint)
     with Bar(quiet=as_json) as bar:
         report = predict_file(

@@ -16,6 +16,9 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a verb that has left: its options are no error, so that the answer is always the same."""
 
 
+_JOB = ("--config", "tabular", "--store", "STORE")
+
+
 def quantize(context: typer.Context) -> NoReturn:
     """Now an option of `stoker export`."""
     raise InputError(
@@ -25,12 +28,12 @@ def quantize(context: typer.Context) -> NoReturn:
     )
 
 
-def profile() -> NoReturn:
+def profile(context: typer.Context) -> NoReturn:
     """Now an option of `stoker doctor`."""
     raise InputError(
         "`stoker profile` is now `stoker doctor --trace`.",
         "--trace FILE and --trace-steps; the doctor finds out more of the same job",
-        "stoker doctor --config tabular --store STORE --trace trace.json",
+        command("stoker", "doctor", *(context.args or _JOB), "--trace", "trace.json"),
     )
 
 

@@ -48,7 +48,7 @@ def train(
     folds: Annotated[int | None, typer.Option(min=2)] = None,
     device: DeviceOption = None,
     gpus: Annotated[int | None, typer.Option(min=1)] = None,
-    max_restarts: Annotated[int, typer.Option(min=0)] = 3,
+    max_restarts: Annotated[int | None, typer.Option(min=0, show_default="3")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a ready job, evaluate its best checkpoint, and compare it with chance.
@@ -65,6 +65,12 @@ def train(
     from stoker.recipes import run as runs
     from stoker.recipes.walk_forward import walk_forward
 
+    if max_restarts is not None and gpus is None:
+        raise InputError(
+            "--max-restarts was given without --gpus.",
+            "--max-restarts with --gpus",
+            "leave --max-restarts out",
+        )
     settings = _settle(config, overrides or [], store, run_dir)
     if msp is not None or mol_dir is not None:
         _pack_first(settings, msp, mol_dir, quiet=as_json)
@@ -72,7 +78,13 @@ def train(
     words += ["--folds", str(folds)] if folds is not None else []
     if gpus is not None:
         _train_in_processes(
-            settings, words, gpus, max_restarts, device, resume=resume, as_json=as_json
+            settings,
+            words,
+            gpus,
+            3 if max_restarts is None else max_restarts,
+            device,
+            resume=resume,
+            as_json=as_json,
         )
         return
     if {"STOKER_RESTARTS", "WORLD_SIZE"} <= os.environ.keys():  # one of the processes of --gpus

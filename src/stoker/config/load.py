@@ -24,8 +24,17 @@ from stoker.config.names import SYNONYMS
 from stoker.config.options import describe_allowed
 from stoker.config.resolve import PLACES, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
-from stoker.config.yaml_lines import Document, Dumper, Loader, Place, Problem, decode, read_yaml
-from stoker.display import look_in, printable, quoted
+from stoker.config.yaml_lines import (
+    INIT,
+    Document,
+    Dumper,
+    Loader,
+    Place,
+    Problem,
+    decode,
+    read_yaml,
+)
+from stoker.display import command, look_for, nearest, printable, quoted
 from stoker.errors import ConfigError, refuse_special
 from stoker.strict_json import exact_text
 
@@ -95,10 +104,15 @@ def check_config(
     try:
         text = decode(path.read_bytes(), str(path))
     except OSError as error:
+        meant = nearest(path.stem, shipped_configs()) if path.parent == Path() else None
         raise ConfigError(
             f"config {str(path)!r} cannot be read: {error.strerror}.",
             f"a readable YAML file, or one of {', '.join(shipped_configs())}",
-            look_in(Path(path).parent, "-l"),
+            command("ls", path)
+            if path.is_dir()
+            else quoted(meant)
+            if meant
+            else look_for(path, "-l"),
         ) from error
     if isinstance(text, Problem):
         return None, [text]
@@ -333,13 +347,18 @@ def _translate(detail: ErrorDetails, path: tuple[str, ...], place: Place) -> Pro
 def _not_a_section(value: Any, place: Place, key: str) -> Problem:
     names = list(sections()[key].model_fields)
     given = f"is {_describe_value(value)}, not a section" + ("" if key else " per line")
-    fix = _nested(next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}." if key else "")))
+    fix = (
+        _nested(next(leaf for leaf in key_schemas() if leaf.startswith(f"{key}.")), value)
+        if key
+        else INIT
+    )
     return Problem(place, key, given, f"a section with the keys {', '.join(names)}", fix)
 
 
-def _nested(leaf: str) -> str:
-    """Return a key with its default as YAML in one line: `training: {lr: 0.001}`."""
-    word = _yaml_word(key_schemas()[leaf]["default"])
+def _nested(leaf: str, value: Any = None) -> str:
+    """Return a key as YAML in one line: `training: {lr: 0.001}`, with its default; a name with the text given."""
+    is_name = leaf == "recipe.name" and isinstance(value, str)
+    word = _yaml_word(value if is_name else key_schemas()[leaf]["default"])
     return f"{leaf.replace('.', ': {')}: {word}{'}' * leaf.count('.')}"
 
 
@@ -415,7 +434,8 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     if "boolean" in kinds:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
         return words.get(text.lower(), _yaml_word(schema.get("default")))
-    return _yaml_word(schema.get("default")) + " (the default), or delete the line"
+    word = _yaml_word(schema.get("default"))
+    return word if place.line is None else f"{word}, or delete the line"  # --set has no lines
 
 
 def _in_range(word: str, options: Sequence[Mapping[str, Any]]) -> bool:

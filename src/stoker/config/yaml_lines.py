@@ -115,6 +115,11 @@ class Document:
     repeats: list[Problem] = field(default_factory=list)
 
 
+INIT = "stoker config init tabular my.yaml"
+"""Advice for a file that is no config at all."""
+_LOOK = "check quotes, indents, and that a space stands behind each colon"
+
+
 def decode(raw: bytes, file: str) -> str | Problem:
     """Return the text of a file, or the problem that keeps it from being text."""
     if len(raw) > MAX_TEXT_BYTES:
@@ -127,7 +132,12 @@ def decode(raw: bytes, file: str) -> str | Problem:
         line = raw.count(b"\n", 0, error.start) + 1
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         given = f"byte {raw[error.start]:#04x} at offset {error.start} is not UTF-8"
-        fix = f"{command('iconv', '-f', 'latin1', '-t', 'utf-8', Path(file))} > utf8.yaml"
+        is_text = b"\0" not in raw
+        fix = (
+            f"{command('iconv', '-f', 'latin1', '-t', 'utf-8', Path(file))} > utf8.yaml"
+            if is_text
+            else INIT
+        )
         return Problem(Place(file, line, column), "", given, "text in UTF-8", fix)
 
 
@@ -169,7 +179,7 @@ def _syntax_problem(error: yaml.YAMLError, text: str, file: str) -> Problem:
     if "single document" in str(getattr(error, "context", "")):
         given = "a second document begins here"
         return Problem(place, "", given, "one document per file", "delete the line '---'")
-    return Problem(place, "", f"not YAML: {given}", "key: value lines", "check quotes and indents")
+    return Problem(place, "", f"not YAML: {given}", "key: value lines", _LOOK)
 
 
 class _Reader:

@@ -118,7 +118,7 @@ def explanations() -> dict[str, str]:
 
 
 HEALTHY = "nothing to fix"
-_MOST_ELSEWHERE = 0.5
+_MOST_ELSEWHERE = 0.25
 """Share of the time since the first step above which the verdict names the time outside of the steps."""
 
 

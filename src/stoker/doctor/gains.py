@@ -286,6 +286,7 @@ def _known_parts(measured: Measurements) -> list[Part]:
     parts.append(Part("copies for which the host waits", copied, "host"))
     synced = sum(sync.seconds_per_step for sync in measured.syncs)
     parts.append(Part("fetching values from the step", synced, "host"))
+    parts.append(Part("evaluation", measured.evaluation_seconds, "host"))
     calls = [*measured.host_calls, *measured.allocator.empty_cache]
     parts.append(Part("housekeeping", sum(call.seconds_per_step for call in calls), "host"))
     for label, spread in (

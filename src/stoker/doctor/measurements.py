@@ -307,6 +307,25 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
+class LongSteps:
+    """A few steps that take much longer than the others: a rollout, a plot, an export.
+
+    Attributes:
+        count: How many.
+        seconds: By how much they are longer, all together, without evaluation, waiting for data and saving.
+        share: That as a share of the time of all counted steps.
+        outside_share: Share of it outside of the model, its backward pass and the optimizer.
+        lines: Places at which they were sampled, with shares of their time, the largest first.
+    """
+
+    count: int
+    seconds: float
+    share: float
+    outside_share: float
+    lines: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class BadValues:
     """Values that are not finite.
 
@@ -415,6 +434,11 @@ class Measurements:
         between_seconds: Their time per step, all lines together; None if it was not sampled.
         between_loads: Whether most of it looks like loading, which workers could do; otherwise it is code that
             could run rarely or not at all, such as logging.
+        evaluation_seconds: Part of a usual step from `model.eval()` to `model.train()`; 0 if it has none.
+        evaluation_where: Line that calls `eval()`.
+        python_seconds: Part of a usual step in which the forward pass runs Python code and no operator.
+        python_lines: Lines of modules at which the training thread was sampled, the most frequent first.
+        long_steps: What a few steps do that take much longer than the others; None if that is little.
         busy_cores: Cores that the training process kept busy; None if unknown.
         hdf5: Datasets read through h5py, costliest first.
         ranks: Ranks of a data-parallel job; empty for one process.
@@ -422,8 +446,8 @@ class Measurements:
         ablation: Parts measured alone; only for stoker's own jobs.
         precision: Precision of the step ("fp32", "bf16", ...), if known.
         captured: Whether the step is replayed as a CUDA graph.
-        elsewhere_share: Share of the time since the first step that went to other DataLoaders or came after the
-            last step; it is in no other figure.
+        elsewhere_share: Share of the time since the first step that went to other DataLoaders, to evaluation now
+            and then, to a few long steps, or came after the last step; it is in no other figure.
         timeline: A few steps, for drawing.
         unjudged: Why the steps cannot be judged, in words; empty if they can.
         notes: What could not be measured, and why.
@@ -451,6 +475,11 @@ class Measurements:
     between: tuple[HostCall, ...] = ()
     between_seconds: float | None = None
     between_loads: bool = True
+    evaluation_seconds: float = 0.0
+    evaluation_where: str | None = None
+    python_seconds: float = 0.0
+    python_lines: tuple[str, ...] = ()
+    long_steps: LongSteps | None = None
     busy_cores: float | None = None
     hdf5: tuple[Hdf5Facts, ...] = ()
     ranks: tuple[RankFacts, ...] = ()

@@ -41,6 +41,8 @@ _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
 _NOTABLE_BETWEEN = 0.12
 """Share of a step spent between the model's calls from which it is a finding."""
+_NOTABLE_LINE = 0.03
+"""Share of a step below which the costliest line is none that a person could mend."""
 _OWN_DATA = (
     "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays there, in one "
     "call, instead of making tensors of lists."
@@ -281,6 +283,10 @@ def slow_between_steps(case: Case) -> Finding | None:
     between, pace = case.measured.between_seconds, case.pace
     if between is None or pace is None or case.share_of_step(between) < _NOTABLE_BETWEEN:
         return None
+    if not case.measured.between_loads and case.measured.between:
+        costliest = case.measured.between[0].seconds_per_step
+        if case.share_of_step(costliest) < _NOTABLE_LINE:
+            return None  # a loss or a metric of many lines, as long as each of them
     # Both without the time queued for a core, of which a step has as much as its parts.
     step, between = pace.step, case.share_of_step(between) * pace.step
     # Samples are shares: what a small model takes is known better by the clock, and is never nothing.

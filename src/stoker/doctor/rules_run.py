@@ -18,6 +18,7 @@ _RETRY_SECONDS = 20e-3
 _CALL_SECONDS = 15e-6
 """Time of calling one operator of the model on a CPU, without its work (about 10 µs on a Xeon, 20 on an ARM core)."""
 _UNEVEN = 1.15
+_EVALUATE_EVERY = 10
 
 
 def empty_cache_each_step(case: Case) -> Finding | None:
@@ -106,6 +107,58 @@ def _housekeeping(
         where=calls[0].where,
         script=script,
         config=config,
+    )
+
+
+def evaluates_each_step(case: Case) -> Finding | None:
+    """The model is evaluated in every step."""
+    seconds, pace = case.measured.evaluation_seconds, case.pace
+    if pace is None or not seconds:
+        return None
+    seconds = case.share_of_step(seconds) * pace.step
+    where = case.measured.evaluation_where
+    return case.advise(
+        "evaluates-each-step",
+        "the model is evaluated in every step",
+        [
+            (
+                f"of a step of {milliseconds(pace.step)}, {milliseconds(seconds)} "
+                f"({seconds / pace.step:.0%}) is spent between model.eval() and model.train()"
+            ),
+            f"{where}: eval()",
+        ],
+        f"Evaluate every {_EVALUATE_EVERY} steps; the gain is that of this change.",
+        gain_of_steps(
+            pace.step,
+            pace.step - seconds / 2,
+            pace.step - seconds * (1 - 1 / _EVALUATE_EVERY),
+            pace.step - seconds,
+        ),
+        where=where,
+        script=f"if step % {_EVALUATE_EVERY} == 0:  # around what evaluates",
+    )
+
+
+def long_steps(case: Case) -> Finding | None:
+    """A few steps take long because of what they do beside training."""
+    long = case.measured.long_steps
+    if long is None:
+        return None
+    spent = long.share * long.outside_share
+    return case.advise(
+        "long-steps",
+        "a few steps take long, for what they do beside training",
+        [
+            (
+                f"{format_count(long.count, 'step')} took {milliseconds(long.seconds / long.count)} longer than the "
+                f"others, {long.share:.0%} of all time, of which {long.outside_share:.0%} outside of the model"
+            ),
+            *(f"{where}: {share:.0%} of that" for where, share in long.lines[:3]),
+        ],
+        "Do this half as often, or in half the time: fewer plots and files, one call for many items, or another "
+        "process. The gain is that of half.",
+        gain_of_steps(1.0, 1 - spent / 4, 1 - spent / 2, 1 - spent),
+        where=long.lines[0][0] if long.lines else None,
     )
 
 
@@ -256,6 +309,8 @@ RULES: tuple[Rule, ...] = (
     empty_cache_each_step,
     gc_each_step,
     saves_too_often,
+    evaluates_each_step,
+    long_steps,
     double_precision,
     allocator_retries,
     memory_creep,

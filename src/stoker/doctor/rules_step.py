@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import Pace, gain
+from stoker.doctor.gains import Pace, gain, gain_of_steps
 from stoker.doctor.measurements import KernelFacts, LoaderFacts
 from stoker.units import format_bytes
 
@@ -25,6 +25,8 @@ _LAUNCH_SECONDS = 80e-6
 """The same where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
 _NODE_SECONDS = 1e-6
 """Time between two kernels of a CUDA graph of which one needs the other's result."""
+_NOTABLE_PYTHON = 0.15
+"""Share of a step from which Python code of the forward pass is a finding."""
 _SMALL_BATCH = 64
 _MOST_TIMES_LARGER, _ENOUGH = 32, 512
 """Limits of the batch that is proposed: times the present one, and samples."""
@@ -290,4 +292,37 @@ def _batch_finding(
     )
 
 
-RULES: tuple[Rule, ...] = (pageable_copies, sync_every_step, launch_bound, batch_too_small)
+def python_in_model(case: Case) -> Finding | None:
+    """The forward pass spends a notable part of a step in Python code, not in operators."""
+    seconds, pace = case.measured.python_seconds, case.pace
+    share = case.share_of_step(seconds)
+    if pace is None or share < _NOTABLE_PYTHON:
+        return None
+    spent = share * pace.step
+    lines = case.measured.python_lines
+    # On a GPU the kernels may still run meanwhile.
+    low, likely, high = (max(pace.step - spent * part, pace.device_busy) for part in (0.5, 0.9, 1))
+    return case.advise(
+        "python-in-model",
+        "the forward pass waits for its own Python code",
+        [
+            (
+                f"of a step of {milliseconds(pace.step)}, {milliseconds(spent)} ({share:.0%}) is Python code of the "
+                "forward pass, while no operator of torch runs"
+            ),
+            f"most of it at {', '.join(lines[:3])}" if lines else None,
+        ],
+        "Make it a few calls on whole tensors, or do it before the step, in the Dataset of a DataLoader with workers. "
+        "The gain is that of a tenth of the time.",
+        gain_of_steps(pace.step, low, likely, high),
+        where=lines[0] if lines else None,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    pageable_copies,
+    sync_every_step,
+    launch_bound,
+    python_in_model,
+    batch_too_small,
+)

@@ -18,6 +18,7 @@ from stoker.doctor.measurements import Hdf5Facts, LoaderFacts, LoaderWork
 from stoker.doctor.probe.recorder import (
     DISTURBED,
     EPOCH_START,
+    LONG,
     OTHER_LOADER,
     PROFILED,
     UNWATCHED,
@@ -30,6 +31,8 @@ from stoker.strict_json import parse_json
 
 _ENOUGH_ROWS = 12
 """Steps of one kind from which on the others are left out."""
+_FEWEST_LONG = 3
+"""Long steps below which they may be chance."""
 _LONG_AFTER_SECONDS = 2.0
 """Time after the last step that is normal for the end of a script."""
 
@@ -106,6 +109,9 @@ def usual_rows(main: Process) -> tuple[list[Row], int | None]:
     ]
     if len(good) < len(warm) / 3:
         good = [row for row in warm if not row.flags & DISTURBED] or warm
+    training = [row for row in good if not row.evaluation]
+    if len(training) >= len(good) / 2:  # otherwise an evaluation is part of a usual step
+        good = training
     before = [row for row in good if not row.flags & PROFILED]
     return (before if len(before) >= _ENOUGH_ROWS else good), number
 
@@ -127,18 +133,27 @@ class Elsewhere:
 
     Attributes:
         loaders: Time of steps that read another DataLoader, without a usual step each; also after the last step.
+        evaluation: Time of `model.eval()` to `model.train()` in other steps, where a usual step has none.
+        long: Time by which a few steps are longer than a usual one, in nothing that is measured otherwise.
+        num_long: How many.
+        counted: Time of all counted steps, as that of the long ones without queueing for a core.
         after: Time after the last step, if it was long and read no other loader.
         whole: All time since the first step.
     """
 
     loaders: float
+    evaluation: float
+    long: float
+    num_long: int
+    counted: float
     after: float
     whole: float
 
     @property
     def share(self) -> float | None:
         """Share of the whole; None if there was no step."""
-        return (self.loaders + self.after) / self.whole if self.whole > 0 else None
+        spent = self.loaders + self.evaluation + self.long + self.after
+        return spent / self.whole if self.whole > 0 else None
 
 
 def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) -> Elsewhere:
@@ -156,9 +171,33 @@ def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) ->
             if _reads_other(row.flags, row.loader, number)
         )
         if _reads_other(flags, loader, number):
-            return Elsewhere(loaders + seconds, 0.0, whole)
+            loaders, seconds = loaders + seconds, 0.0
+    evaluation = sum(
+        row.evaluation
+        for row in main.rows
+        if not any(one.evaluation for one in counted)
+        and not _reads_other(row.flags, row.loader, number)
+    )
+    longer = _longer(counted)
     after = seconds - usual
-    return Elsewhere(loaders, after if after > _LONG_AFTER_SECONDS else 0.0, whole)
+    return Elsewhere(
+        loaders,
+        evaluation,
+        sum(longer),
+        len(longer),
+        sum(max(0.0, row.seconds - row.delay) for row in counted),
+        after if after > _LONG_AFTER_SECONDS else 0.0,
+        whole,
+    )
+
+
+def _longer(counted: Sequence[Row]) -> list[float]:
+    """Return by how many seconds the long ones of these steps exceed a usual one; none unless they are a few."""
+    taken = [max(0.0, computing(row) - row.host) for row in counted]
+    usual = statistics.median(taken) if taken else 0.0
+    longer = [seconds - usual for seconds in taken if seconds > LONG * usual]
+    few = _FEWEST_LONG <= len(longer) <= len(taken) / 4
+    return longer if few else []
 
 
 def _reads_other(flags: int, loader: int, number: int | None) -> bool:
@@ -297,7 +336,9 @@ def read_loader(
     ran = sum(max(0.0, fetch.seconds - fetch.delay) for fetch in fetches)
     idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
     lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
-    seen, looks = (lines.most_common(1) or [(None, 0)])[0], max(1, lines.total())
+    # Samples in a library that no code of the user's calls have no line.
+    looks = sum(sum(one.state["doing"].values()) for one in workers)
+    seen = (lines.most_common(1) or [(None, 0)])[0]
     batches = sum(row.batches for row in rows)
     clock = Clock.of(main, processes)
     waits = Spread.of(map(clock.wait, rows))
@@ -335,7 +376,7 @@ def read_loader(
         open_hdf5=tuple(facts.get("open_hdf5") or ()),
         in_order=facts.get("in_order", False),
         busiest_line=seen[0],
-        busiest_share=seen[1] / looks if seen[0] else None,
+        busiest_share=seen[1] / max(1, looks, lines.total()) if seen[0] else None,
     )
 
 

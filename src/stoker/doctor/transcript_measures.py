@@ -17,6 +17,7 @@ from stoker.doctor.measurements import (
     DeviceCopy,
     HostCall,
     KernelFacts,
+    LongSteps,
     MachineFacts,
     Measurements,
     MemoryFacts,
@@ -46,6 +47,7 @@ from stoker.doctor.transcript import (
     watched_rows,
 )
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
+from stoker.units import format_count
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
@@ -106,7 +108,10 @@ def measure(
     usual_sync = _usual_sync(state, watched, per_step * on_core, slowed, step)
     usual_host = _usual_host(state, plain, clock)
     waited = wait.median if wait else 0.0
-    timed = (
+    evaluated = (
+        statistics.median(row.evaluation * undisturbed(row) for row in plain) if plain else 0.0
+    )
+    timed = evaluated + (
         statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
         if plain
         else 0.0
@@ -166,6 +171,11 @@ def measure(
         between=between,
         between_seconds=between_seconds,
         between_loads=_looks_like_loading(state),
+        evaluation_seconds=evaluated,
+        evaluation_where=next((s["where"] for s in _costliest(sites, "evaluation")), None),
+        long_steps=_long_steps(state, elsewhere),
+        python_seconds=_python(state, step, waited + timed, plain),
+        python_lines=tuple(state.get("model_lines", ())),
         busy_cores=state["cpu"][0] / state["cpu"][1]
         if state["cpu"] and state["cpu"][1] > 0
         else None,
@@ -227,6 +237,41 @@ def _between(
     return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
 
 
+def _python(
+    state: Mapping[str, Any], step: Spread | None, known: float, rows: Sequence[Row]
+) -> float:
+    """Return the seconds of a step in which the forward pass runs Python code and no operator.
+
+    Samples in the code of a module may also be operators that it calls, the few profiled steps may be unusual ones, and
+    a thread that waits runs nothing: it is the smallest of the three. `known` is as for `_between`.
+    """
+    looks = int(sum(count for kind, count in state.get("training", {}).items() if kind != "timed"))
+    profiled = float(state["profile"].get("python_seconds", 0.0))
+    if step is None or looks < _FEW_LOOKS or not rows:
+        return 0.0
+    inside = int(sum(state.get("model_lines", {}).values()))
+    ran = statistics.median(row.cpu - row.backward * undisturbed(row) for row in rows)
+    shared = (step.median - known) * min(1.0, inside / looks)
+    return float(max(0.0, min(profiled, shared, ran)))
+
+
+def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | None:
+    """Return what a few long steps do; None if they take little time."""
+    doing = state.get("late", {})
+    looks = sum(doing.values())
+    share = elsewhere.long / max(elsewhere.counted, 1e-9)
+    if share < _NOTABLE_SHARE or not looks:
+        return None
+    lines = sorted(state["late_lines"].items(), key=lambda item: -item[1])
+    return LongSteps(
+        count=elsewhere.num_long,
+        seconds=elsewhere.long,
+        share=share,
+        outside_share=(doing.get("between", 0) + doing.get("data", 0)) / looks,
+        lines=tuple((where, count / looks) for where, count in lines[:5]),
+    )
+
+
 def _looks_like_loading(state: Mapping[str, Any]) -> bool:
     """Return whether most of the code that was sampled between the model's calls looks like loading."""
     doing = state.get("training", {})
@@ -262,6 +307,20 @@ def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) ->
         notes.append(
             f"{elsewhere.loaders / whole:.0%} of the time since the first step went to another DataLoader, "
             f"such as one for validation{f' ({places})' if places else ''}; it is not in these figures"
+        )
+    if elsewhere.evaluation / whole >= _NOTABLE_SHARE:
+        sites = [(site, site["family"]) for site in main.state["sites"]]
+        places = ", ".join(site["where"] for site in _costliest(sites, "evaluation")[:3])
+        notes.append(
+            f"{elsewhere.evaluation / whole:.0%} of the time since the first step was evaluation, from model.eval() "
+            f"at {places} to model.train(); it is not in these figures"
+        )
+    long = _long_steps(main.state, elsewhere)
+    if long is not None:
+        listed = ", ".join(f"{where} ({share:.0%})" for where, share in long.lines[:3])
+        notes.append(
+            f"{long.share:.0%} of the time of all steps is what {format_count(long.count, 'step')} "
+            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, mostly at {listed}"
         )
     if elsewhere.after / whole >= _NOTABLE_SHARE and not main.state["stands"]:
         notes.append(

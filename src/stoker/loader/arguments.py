@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h5py
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch import distributed
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from stoker.bounds import require_memory
 from stoker.display import nearest
@@ -80,6 +88,19 @@ def tell_once(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
+def count_ranks() -> int:
+    """Return 1, the ranks that share the samples unless the user says otherwise; a note where there are several."""
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        if size > 1:
+            tell_once(
+                f"{size} ranks train together, and this Loader gives all samples to each of them. To share them type "
+                "Loader(..., rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size()); "
+                "world_size=1 if every rank is to have all."
+            )
+    return 1
+
+
 def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
     """Answer keywords that a Loader does not have: a note where they are needless, else an error."""
     for name in given:
@@ -96,7 +117,7 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
                 "one pass over a Loader is an epoch; the loop or the Trainer counts them",
                 f"leave {name} out",
             )
-        near = nearest(name, known)
+        near = nearest(name, (*known, *_NEEDLESS))
         raise InputError(
             f"a Loader has no argument {name!r}.",
             ", ".join(known),
@@ -110,7 +131,12 @@ def _instead(name: str, value: Any) -> str:
         return f"seed={value.initial_seed() % 2**32}"
     if name == "sampler" and isinstance(value, list | range) and len(value) <= _MOST_TYPED:
         return f"samples={sorted(set(value))}"
-    return _SAMPLERS.get(type(value).__name__, f"leave {name} out")
+    advice = _SAMPLERS.get(type(value).__name__, f"leave {name} out")
+    if isinstance(value, RandomSampler | WeightedRandomSampler):
+        data = value.data_source if isinstance(value, RandomSampler) else value.weights
+        if len(value) != len(data):
+            advice += f", epoch_samples={len(value)}"
+    return advice
 
 
 class FixedOption:
@@ -248,13 +274,19 @@ def open_data(
         fields: Those to load, which decide where a plain file alone does not.
     """
     if isinstance(data, str | Path):
+        named = None if not fields or isinstance(fields, str) else fields
         try:
-            return Opened(open_store(data, group=group, rows=rows))
+            store = open_store(data, group=group, rows=rows)
         except StoreError:
-            is_plain = Path(data).is_file()
-            if not is_plain or not fields or isinstance(fields, str):
+            if named is None or not Path(data).is_file():
                 raise
-            return Opened(open_store(data, group=group, rows=rows, fields=fields))
+            return Opened(open_store(data, group=group, rows=rows, fields=named))
+        if named and any(store.left_aside(name) for name in named):
+            with suppress(StoreError):  # `make_columns` says why a field is none
+                chosen = open_store(data, group=group, rows=rows, fields=named)
+                store.close()
+                return Opened(chosen)
+        return Opened(store)
     for name, value in (("group", group), ("rows", rows)):
         if value is not None:
             raise InputError(
@@ -288,6 +320,13 @@ def _from_memory(data: Any) -> Opened:
     if isinstance(data, TensorDataset):
         data = data.tensors
     elif hasattr(data, "columns") and hasattr(data, "to_numpy"):  # a table of pandas
+        columns = [str(name) for name in data.columns]
+        if twice := [name for name in columns if columns.count(name) > 1]:
+            raise InputError(
+                f"the table has {columns.count(twice[0])} columns called {twice[0]!r}.",
+                "a name of its own for each column",
+                "table.columns = [f'column_{n}' for n in range(table.shape[1])]",
+            )
         data = {str(name): data[name].to_numpy() for name in data.columns}
     elif isinstance(data, list) and data and all(isinstance(each, str | Path) for each in data):
         raise InputError(
@@ -357,6 +396,17 @@ def _without_text(store: Store) -> tuple[str, ...]:
     return tuple(name for name, info in store.fields.items() if info.encoding != "utf8")
 
 
+def _samples(dataset: Any, count: int) -> Iterator[Any]:
+    for number in range(count):
+        try:
+            yield dataset[number]
+        except Exception as error:
+            error.add_note(
+                f"in sample {number} of {type(dataset).__name__}, which says that it has {count}"
+            )
+            raise
+
+
 def _from_dataset(dataset: Any) -> Opened:
     count = len(dataset)
     if not count:
@@ -382,9 +432,18 @@ def _from_dataset(dataset: Any) -> Opened:
                 f"tensor (batch, {len(value)}, ...), where a DataLoader gives a list of {len(value)}. A sample with "
                 "a field for each gives them apart"
             )
-    fields = collect(dataset[number] for number in range(count))
+    fields = collect(_samples(dataset, count))
     store = memory_store(fields, f"{kind} in memory")
     loaded = _without_text(store)
     if form == "dict" or not loaded:
         return Opened(store)
+    ragged = [name for name in loaded if store.fields[name].kind == "ragged"]
+    if ragged:
+        whole = tuple(
+            f for name in loaded for f in (name, f"{name}/offsets")[: 1 + (name in ragged)]
+        )
+        tell_once(
+            f"{', '.join(ragged)} of {kind} has another length in every sample: a batch holds all values one after "
+            f"the other; as_tuple={whole} adds where each sample begins"
+        )
     return Opened(store, loaded[0] if form == "single" else loaded)

@@ -30,6 +30,7 @@ from stoker.loader.arguments import (
     Habits,
     check_keywords,
     check_names,
+    count_ranks,
     fix_options,
     open_data,
     tell_once,
@@ -91,7 +92,7 @@ class Loader(Habits):
         rows: Of a plain HDF5 file whose arrays differ in length: the number of samples.
         drop_last: Leave out the epoch's last, short batch.
         rank: This process's number.
-        world_size: Number of processes.
+        world_size: Number of processes that share the samples; 1 by default.
         data_bytes: Device memory for data, all chunks together; the plan's share when None.
         chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
         num_slots: Chunks on the device at once, with `chunk_bytes`.
@@ -137,7 +138,7 @@ class Loader(Habits):
         rows: int | None = None,
         drop_last: bool = False,
         rank: int = 0,
-        world_size: int = 1,
+        world_size: int | None = None,
         data_bytes: int | None = None,
         chunk_bytes: int | None = None,
         num_slots: int = 3,
@@ -165,7 +166,7 @@ class Loader(Habits):
                 ("batch_size", batch_size),
                 ("seed", seed),
                 ("rank", rank),
-                ("world_size", world_size),
+                ("world_size", count_ranks() if world_size is None else world_size),
                 ("num_slots", num_slots),
             )
         )

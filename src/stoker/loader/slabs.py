@@ -42,12 +42,14 @@ def usable_device(device: str | int | torch.device) -> torch.device:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(
-            f"{device!r} is no device.", "'cuda', 'cuda:0' or 'cpu'", "device='cpu'"
+            f"{device!r} is no device.", "'cuda', 'cuda:0' or 'cpu'", "device='cpu' (--device cpu)"
         ) from error
     if wanted.type == "cpu":
         return torch.device("cpu")
     if wanted.type != "cuda":
-        raise InputError(f"device is {device!r}.", "'cuda', 'cuda:0' or 'cpu'", "device='cpu'")
+        raise InputError(
+            f"device is {device!r}.", "'cuda', 'cuda:0' or 'cpu'", "device='cpu' (--device cpu)"
+        )
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index: int | None = wanted.index
     if index is None and num_gpus:

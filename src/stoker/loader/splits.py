@@ -169,8 +169,7 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
     """
     shares = check_ratios(ratios)
     seed = whole_number("the seed", seed, "seed=42", 0)
-    if num_samples < 0:
-        raise InputError(f"{num_samples} samples.", "0 or more", "store.num_samples")
+    num_samples = whole_number("num_samples", num_samples, "store.num_samples", 0)
     borders = np.rint(np.cumsum(shares)[:2] * num_samples)
     in_order = np.searchsorted(borders, np.arange(num_samples), side="right").astype(np.uint8)
     return np.random.default_rng(seed).permutation(in_order).view(SplitCodes)
@@ -205,10 +204,13 @@ def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = No
 
 def check_ratios(ratios: Ratios) -> Ratios:
     """Return three shares that add up to 1, or raise."""
-    shares = tuple(float(share) for share in ratios)
+    try:
+        shares = tuple(float(share) for share in ratios)
+    except (TypeError, ValueError):  # one number, or text
+        shares = ()
     if len(shares) != 3 or not min(shares) >= 0 or abs(sum(shares) - 1) > 1e-6:
         raise InputError(
-            f"the shares are {tuple(ratios)}.",
+            f"the shares are {tuple(ratios) if shares else ratios!r}.",
             "three shares of 0 or more for train, val and test that add up to 1",
             "ratios=(0.8, 0.1, 0.1)",
         )

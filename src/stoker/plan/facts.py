@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from stoker.display import nearest
 from stoker.errors import InputError
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
@@ -258,6 +259,11 @@ def estimate_model(
             "estimate_model(25_000_000, dtype_bytes=4)",
         )
     if optimizer not in _STATES:
-        raise InputError(f"unknown optimizer {optimizer!r}.", ", ".join(_STATES), "adamw")
+        near = nearest(optimizer, _STATES) or "adamw"
+        raise InputError(
+            f"unknown optimizer {optimizer!r}.",
+            ", ".join(_STATES),
+            f"--optimizer {near} (optimizer={near!r})",
+        )
     size = num_parameters * dtype_bytes
     return ModelCost(size, size, size * _STATES[optimizer], activation_bytes_per_sample)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from stoker.address import as_url
-from stoker.display import command, look_in, quoted
+from stoker.display import command, look_for, quoted
 from stoker.errors import InputError
 from stoker.recipes.classification import evaluate_classes
 from stoker.recipes.contract import RawReader
@@ -152,7 +152,7 @@ def predict_file(
         raise InputError(
             f"{given} does not exist.",
             f"{recipe.raw_kinds + '; or ' if recipe.raw_kinds else ''}a store like that of training",
-            look_in(Path(given).parent),
+            look_for(Path(given)),
         )
     if is_store(given):
         return predict_store(

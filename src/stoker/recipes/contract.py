@@ -208,7 +208,7 @@ class Recipe(Protocol):
         Options: A frozen dataclass of what a config may write under `recipe.options`: fields of bool,
             int, float, str, Literal, tuples or None, each with a default. `__post_init__` checks ranges
             with `stoker.recipes.options.require`.
-        pack_command: What to type to make a store for it.
+        pack_command: What to type to make a store for it, whose folder is OUT.
         defaults: Settings that fit it better than the config's own defaults.
         uses: Keys of the config that only some recipes read, and this one does; a config that writes
             another one is told that it has no effect.

@@ -20,7 +20,7 @@ import torch
 from stoker.address import as_url
 from stoker.augment import Compose
 from stoker.augment.geometry import Resize
-from stoker.display import command, look_in, quoted
+from stoker.display import command, look_in, nearest, quoted
 from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader, pick_device
 from stoker.loader.splits import select_samples
@@ -452,7 +452,11 @@ def quantize_trained(
             "the one it was made from",
         )
     if split not in SPLITS:
-        raise InputError(f"--split is {split!r}.", ", ".join(SPLITS), "--split val")
+        raise InputError(
+            f"--split is {split!r}.",
+            ", ".join(SPLITS),
+            f"--split {quoted(nearest(split, SPLITS) or 'val')}",
+        )
     if batch_size < 1:
         raise InputError(f"--batch is {batch_size}.", "1 or more", "--batch 64")
     name = None

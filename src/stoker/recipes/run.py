@@ -25,8 +25,8 @@ from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.config.resolve import describe_choices
-from stoker.display import quoted
-from stoker.errors import InputError
+from stoker.display import meant_path, quoted
+from stoker.errors import InputError, StoreError
 from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Loader, pick_device
@@ -49,6 +49,7 @@ from stoker.report import LOG_NAME, Note, Progress, RunEnd, RunLog, Silent, Topi
 from stoker.runs.evaluation import Evaluation
 from stoker.runs.telemetry import RunCounters, TelemetryLog
 from stoker.store.fields import Array
+from stoker.store.manifest import MANIFEST_NAME, find_store
 from stoker.store.reader import Store, open_store
 from stoker.train.checkpoint import Checkpoints, load_checkpoint
 from stoker.train.history import History, describe_epoch
@@ -169,10 +170,20 @@ def open_run(
         raise InputError(
             "the config names no store.",
             "recipe.store in the config, or --store",
-            f"--store STORE  (made by `stoker pack`, see `{chosen.recipe.pack_command}`)",
+            f"{chosen.recipe.pack_command}, then --store OUT",
         )
     place = pick_device(device)
-    with open_store(settings.recipe.store) as store:
+    where = settings.recipe.store
+    if as_url(where) is None and not find_store(Path(where)).exists():
+        meant = meant_path(Path(where))
+        raise StoreError(
+            f"{where} does not exist.",
+            "a store folder, an HDF5 file or a URL",
+            f"--store {quoted(meant)}"
+            if meant
+            else chosen.recipe.pack_command.replace("OUT", quoted(where)),
+        )
+    with open_store(where) as store:
         torch.manual_seed(settings.training.seed)
         job = _make_job(chosen, store, settings)
         yield Run(settings, chosen, store, job, run_folder(settings), place, progress or Silent())
@@ -206,7 +217,15 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def _require_fresh(folder: Path) -> None:
-    """Refuse to begin where another run has begun: two runs' checkpoints must not mix."""
+    """Refuse to begin in a store or a file, or where another run has begun: two runs' checkpoints must not mix."""
+    if folder.is_file() or (folder / MANIFEST_NAME).exists():
+        free = fresh_folder(Path("runs") / folder.stem)
+        what = "a file" if folder.is_file() else "a store"
+        raise InputError(
+            f"the run directory {folder} is {what}.",
+            "a folder of its own",
+            f"--run-dir {quoted(free)}",
+        )
     fresh = fresh_folder(folder)
     if fresh != folder:
         raise InputError(

@@ -24,6 +24,7 @@ from stoker.config.tree import key_schemas
 from stoker.recipes.catalogue import OPTIONAL, choose_recipe
 from stoker.recipes.contract import Recipe
 from stoker.recipes.options import spell_type
+from stoker.recipes.registry import find_recipe
 
 _WIDTH = 100
 _NEEDED = ("recipe.name", "recipe.store", "run.dir")
@@ -32,13 +33,15 @@ _ENTRY = re.compile(r"^ {4}(?! )(\w+): (.*(?:\n {8}.*)*)", re.M)
 
 def render_config(name: str) -> str:
     """Return a commented config for a recipe."""
+    find_recipe(name)  # says what was typed; the config would say `--set recipe.name`
     chosen = choose_recipe(resolve(parse_config("", overrides=[f"recipe.name={_yaml_word(name)}"])))
     short = name.rpartition(":")[2]
     values = {as_key(each.setting): each.value for each in chosen.recipe.defaults}
     values |= dict(zip(_NEEDED, (name, f"stores/{short}", f"runs/{short}"), strict=True))
     values["training.use_gpu_augmentation"] = True  # of recipes that have images
+    pack = chosen.recipe.pack_command.replace("OUT", values["recipe.store"])
     head = [
-        f"# A config for the recipe {chosen.recipe.name}. Make its store first: {chosen.recipe.pack_command}",
+        f"# A config for the recipe {chosen.recipe.name}. Make its store first: {pack}",
         "# Lines that begin with # and a name are defaults: take the # away to change one.",
     ]
     return "\n".join([*head, *_lines(chosen.recipe, values)]) + "\n"

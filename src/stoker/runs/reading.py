@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from stoker.config.resolve import as_key
-from stoker.display import look_in
+from stoker.display import look_for, look_in, quoted
 from stoker.errors import InputError
 from stoker.report import INCIDENTS, LOG_NAME, LogLine, Note, RunEnd, parse_line, read_note
 from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
@@ -108,11 +108,12 @@ def run_folder_of(path: str | Path) -> Path:
     if folder.is_file() and folder.name == LOG_NAME:
         folder = folder.parent
     if not (folder / LOG_NAME).is_file():
+        inside = next((log.parent for log in sorted(folder.glob(f"*/{LOG_NAME}"))), None)
         what = "is not the folder of a run" if folder.exists() else "does not exist"
         raise InputError(
             f"{str(path)!r} {what}.",
             f"a folder with {LOG_NAME}, as `stoker train` makes it",
-            look_in(folder if folder.is_dir() else folder.parent),
+            quoted(inside) if inside else look_in(folder) if folder.is_dir() else look_for(folder),
         )
     return folder
 

@@ -19,7 +19,7 @@ import xxhash
 
 import stoker
 from stoker.address import masked_values, slow_digest
-from stoker.display import look_in
+from stoker.display import look_for
 from stoker.errors import SourceError, file_error, refuse_special
 from stoker.sources.contract import Source
 from stoker.stalls import Waiting
@@ -83,7 +83,7 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
         raise SourceError(
             f"source {str(path)!r} does not exist.",
             "an existing file or folder",
-            look_in(path.parent),
+            look_for(path),
         )
     if path.is_dir():
         return _describe_folder(path)

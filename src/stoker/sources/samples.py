@@ -70,6 +70,19 @@ def as_array(value: Any, what: str) -> Array | str:
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, bytes):  # numpy would cut zeros off its end
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise InputError(
+                f"{what} is {len(value)} bytes that are no text.",
+                _NUMBERS,
+                "np.frombuffer(value, np.uint8)",
+            ) from None
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise InputError(
+            f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"
+        )
     if hasattr(value, "detach"):  # a tensor
         try:
             return np.asarray(value.detach().cpu().numpy())
@@ -115,6 +128,8 @@ def _advise(value: Any, kind: str) -> str:
     if are_arrays(value):
         names = ", ".join(f"'view_{number}': value[{number}]" for number in range(len(value)))
         return f"{{{names}}}, as fields of the sample itself"
+    if columns := getattr(getattr(value, "dtype", None), "names", None):  # a structured array
+        return f"{{name: value[name] for name in {list(columns)}}}, as fields of the sample itself"
     if kind == "c":
         return "np.stack([np.real(value), np.imag(value)], -1)"
     if kind in "mM":
@@ -191,14 +206,19 @@ def _as_field(
         return Dense(np.stack(rows) if rows else np.empty((0, *shape), dtype))
     inner = rows[0].shape[1:] if like is None else tuple(like.shape)
     if any(not shape or shape[1:] != inner for shape in shapes):
-        raise _differs(name, first, column, "not of one shape")
+        raise _differs(name, first, column, "not of one shape", is_shape=True)
     lengths = np.array([len(row) for row in rows], np.int64)
     values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
     return Ragged(values, offsets_of(lengths))
 
 
 def _differs(
-    name: str, first: int, column: Sequence[Array | str], how: str, dtype: object = None
+    name: str,
+    first: int,
+    column: Sequence[Array | str],
+    how: str,
+    dtype: object = None,
+    is_shape: bool = False,
 ) -> InputError:
     def described(value: Array | str) -> str:
         return "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
@@ -209,5 +229,7 @@ def _differs(
     return InputError(
         f"{name!r} is {how}: {begin} in sample {first}, {described(column[other])} in sample {first + other}.",
         "one type in all samples, and one shape but for the first axis",
-        f"np.asarray({name}, dtype=np.{dtype or 'float32'})",
+        f"np.ravel({name}), with np.shape({name}) as a field of its own"
+        if is_shape
+        else f"np.asarray({name}, dtype=np.{dtype or 'float32'})",
     )

@@ -464,19 +464,32 @@ class StoredArray:
 
     def _read_library(self, start: int, stop: int, out: Array) -> None:
         # h5py has one lock for the whole process; ours keeps the handle from being opened twice.
+        location, was = self.location, self.file.opened_as
         with self._lock:
             # A handle inherited by fork shares its file position and caches with the parent: open again.
             if self._library is None or self._library[0] != os.getpid():
                 self._library = (os.getpid(), open_hdf5(self.location.file))
             try:
                 with Waiting(self.location.file, is_work=True):
-                    self._library[1][self.location.dataset].read_direct(out, np.s_[start:stop])
+                    node = self._library[1][location.dataset]
+                    if location.column:
+                        out[...] = node.fields(location.column)[start:stop]
+                    elif node.dtype.subdtype:
+                        out[...] = node[start:stop]
+                    else:
+                        node.read_direct(out, np.s_[start:stop])
             except (OSError, RuntimeError, KeyError) as error:
                 raise CorruptError(
-                    f"{self.location.file}: dataset {self.location.dataset!r}, rows {start} to {stop}: {error}.",
+                    f"{location.file}: dataset {location.dataset!r}, rows {start} to {stop}: {error}.",
                     "readable HDF5 data",
-                    "if a filter is missing: pip install hdf5plugin, and import it first",
+                    "copy or pack the file again",
                 ) from error
+        now = self.file.stamp()
+        if (now[0], now[2]) != (
+            was[0],
+            was[2],
+        ):  # there are no checksums, and h5py keeps what it has read
+            raise self._written_to()
 
 
 def split_range(begin: int, end: int, piece: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ import importlib
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, look_in
+from stoker.display import command, look_for, look_in, quoted
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
@@ -57,6 +57,7 @@ class Location:
         dtype: As stored, so possibly big-endian.
         offset: First byte, for "contiguous"; None when nothing was ever written.
         chunk_rows: Chunk number along the first axis to the chunks there, for "chunked".
+        column: Of a table (a compound type): the column that is read, for "library".
     """
 
     file: Path
@@ -71,6 +72,7 @@ class Location:
     filters: tuple[int, ...] = ()
     chunk_rows: Mapping[int, tuple[Chunk, ...]] = field(default_factory=dict)
     num_chunks: int = 0
+    column: str = ""
 
     @cached_property
     def row_bytes(self) -> int:
@@ -111,18 +113,88 @@ def check_claims(file: Path, dataset: h5py.Dataset) -> None:
     )
 
 
+def check_readable(file: Path, dataset: h5py.Dataset) -> None:
+    """Refuse a dataset whose filter is not installed, or whose values are in other files that are not there.
+
+    HDF5 would hand out fill values in place of the latter, and say nothing.
+    """
+    name, plist = dataset.name.lstrip("/"), dataset.id.get_create_plist()
+    for number in range(plist.get_nfilters()):
+        code, _, _, label = plist.get_filter(number)
+        if code not in _UNDO and not _has_filter(code):
+            copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+            filter_name = label.partition(b";")[0].decode(errors="replace")
+            raise StoreError(
+                f"{file}: dataset {name!r} was written through the filter {filter_name!r} "
+                f"(HDF5's number {code}), which is not installed.",
+                "gzip, lzf, szip, zstd and others of HDF5; blosc, bitshuffle, lz4 and more with the package hdf5plugin",
+                command("pip", "install", "hdf5plugin")
+                if code in _PLUGINS
+                else f"{command('h5repack', '-f', 'NONE', file, copy)}, where the filter is installed",
+            )
+    sources = _sources(file, dataset)
+    gone = [name for place, name in sources if place is None]
+    for place in () if gone else sorted({place for place, inside in sources if place and inside}):
+        lost = _lacks(place, [inside for each, inside in sources if each == place])
+        gone += [f"{place}, dataset {each!r}" for each in lost]
+    if gone:
+        missing = f"{gone[0]} and {len(gone) - 1:,} more" if len(gone) > 1 else gone[0]
+        raise StoreError(
+            f"{file}: dataset {name!r} takes values from {missing}, which is not there: they would be read as "
+            f"{dataset.fillvalue if has_fill(dataset) else 0}.",
+            "all files that its values are in",
+            look_in(file.parent),
+        )
+
+
+def _has_filter(code: int) -> bool:
+    if not h5py.h5z.filter_avail(code) and code in _PLUGINS:
+        with suppress(ImportError):  # importing it makes its filters known
+            importlib.import_module("hdf5plugin")
+    return bool(h5py.h5z.filter_avail(code))
+
+
+def _lacks(place: Path, names: list[str]) -> list[str]:
+    """Return which of the names a file does not hold: all of them if it is no HDF5 file."""
+    try:
+        with h5py.File(place, "r", locking="best-effort") as other:
+            return [name for name in names if name not in other]
+    except OSError:
+        return names
+
+
+def _sources(file: Path, dataset: h5py.Dataset) -> list[tuple[Path | None, str]]:
+    """Return the files that a virtual or external dataset reads, with the dataset in each; None and a name if missing.
+
+    They are looked for as HDF5 does: beside the file, with and without folders, and from the current folder.
+    """
+    plist = dataset.id.get_create_plist()
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        wanted = {(each.file_name, each.dset_name) for each in dataset.virtual_sources()}
+        folders = [file.parent, Path()]
+    else:  # HDF5 looks for these from the current folder only
+        count = plist.get_external_count()
+        wanted = {(os.fsdecode(plist.get_external(number)[0]), "") for number in range(count)}
+        folders = [Path()]
+    found: list[tuple[Path | None, str]] = []
+    for name, inside in sorted(wanted):
+        if name == ".":
+            found.append((file, inside))
+        elif "%" not in name and "%" not in inside:  # numbered files: as many as there are
+            places = [folder / each for folder in folders for each in (name, Path(name).name)]
+            place = next((each for each in places if each.is_file()), None)
+            found.append((place, name if place is None else inside))
+    return found
+
+
 def _stored_bytes(file: Path, dataset: h5py.Dataset, total: int) -> int:
     """Return how many bytes of a dataset without chunks stand in some file."""
     plist = dataset.id.get_create_plist()
-    if plist.get_layout() == h5py.h5d.VIRTUAL:
-        names = {source.file_name for source in dataset.virtual_sources()}
-    elif plist.get_external_count():
-        names = {plist.get_external(i)[0] for i in range(plist.get_external_count())}
-    else:
+    if plist.get_layout() != h5py.h5d.VIRTUAL and not plist.get_external_count():
         return total if dataset.id.get_storage_size() else 0
-    places = [file if each in (".", b".") else file.parent / os.fsdecode(each) for each in names]
+    places = {place for place, _ in _sources(file, dataset) if place is not None}
     # The sources may be compressed.
-    return min(total, 1000 * sum(place.stat().st_size for place in places if place.is_file()))
+    return min(total, 1000 * sum(place.stat().st_size for place in places))
 
 
 def _repack(file: Path) -> str:
@@ -156,9 +228,32 @@ def is_written(dataset: h5py.Dataset) -> bool:
     return bool(dataset.id.get_num_chunks() == math.prod(grid))
 
 
-def locate(file: Path, dataset: h5py.Dataset) -> Location:
-    """Find out how `dataset` can be read. The h5py file may be closed afterwards."""
+def find_node(file: h5py.File, name: str) -> tuple[h5py.Dataset, str]:
+    """Return the dataset of a name, and the column if the name is `TABLE/COLUMN` of a compound type, else ""."""
+    node = file.get(name)
+    if isinstance(node, h5py.Dataset):
+        return node, ""
+    for end, letter in enumerate(name):
+        # Nothing lies below a dataset but its columns.
+        if letter == "/" and isinstance(node := file.get(name[:end]), h5py.Dataset):
+            return node, name[end + 1 :]
+    raise KeyError(name)
+
+
+def locate(file: Path, dataset: h5py.Dataset, column: str = "") -> Location:
+    """Find out how `dataset`, or a column of it, can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
+    values = dataset.dtype[column] if column else dataset.dtype
+    if column or values.subdtype:
+        return Location(
+            file,
+            dataset.name.lstrip("/"),
+            (*map(int, dataset.shape), *values.shape),
+            values.base,
+            layout="library",
+            reason="it is a column of a table" if column else "each of its values is an array",
+            column=column,
+        )
     facts: dict[str, Any] = {
         "file": file,
         "dataset": dataset.name.lstrip("/"),
@@ -223,6 +318,13 @@ def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) ->
             plist.get_filter(i)[3].decode(errors="replace") for i in range(len(filters))
         )
         return Location(**facts, layout="library", reason=f"its filters are {names}")
+    free = [axis for axis, most in enumerate(dataset.maxshape) if most is None]
+    header = h5py.h5o.get_info(dataset.id).hdr.version
+    if len(free) == 1 and free != [0] and header > 1:
+        # HDF5 2.0 walks over such a table (an extensible array) as if the first axis were the one that grows, and
+        # gives most chunks the place of another. Its own reads look chunks up one by one, and are right.
+        reason = f"HDF5 does not list the places of its chunks, because axis {free[0]} can grow"
+        return Location(**facts, layout="library", reason=reason)
     rows: dict[int, list[Chunk]] = {}
     height = dataset.chunks[0]
 
@@ -231,6 +333,9 @@ def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) ->
         rows.setdefault(chunk.origin[0] // height, []).append(chunk)
 
     dataset.id.chunk_iter(collect)
+    if filters and header > 1 and _has_plain_edge(dataset, rows.values()):
+        reason = "chunks at its edge may be stored without its filters, and the file's table does not say it"
+        return Location(**facts, layout="library", reason=reason)
     return Location(
         **facts,
         layout="chunked",
@@ -238,6 +343,20 @@ def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) ->
         filters=filters,
         chunk_rows={row: tuple(chunks) for row, chunks in rows.items()},
         num_chunks=sum(map(len, rows.values())),
+    )
+
+
+def _has_plain_edge(dataset: h5py.Dataset, rows: Iterable[list[Chunk]]) -> bool:
+    """Return whether a chunk that reaches beyond the array has the size of one without filters."""
+    size = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    return any(
+        chunk.size == size
+        and any(
+            origin + length > end
+            for origin, length, end in zip(chunk.origin, dataset.chunks, dataset.shape, strict=True)
+        )
+        for row in rows
+        for chunk in row
     )
 
 
@@ -270,10 +389,15 @@ def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
     )
 
 
-_PACKED_BY = {
+PACKED_BY = {
     ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
+    ".bin": "series",
 }  # fmt: skip
 """Ending of a raw file to the source of `stoker pack` that reads it."""
+READ_BY = {
+    ".yaml": "stoker config check {}", ".yml": "stoker config check {}", ".pt": "stoker export {} OUT.safetensors",
+}  # fmt: skip
+"""Ending of a file that is no data to what takes it."""
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -289,7 +413,7 @@ def open_hdf5(path: Path) -> h5py.File:
         # Best effort: file systems without locks (read-only, network) still open.
         return h5py.File(path, "r", locking="best-effort")
     except FileNotFoundError:
-        raise StoreError(f"{path} does not exist.", "an HDF5 file", look_in(path.parent)) from None
+        raise StoreError(f"{path} does not exist.", "an HDF5 file", look_for(path)) from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a folder.", "an HDF5 file", command("ls", path)) from None
     except PermissionError as error:
@@ -303,17 +427,23 @@ def open_hdf5(path: Path) -> h5py.File:
             "wait until the writer ends",
         ) from None
     except OSError as error:
-        kind = _PACKED_BY.get(Path(path.name.removesuffix(".gz")).suffix.lower())
+        kind = PACKED_BY.get(Path(path.name.removesuffix(".gz")).suffix.lower())
         if kind is not None:
             raise StoreError(
                 f"{path} is a file to be packed first, no store.",
                 "a store folder, an HDF5 file or a URL",
                 command("stoker", "pack", kind, path, "OUT"),
             ) from None
+        if "h5clear" in str(error):
+            raise StoreError(
+                f"{path} was not closed by the program that wrote it, or is being written.",
+                "a closed file",
+                f"{command('h5clear', '-s', path)}, when no program writes to it",
+            ) from error
         raise CorruptError(
             f"{path} cannot be opened as HDF5: {error}.",
             "a whole HDF5 file",
-            "copy or pack the file again",
+            READ_BY.get(path.suffix.lower(), "copy or pack the file again").format(quoted(path)),
         ) from error
 
 
@@ -355,6 +485,9 @@ DEFLATE: int = h5py.h5z.FILTER_DEFLATE
 FLETCHER32: int = h5py.h5z.FILTER_FLETCHER32
 ZSTD = 32015
 """Registered with the HDF Group; h5py needs hdf5plugin for it, we need pyarrow's codec."""
+
+_PLUGINS = frozenset((307, 32001, 32004, 32008, 32013, 32015, 32017, 32018, 32024, 32026, 32028))
+"""Filters that the package hdf5plugin brings along."""
 
 _SUM_WORDS = 1 << 20
 """Words per partial sum of fletcher32: 2^20 words of 16 bits, weighted up to 2^20, stay below 2^64."""

@@ -19,7 +19,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from stoker.bounds import CHUNK, MANIFEST
-from stoker.display import look_in
+from stoker.display import look_for
 from stoker.errors import CorruptError, StoreError, StoreVersionError
 from stoker.store.fields import PARTS, TIMED_PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
@@ -250,7 +250,7 @@ def _not_a_store(folder: Path) -> StoreError:
         return StoreError(
             f"{folder} does not exist.",
             "a store folder, an HDF5 file or a URL",
-            look_in(folder.parent),
+            look_for(folder),
         )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",

@@ -13,9 +13,12 @@ whose first dimension means something else, are recognised by `foreign.py`.
 from __future__ import annotations
 
 import math
+import os
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +28,15 @@ import numpy as np
 from stoker import bounds
 from stoker.display import command, nearest
 from stoker.errors import StoreError
-from stoker.store.hdf5 import check_claims, has_fill, is_written, named_damage, open_hdf5
+from stoker.store.hdf5 import (
+    check_claims,
+    check_readable,
+    find_node,
+    has_fill,
+    is_written,
+    named_damage,
+    open_hdf5,
+)
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
 _MOST_BYTES = 8
@@ -34,6 +45,10 @@ _CLEAR_SHARE = 0.99
 """Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
 _MOST_NAMES = 4
 _MOST_LENGTHS = 6
+_FEW = 8
+"""Values that an attribute may have for other reasons: one for each dimension, for example."""
+_PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value")
+"""Attributes by which netCDF says what a stored number means."""
 
 Shape = tuple[int, ...]
 
@@ -81,23 +96,51 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
         StoreError: Nothing to read, or no telling which dimension counts samples; with what to type.
     """
     with open_hdf5(path) as file, named_damage(path):
-        arrays, aside = _find_arrays(file)
+        arrays, aside, aliases = _find_arrays(file)
         matrices = find_sparse(file, arrays)
         foreign = recognise(path, file, arrays, matrices, chosen.group)
-        made = select(path, file, arrays, aside, matrices, chosen, foreign)
-        for name in made.paths.values():
-            check_claims(path, file[name])
-        notes = [
-            f"rows of dataset {name!r} that were never written have no fill value, and are read as 0"
-            for name in made.paths.values()
-            if not has_fill(file[name]) and not is_written(file[name])
-        ]
+        first_names, others = _add_aliases(path, arrays, aliases, chosen)
+        made = select(path, file, arrays, aside | others, matrices, chosen, foreign)
+        paths = {part: first_names.get(name, name) for part, name in made.paths.items()}
+        made = made._replace(paths=paths)
+        notes = []
+        for node in dict.fromkeys(find_node(file, name)[0] for name in made.paths.values()):
+            check_readable(path, node)
+            check_claims(path, node)
+            notes += _value_notes(node)
+            notes += _attribute_notes(node, made.manifest.num_samples)
+        notes += _attribute_notes(file, made.manifest.num_samples)
         stated, num_samples = file.attrs.get("num_samples"), made.manifest.num_samples
         if stated is not None and not np.array_equal(stated, num_samples):
             notes.append(
                 f"the attribute num_samples says {stated}, but the data has {num_samples} rows"
             )
     return made._replace(notes=(*notes, *made.notes))
+
+
+def _value_notes(dataset: h5py.Dataset) -> list[str]:
+    """Return what a user should know about the values of a dataset."""
+    name, notes = dataset.name.lstrip("/"), []
+    if not has_fill(dataset) and not is_written(dataset):
+        notes.append(
+            f"rows of dataset {name!r} that were never written have no fill value, and are read as 0"
+        )
+    said = {key: np.ravel(dataset.attrs[key])[:1] for key in _PACKED if key in dataset.attrs}
+    if shown := [f"{key} {value[0]}" for key, value in said.items() if len(value)]:
+        notes.append(
+            f"dataset {name!r} says {', '.join(shown)} (netCDF): its values come as they are stored, without that"
+        )
+    return notes
+
+
+def _attribute_notes(node: Any, num_samples: int) -> list[str]:
+    """Return which attributes have a value for each sample, such as labels."""
+    what = f"dataset {node.name.lstrip('/')!r}" if isinstance(node, h5py.Dataset) else "the file"
+    return [
+        f"attribute {key!r} of {what} has a value for each of the {num_samples:,} samples: left aside"
+        for key in node.attrs
+        if num_samples > _FEW and (node.attrs.get_id(key).shape or ())[:1] == (num_samples,)
+    ]
 
 
 def select(
@@ -131,7 +174,15 @@ def select(
         for name, (shape, _) in arrays.items()
         if name not in by_columns and name not in {each.indptr for each in matrices}
     }
+    if not lengths:
+        raise _no_arrays(path, list(aside.values()))
     prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
+    if lost := [why for name in chosen.fields if (why := aside.get(prefix + name))]:
+        raise StoreError(
+            f"{path}: {lost[0].removesuffix(': left aside')}.",
+            f"arrays of numbers: {_listed([name.removeprefix(prefix) for name in lengths])}",
+            "convert it with h5py and numpy, into an array of numbers",
+        )
     inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
     sizes = {
         name: math.prod(arrays[name][0]) * np.dtype(arrays[name][1]).itemsize for name in inside
@@ -193,11 +244,7 @@ def choose(
         foreign: Set for a file that must not be opened without an explicit choice.
     """
     if not lengths:
-        raise StoreError(
-            f"{path} holds no numeric array.",
-            "at least one dataset of numbers, for example 'features'",
-            command("h5ls", "-r", path),
-        )
+        raise _no_arrays(path)
     by_length: dict[int, list[str]] = {}
     for name, rows in lengths.items():
         by_length.setdefault(rows, []).append(name)
@@ -225,6 +272,15 @@ def choose(
     if longest == 1:
         raise _unclear(path, "its arrays have one row each", by_length, sizes, prefix, chosen)
     return by_length[longest]
+
+
+def _no_arrays(path: Path, aside: Sequence[str] = ()) -> StoreError:
+    here = f"; here {'; '.join(aside[:_MOST_NAMES])}" if aside else ""
+    return StoreError(
+        f"{path} holds no numeric array.",
+        f"at least one dataset of numbers, for example 'features'{here}",
+        command("h5ls", "-r", path),
+    )
 
 
 def _chosen_fields(
@@ -322,47 +378,104 @@ def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:
 # -- what is in the file ---------------------------------------------------------------------------
 
 
-def _find_arrays(file: h5py.File) -> tuple[dict[str, tuple[Shape, str]], dict[str, str]]:
-    """Return shape and dtype of every array of numbers, and why other datasets are none."""
+def _find_arrays(
+    file: h5py.File,
+) -> tuple[dict[str, tuple[Shape, str]], dict[str, str], dict[str, str]]:
+    """Return shape and dtype of every array of numbers, why other datasets are none, and second names."""
     arrays: dict[str, tuple[Shape, str]] = {}
     aside: dict[str, str] = {}
-    for raw_name, identifier in _walk(file):
+    aliases: dict[str, str] = {}
+    for raw_name, found in _walk(file):
         try:
             name = raw_name.decode()
         except UnicodeDecodeError:
             aside[repr(raw_name)] = f"dataset {raw_name!r} has a name that is not text: left aside"
             continue
-        fact = _describe(identifier)
-        if isinstance(fact, str):
-            aside[name] = f"dataset {name!r} {fact}: left aside"
+        if isinstance(found, bytes):
+            aliases[name] = found.decode(errors="surrogateescape")
+        elif isinstance(found, str):
+            aside[name] = f"{name!r} {found}: left aside"
         else:
-            arrays[name] = fact
-    return arrays, aside
+            for column, fact in _describe(found).items():
+                if isinstance(fact, str):
+                    aside[name + column] = f"dataset {name + column!r} {fact}: left aside"
+                else:
+                    arrays[name + column] = fact
+    return arrays, aside, aliases
 
 
-def _describe(identifier: Any) -> tuple[Shape, str] | str:
-    """Return shape and dtype of an array of numbers, or why a dataset is none."""
+def _add_aliases(
+    path: Path,
+    arrays: dict[str, tuple[Shape, str]],
+    aliases: Mapping[str, str],
+    chosen: Selection,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Add the arrays that the chosen group or fields have by a second name: a soft link, or a second hard link.
+
+    Returns:
+        First names of those by their second ones; and why other second names are no fields.
+    """
+    below: dict[str, list[str]] = {name: [name] for name in arrays} if aliases else {}
+    for name in arrays if aliases else ():
+        for at, letter in enumerate(name):
+            if letter == "/":
+                below.setdefault(name[:at], []).append(name)
+    prefix = "" if chosen.group is None else chosen.group.strip("/") + "/"
+    asked = {prefix + name for name in chosen.fields}
+    first_names: dict[str, str] = {}
+    aside: dict[str, str] = {}
+    for alias, target in aliases.items():
+        if target not in below:
+            aside[alias] = f"{alias!r} is a link to {target!r}: left aside"
+        for first in below.get(target, ()):
+            name = alias + first.removeprefix(target)
+            if name in asked or (prefix and name.startswith(prefix)):
+                first_names[name] = first
+            else:
+                hint = "" if prefix else f" (fields={[name]!r} loads it by this name)"
+                aside[name] = f"dataset {name!r} is a second name of {first!r}: left aside{hint}"
+        bounds.OBJECTS.check(len(aside), str(path), command("h5ls", path), StoreError)
+    arrays |= {name: arrays[first] for name, first in first_names.items()}
+    return first_names, aside
+
+
+def _describe(identifier: Any) -> dict[str, tuple[Shape, str] | str]:
+    """Return shape and dtype of an array of numbers, or why it is none; of a table, of every column."""
     node = h5py.Dataset(identifier)
     try:
         dtype = node.dtype
-    except TypeError as error:  # numbers of 24 bits, for example
-        return f"has a type that numpy has not ({error})"
+    except (TypeError, ValueError, KeyError) as error:  # of 24 or 128 bits, or a VAX
+        return {"": f"has a type that numpy has not ({error})"}
     if node.shape is None or len(node.shape) == 0:
-        return "is a single value"
-    if dtype.names is not None:
-        return f"is a table of the columns {_listed(dtype.names)} (a compound type)"
-    if dtype.kind not in "biuf" or dtype.itemsize > _MOST_BYTES:
-        return f"has dtype {dtype}"
-    return tuple(map(int, node.shape)), dtype.str
+        return {"": "is a single value"}
+    if "MATLAB_empty" in node.attrs:
+        return {"": "is an empty MATLAB array, of which the file holds the size"}
+    columns = {f"/{name}": dtype[name] for name in dtype.names or ()} or {"": dtype}
+    shape = tuple(map(int, node.shape))
+    return {name: _number_type(shape, each) for name, each in columns.items()}
+
+
+def _number_type(shape: Shape, dtype: np.dtype[Any]) -> tuple[Shape, str] | str:
+    base = dtype.base
+    if base.names is not None:
+        return f"is a table of the columns {_listed(base.names)} (a compound type) within a table"
+    if h5py.check_string_dtype(base) is not None:
+        return f"is text (dtype {base})"
+    if (inner := h5py.check_vlen_dtype(base)) is not None:
+        return f"has rows of different lengths (dtype {base} of {inner})"
+    if base.kind not in "biuf" or base.itemsize > _MOST_BYTES:
+        return f"has dtype {base}"
+    return (*shape, *dtype.shape), base.str
 
 
 def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
-    """Yield path and identifier of every dataset, each once, by name.
+    """Yield every dataset once, by name: its path and identifier; and links: where they lead to.
 
-    h5py's own walk recurses in C, and groups 20,000 deep end the process.
+    In place of the identifier stands, as bytes, the path that a second name leads to; and as text, what is to be said
+    of a link that is not followed. h5py's own walk recurses in C, and groups 20,000 deep end the process.
     """
     h5o, name = h5py.h5o, file.filename
-    seen = {h5o.get_info(file.id).addr}
+    seen = {h5o.get_info(file.id).addr: b""}
     waiting = [(b"", file.id, iter(_links(file.id, name)))]
     while waiting:
         prefix, group, links = waiting[-1]
@@ -370,10 +483,19 @@ def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
         if link is None:
             waiting.pop()
             continue
+        if isinstance(link, tuple):
+            link, place = link
+            if isinstance(place, bytes):
+                start = b"" if place.startswith(b"/") else prefix
+                place = posixpath.normpath(b"/" + start + place).lstrip(b"/")
+            yield prefix + link, place
+            continue
         address = h5o.get_info(group, link).addr
         if address in seen:  # a second name, or a group within itself
+            if not (prefix + link).startswith(seen[address] + b"/") and seen[address]:
+                yield prefix + link, seen[address]
             continue
-        seen.add(address)
+        seen[address] = prefix + link
         bounds.OBJECTS.check(len(seen), name, command("h5ls", file.filename), StoreError)
         child = h5o.open(group, link)
         if isinstance(child, h5py.h5d.DatasetID):
@@ -383,8 +505,8 @@ def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
             waiting.append((prefix + link + b"/", child, iter(_links(child, name))))
 
 
-def _links(group: Any, name: str) -> list[bytes]:
-    """Return the names of what lies in a group; links to other places are left out."""
+def _links(group: Any, name: str) -> list[Any]:
+    """Return the names of what lies in a group; of links to other places a pair: the name, and where it leads to."""
     found: list[bytes] = []
 
     def take(link: bytes) -> bool | None:
@@ -393,8 +515,21 @@ def _links(group: Any, name: str) -> list[bytes]:
 
     group.links.iterate(take)
     bounds.OBJECTS.check(len(found), name, command("h5ls", name), StoreError)
-    hard = h5py.h5l.TYPE_HARD
-    return sorted(link for link in found if group.links.get_info(link).type == hard)
+    kinds = {link: group.links.get_info(link).type for link in found}
+    return [
+        link if kind == h5py.h5l.TYPE_HARD else (link, _led_to(group, link, kind))
+        for link, kind in sorted(kinds.items())
+    ]
+
+
+def _led_to(group: Any, link: bytes, kind: int) -> bytes | str:
+    """Return where a soft link leads to; of other links, what is to be said."""
+    if kind == h5py.h5l.TYPE_SOFT:
+        return bytes(group.links.get_val(link))
+    if kind == h5py.h5l.TYPE_EXTERNAL:
+        other, inside = (os.fsdecode(part) for part in group.links.get_val(link))
+        return f"is a link into another file, {inside!r} of {other!r}"
+    return "is a link of a kind that only its own program follows"
 
 
 # -- files of other programs ------------------------------------------------------------------------
@@ -512,9 +647,13 @@ def recognise(
         copy = path.with_suffix(".npz")
         code = (
             f"import h5py, numpy; f = h5py.File({str(path)!r}); numpy.savez({str(copy)!r}, "
-            "**{n: d[()].T for n, d in f.items() if getattr(d, 'dtype', None) and d.dtype.kind in 'biuf'})"
+            "**{n: d[()].T for n, d in f.items() if getattr(d, 'dtype', None) and d.dtype.kind in 'biuf' "
+            "and 'MATLAB_empty' not in d.attrs})"
         )
         why = "it is a MATLAB 7.3 file, whose arrays have their dimensions in reverse order"
+        if all("/" in name for name in arrays):
+            lost = "; they lie in structs, cells or sparse matrices"
+            return Foreign(why + lost, "save('x.mat', 'x', '-v7.3') in MATLAB, with x a full array")
         return Foreign(why, command("python3", "-c", code))
     named = any(re.search(r"(^|/)vars/\d+$", name) for name in arrays)  # Keras 3
     if named or {"keras_version", "layer_names"} & set(file.attrs) or "model_weights" in file:
@@ -538,9 +677,12 @@ def _some_groups(file: h5py.File, arrays: Arrays) -> list[str]:
     # All groups above an array: the mark of pandas stands above the groups of an index.
     below = {name[:at] for name in arrays for at, letter in enumerate(name) if letter == "/"}
     top = {name.partition("/")[0] for name in below}
-    hard = [name for name in file if isinstance(file.get(name, getlink=True), h5py.HardLink)]
+    links = file.id.links  # h5py's own `get(getlink=True)` fails on a user's kind of link
+    hard = [name for name in file if links.get_info(os.fsencode(name)).type == h5py.h5l.TYPE_HARD]
     groups = [name for name in hard if isinstance(file[name], h5py.Group)]
-    return [*groups[:_MOST_GROUPS], *sorted(below - top - {""})[:_MOST_GROUPS]]
+    # A table's column may have a "/" in its name.
+    inner = (name for name in sorted(below - top - {""}) if isinstance(file.get(name), h5py.Group))
+    return [*groups[:_MOST_GROUPS], *islice(inner, _MOST_GROUPS)]
 
 
 def _is_anndata(file: h5py.File) -> bool:

@@ -82,12 +82,20 @@ def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection
     if path.is_file() and path.name != "store.json":
         manifest, paths, aside, notes = describe_plain_file(path, chosen)
         datasets = _datasets(manifest.fields)
-        shards = [Shard(path, None, datasets, manifest.block_bytes, paths=paths)]
-        return Store(path, manifest, shards, threads, notes, aside=aside, chosen=chosen)
+        place = path.absolute()  # the caller may change the current folder
+        shards = [Shard(place, None, datasets, manifest.block_bytes, paths=paths)]
+        return Store(place, manifest, shards, threads, notes, str(path), aside, chosen)
     if is_zarr(path) and not (path / MANIFEST_NAME).exists():
-        made, shard = open_zarr(path, chosen)
+        made, shard = open_zarr(path.absolute(), chosen)
         return Store(
-            path, made.manifest, [shard], threads, made.notes, aside=made.aside, chosen=chosen
+            path.absolute(),
+            made.manifest,
+            [shard],
+            threads,
+            made.notes,
+            str(path),
+            made.aside,
+            chosen,
         )
     if chosen != Selection():
         given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
@@ -118,7 +126,7 @@ def _open_folder(path: Path, threads: int | None) -> Store:
         folder = find_store(path)
         before = _manifest_stamp(folder)
         try:
-            store = assemble_store(folder, read_manifest(folder), threads)
+            store = assemble_store(folder.absolute(), read_manifest(folder), threads)
         except StoreError:
             now = find_store(path)
             if (now == folder and _manifest_stamp(now) == before) or attempt == _TRIES - 1:
@@ -130,6 +138,8 @@ def _open_folder(path: Path, threads: int | None) -> Store:
         if _manifest_stamp(folder) == before:
             break
         store.close()
+    if store.name == str(folder.absolute()):  # no address of a remote store
+        store.name = str(folder)
     return store
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.display import quoted
+from stoker.display import nearest, quoted
 from stoker.errors import InputError
 from stoker.store.fields import Array
 
@@ -114,7 +114,7 @@ def parse_repair(text: str) -> RepairSpec:
         raise InputError(
             f"there is no repair {name!r} in {text!r}.",
             ", ".join(REPAIRS),
-            "for example --repair clip",
+            f"--repair {quoted(nearest(name, REPAIRS) or 'clip')}",
         )
     columns = _parse_columns(text, rest[0]) if rest else None
     if name == "min-denominator":
@@ -325,11 +325,14 @@ def _places(chosen: Sequence[str], columns: Sequence[str], what: str) -> list[in
     where = {name: place for place, name in enumerate(columns)}
     missing = [name for name in chosen if name not in where]
     if missing:
+        near = nearest(missing[0], columns)
         shown = ", ".join(repr(name) for name in columns[:8])
         raise InputError(
             f"the repair {what!r} names the column {missing[0]!r}, which is not there.",
             f"{len(columns)} columns: {shown}{' …' if len(columns) > 8 else ''}",
-            r"a backslash before , @ / : = inside a name",
+            f"--repair {quoted(what.replace(missing[0], near))}"
+            if near
+            else r"a backslash before , @ / : = inside a name",
         )
     return [where[name] for name in chosen]
 

@@ -23,7 +23,7 @@ from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import always, writing
 from stoker.store.arrays import PIECE_BYTES, OpenFile, StoredArray, split_range
 from stoker.store.fields import Array, Dense, FieldData, Ragged, Series, ShardData
-from stoker.store.hdf5 import Location, check_bounds, locate, named_damage, open_hdf5
+from stoker.store.hdf5 import Location, check_bounds, find_node, locate, named_damage, open_hdf5
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
 
 
@@ -183,7 +183,7 @@ class Shard:
         if self.info is None:
             with open_hdf5(self.path) as hdf5, named_damage(self.path):
                 locations = {
-                    name: locate(self.path, hdf5[self._paths.get(name, name)])
+                    name: locate(self.path, *find_node(hdf5, self._paths.get(name, name)))
                     for name in self._datasets
                 }
             return {

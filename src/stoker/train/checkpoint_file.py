@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from stoker.display import look_in
+from stoker.display import look_for
 from stoker.errors import (
     CorruptError,
     InputError,
@@ -205,7 +205,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise StoreError(
             f"cannot read the checkpoint {path}: {error.strerror}.",
             "an existing file",
-            look_in(path.parent, "-l"),
+            look_for(path, "-l"),
         ) from error
 
 
@@ -296,6 +296,12 @@ def _checked_mapping(value: Mapping[Any, Any], place: str) -> Any:
     made: Any = type(value)() if type(value) in _MAPPINGS else {}
     for key, entry in value.items():
         if type(key) not in (str, int):
+            if isinstance(key, torch.Tensor):
+                raise InputError(
+                    f"{place} has tensors as keys, which are others in the next process.",
+                    "a state_dict that numbers its parameters, as those of torch's optimizers do",
+                    "Trainer(...) without run_dir, or a state_dict() of your class with texts or numbers as keys",
+                )
             raise InputError(
                 f"{place} has the key {key!r}, a {type(key).__name__}.",
                 "keys that are texts or whole numbers",

@@ -35,7 +35,12 @@ def capture_host_rng() -> dict[str, Any]:
     """Return the same without the devices' generators: what samplers and datasets draw from."""
     version, numbers, gauss = random.getstate()
     return {
-        "python": (version, tuple(numbers), gauss),
+        # One tensor: on saving and on loading a checkpoint looks at every number by itself, 1.3 ms for these 625.
+        "python": {
+            "version": version,
+            "numbers": torch.from_numpy(np.array(numbers)),
+            "gauss": gauss,
+        },
         "numpy": _without_arrays(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         "cuda": [],
@@ -51,8 +56,12 @@ def seed_rng(seed: int) -> None:
 
 def restore_rng(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Set the generators to a captured state; return what could not be set, in words."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    python = state["python"]
+    if isinstance(python, Mapping):
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    else:  # checkpoints of older versions have the state as Python gives it
+        version, numbers, gauss = python
+        random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(_with_arrays(state["numpy"]))
     torch.set_rng_state(state["torch"].cpu())
     saved = state["cuda"]

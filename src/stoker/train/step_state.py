@@ -7,15 +7,30 @@ them back in place. Costs: a snapshot is a copy of all weights and of the optimi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import HeldTensors, HostNumbers, tensors_in
+from stoker.train.frozen import HeldTensors, HostNumbers, is_plain_object, is_torchs_own, tensors_in
 from stoker.train.ranks import Ranks
+
+_OF_TORCH = frozenset(
+    {
+        *("state", "param_groups", "defaults", "step", "zero_grad", "grad_scale", "found_inf"),
+        *("_opt_called", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"),
+        *vars(torch.optim.SGD([torch.zeros(1)])),
+    }
+)
+"""Attributes that torch and its schedulers give an optimizer."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_DEPTH = 6
+_Kept = tuple[Any, Any, frozenset[str]]
+"""A dict or a list, a shallow copy of it, and keys of it that are left alone."""
 
 
 @dataclass
@@ -44,14 +59,14 @@ class StepState:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield every tensor that a step changes: weights, buffers, optimizer and scaler state, gradients that stay."""
-        for module in self.modules:
-            yield from module.parameters()
-            yield from module.buffers()
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-            for group in optimizer.param_groups:  # a rate, which a scheduler in the step would move
-                yield from (value for value in group.values() if isinstance(value, torch.Tensor))
+        seen: set[int] = set()
+        for module in self.changed_modules():
+            for tensor in (*module.parameters(), *module.buffers()):
+                seen.add(id(tensor))
+                if tensor.layout == torch.strided:  # a sparse matrix of a graph is a constant
+                    yield tensor
+        for optimizer in self.optimizers:  # a rate too, which a scheduler in the step would move
+            yield from (tensor for tensor in _kept_tensors(optimizer) if id(tensor) not in seen)
         for scaler in self.scalers:
             for name in ("_scale", "_growth_tracker"):
                 value = getattr(scaler, name, None)
@@ -65,23 +80,180 @@ class StepState:
             (
                 type(optimizer).__name__
                 for optimizer in self.optimizers
-                for state in optimizer.state.values()
-                for value in state.values()
-                if isinstance(value, torch.Tensor) and value.device.type != self.device.type
+                for _, entries, _ in _kept_containers([optimizer])
+                if isinstance(entries, dict)
+                for name, value in entries.items()
+                # Schedulers read the first rate, the step does not.
+                if isinstance(value, torch.Tensor)
+                and value.device.type != self.device.type
+                and name != "initial_lr"
             ),
             None,
         )
 
-    def positions(self) -> list[Any]:
-        """Return what the host knows of the state: counts of optimizers, and where each of `draws` is."""
+    def code(self) -> list[Any]:
+        """Return the Python code of the step besides forward passes: functions, and hooks of modules and optimizers."""
+        owners: list[tuple[Any, tuple[str, ...]]] = [(one, _STEP_HOOKS) for one in self.optimizers]
+        for module in (inner for root in self.modules for inner in root.modules()):
+            owners.append((module, _HOOKS))
+            own = module._parameters.values()
+            owners += [(p, ("_backward_hooks", "_post_accumulate_grad_hooks")) for p in own]
+        tables = (getattr(owner, name, None) for owner, names in owners for name in names)
+        return [*self.functions, *(hook for table in tables if table for hook in table.values())]
+
+    def changed_modules(self) -> list[torch.nn.Module]:
+        """Return the modules, and those that hooks of the optimizers use, such as a moving average of the weights."""
+        tables = (getattr(one, name, None) for one in self.optimizers for name in _STEP_HOOKS)
+        hooks = [hook for table in tables if table for hook in table.values()]
+        known = {id(inner) for root in self.modules for inner in root.modules()} if hooks else set()
+        others = (one for one in used_objects(*hooks) if isinstance(one, torch.nn.Module))
+        return [*self.modules, *(module for module in others if id(module) not in known)]
+
+    def positions(self) -> tuple[list[tuple[str, Any]], list[Any]]:
+        """Return what the host knows of the state: counts of optimizers by name, and where each of `draws` is."""
         counts = [
-            value
+            (f"{key} of {type(optimizer).__name__}", value)
             for optimizer in self.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
+            for _, entries, _ in _kept_containers([optimizer])
+            if isinstance(entries, dict)
+            for key, value in entries.items()
             if isinstance(value, bool | int | float)
         ]
-        return [counts, [drawing.state_dict() for drawing in self.draws()]]
+        return counts, [drawing.state_dict() for drawing in self.draws()]
+
+    def find_moved(self, positions: tuple[list[tuple[str, Any]], list[Any]]) -> str | None:
+        """Return the name of a count that is another than in earlier `positions`; None if there is none."""
+        counts, draws = self.positions()
+        if len(counts) == len(positions[0]):
+            pairs = zip(counts, positions[0], strict=True)
+            named = next((name for (name, now), (_, then) in pairs if now != then), None)
+            if named is not None or draws == positions[1]:
+                return named
+        return "a count of the optimizer or of the augmentation"
+
+
+class Replaced(NamedTuple):
+    """A tensor that a step has put in the place of another one: its name, the dict that holds it, and its key."""
+
+    name: str
+    container: dict[Any, Any]
+    key: Any
+    tensor: torch.Tensor
+
+
+class KeptObjects:
+    """What optimizers and modules keep besides the values of tensors: counts, and which tensors. To put it back.
+
+    Optimizers keep it in their states and groups, in attributes of one's own class, and in optimizers inside of them
+    (`Lookahead`); modules in their tables of buffers. Also the memory of parameters, which `p.data = ...` replaces.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[torch.nn.Module]
+    ) -> None:
+        self._kept = [
+            (type(one).__name__, *kept) for one in optimizers for kept in _kept_containers([one])
+        ]
+        inner = {id(each): each for root in modules for each in root.modules()}.values()
+        self._kept += [
+            (type(each).__name__, each._buffers, dict(each._buffers), frozenset[str]())
+            for each in inner
+            if each._buffers
+        ]
+        self._memory = [
+            (tensor, tensor.data)
+            for each in inner
+            for tensor in (*each._parameters.values(), *each._buffers.values())
+            if tensor is not None and tensor.layout == torch.strided
+        ]
+
+    def put_back(self) -> None:
+        """Give every container the entries that it had, and every parameter its memory."""
+        for _, container, entries, left in self._kept:
+            if not isinstance(container, dict):
+                if len(container) != len(entries) or any(map(_is_other, container, entries)):
+                    container.clear()
+                    container.extend(entries)
+                continue
+            for key in container.keys() - entries.keys() - left:
+                del container[key]
+            for key, value in entries.items():
+                if _is_other(container.get(key), value):
+                    container[key] = value
+        for tensor, data in self._memory:
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
+
+    def has_moved(self) -> bool:
+        """Whether a parameter or buffer has been given other memory since."""
+        return any(tensor.data_ptr() != data.data_ptr() for tensor, data in self._memory)
+
+    def replacements(self) -> list[Replaced]:
+        """Return the tensors that have replaced others in dicts since."""
+        return [
+            Replaced(f"{key} of {owner}", container, key, container[key])
+            for owner, container, entries, _ in self._kept
+            if isinstance(container, dict)
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(container.get(key), torch.Tensor)
+            and container[key] is not value
+        ]
+
+
+def _is_other(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+def _kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an optimizer keeps, each once."""
+    seen: set[int] = set()
+    for _, entries, _ in _kept_containers([optimizer]):
+        for value in entries.values() if isinstance(entries, dict) else entries:
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
+
+
+def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]:
+    """Return the dicts and lists in which optimizers keep what a step changes; groups without their parameters."""
+    found: dict[int, _Kept] = {}
+
+    def keep(container: Any, entries: Any, depth: int, left: frozenset[str] = frozenset()) -> None:
+        if id(container) in found:
+            return
+        found[id(container)] = container, entries, left
+        for value in list(entries.values()) if isinstance(entries, dict) else entries:
+            look(value, depth + 1)
+
+    def look(value: Any, depth: int) -> None:
+        if (
+            isinstance(value, torch.Tensor | str | bool | int | float | type(None))
+            or depth > _DEPTH
+        ):
+            return
+        if isinstance(value, torch.optim.Optimizer):
+            keep(value.state, dict(value.state), depth)
+            for group in value.param_groups:
+                own = {name: entry for name, entry in group.items() if name != "params"}
+                keep(group, own, depth, frozenset({"params"}))
+            if not is_torchs_own(value):
+                own = {name: one for name, one in vars(value).items() if name not in _OF_TORCH}
+                keep(vars(value), own, depth, _OF_TORCH)
+        elif isinstance(value, dict):
+            keep(value, dict(value), depth)
+        elif isinstance(value, list | deque):
+            keep(value, list(value), depth)
+        elif isinstance(value, tuple):
+            for item in value:
+                look(item, depth + 1)
+        elif is_plain_object(value):
+            keep(vars(value), dict(vars(value)), depth)
+
+    for optimizer in optimizers:
+        look(optimizer, 0)
+    return list(found.values())
 
 
 class Snapshot:
@@ -99,17 +271,15 @@ class Snapshot:
         self._state, self._count = state, count
         self._owners = list(state.tensors())
         self.tensors = [tensor.detach().clone() for tensor in self._owners]
-        self._states = [
-            {key: dict(values) for key, values in optimizer.state.items()}
-            for optimizer in state.optimizers
-        ]
+        self._kept = KeptObjects(state.optimizers, state.changed_modules())
         parameters = [parameter for module in state.modules for parameter in module.parameters()]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
             for parameter in parameters
         ]
-        self._numbers = HostNumbers(state.modules, state.functions, state.device)
-        self._held = HeldTensors(state.modules, state.functions)
+        modules, code = state.changed_modules(), state.code()
+        self._numbers = HostNumbers(modules, code, state.device)
+        self._held = HeldTensors(modules, code)
         self._held_values = self._held.values()
         # The counters of objects that draw are put back with their states.
         drawn = (tensor for drawing in state.draws() for tensor in tensors_in(drawing))
@@ -119,6 +289,7 @@ class Snapshot:
             for name, tensor in self._held.reachable()
             if id(tensor) not in own and not tensor.is_inference()
         ]
+        self._sums = _sums([tensor for _, tensor, _ in self._others])
         self._num_skipped = 0 if count is None else count.num_skipped
         self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
         self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
@@ -126,7 +297,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Undo what happened since the snapshot. In place: the graph keeps its addresses."""
-        self._drop_new_states()
+        self._kept.put_back()  # a step creates the state of a parameter at its first update
         owners = list(self._state.tensors())
         if len(owners) != len(self._owners):  # a buffer was added or removed
             owners = self._owners
@@ -145,6 +316,10 @@ class Snapshot:
         for drawing, position in self._draws:
             drawing.load_state_dict(position)
 
+    def has_moved(self) -> bool:
+        """Whether a parameter or buffer has been given other memory since."""
+        return self._kept.has_moved()
+
     def find_replaced(self) -> str | None:
         """Return the name of a tensor in an attribute or variable that was replaced since, or None."""
         return self._held.find_replaced(self._held_values)
@@ -152,7 +327,12 @@ class Snapshot:
     def find_changed(self) -> str | None:
         """Return the name of a tensor that was changed in place since and is not put back, or None."""
         changed = (name for name, tensor, version in self._others if tensor._version != version)
-        return next(changed, None)
+        found = next(changed, None)
+        if found is not None or not self._others:
+            return found
+        sums = _sums([tensor for _, tensor, _ in self._others])
+        pairs = zip(self._others, sums, self._sums, strict=True)
+        return next((name for (name, _, _), now, then in pairs if now != then), None)
 
     def replacements(self) -> list[torch.Tensor]:
         """Return the tensors that have replaced others in attributes and variables since."""
@@ -173,15 +353,18 @@ class Snapshot:
 
         self._held.put([map_tensors(other, value) for value in self._held_values])
 
-    def _drop_new_states(self) -> None:
-        """Remove optimizer states that did not exist before: a step creates them for a parameter's first update."""
-        for optimizer, states in zip(self._state.optimizers, self._states, strict=True):
-            for key in list(optimizer.state):
-                if key not in states:
-                    del optimizer.state[key]
-            for key, kept in states.items():
-                optimizer.state[key].clear()
-                optimizer.state[key].update(kept)
+
+def _sums(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Return the sum of each tensor, by which a change is seen; 0 for one that is not of real numbers. Waits for it.
+
+    A tensor's version does not count what is written through `.data`, as most moving averages do.
+    """
+    return [
+        float(tensor.detach().sum(dtype=torch.float64).nan_to_num())
+        if tensor.is_floating_point() and tensor.layout == torch.strided and not tensor.is_meta
+        else 0.0
+        for tensor in tensors
+    ]
 
 
 def drawing_objects(*functions: Any) -> list[Any]:

@@ -32,11 +32,13 @@ from stoker.train.checks import (
     check_optimizer,
     check_parameters,
     check_reduction,
+    check_scheduler,
     check_skipping,
     check_steps,
     describe_resting,
     move_model,
     resting_modules,
+    set_mode,
 )
 from stoker.train.diagnosis import explain_batch, explain_growth, explain_skipped
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
@@ -121,7 +123,8 @@ class Trainer(Configured, Resumable):
         scheduler_interval: Interval | None = None,
     ) -> None:
         check_optimizer(optimizer)
-        rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        found = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+        rates = [float(rate) for rate in found if rate is not None]  # some choose it themselves
         self.settings, unread = read_config(config, rates)
         self.ranks = Ranks.current()
         self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -135,6 +138,7 @@ class Trainer(Configured, Resumable):
         trained = None if self.ranks.joined else criterion
         check_parameters(model, optimizer, self.device, trained)
         check_steps(optimizer)
+        check_scheduler(scheduler, run_dir is not None)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
         self._progress = progress or EpochLines(self.settings.epochs)
@@ -312,7 +316,8 @@ class Trainer(Configured, Resumable):
     def note(self, note: Note) -> None:
         """Keep a decision with its reason, show it, and write it to the run's log."""
         self.history.told.append(note)
-        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or bool(note.values.get("fallback"))
+        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or "unsaved" in note.values
+        is_urgent = is_urgent or bool(note.values.get("fallback"))
         # Beside its epochs' lines a run prints only what went wrong; who gave a `progress` is told everything.
         if self.ranks.is_first and (is_urgent or not isinstance(self._progress, EpochLines)):
             self._progress.say(note.text)
@@ -386,6 +391,7 @@ class Trainer(Configured, Resumable):
 
         A resumed run with more steps goes on within the epoch.
         """
+        set_mode(self.optimizer, training=False)
         report = self._at.tally.report(self._at.epoch)
         if self._val is not None:
             drawn = capture_rng(renew_cudnn=False)
@@ -444,6 +450,7 @@ class Trainer(Configured, Resumable):
             if not is_trained:
                 return False
             self._check_skipped()
+            set_mode(self.optimizer, training=False)
         report = at.tally.report(at.epoch)
         if self._val is not None and not alone and not self._validate_epoch(report):
             return False
@@ -671,7 +678,9 @@ class Trainer(Configured, Resumable):
         self.model.train()
         for module in self._resting.values():
             module.training = False
+        self._watch_numbers()
         step.parts.parallel.check(self.model)
+        set_mode(self.optimizer, training=True)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
@@ -755,6 +764,8 @@ class Trainer(Configured, Resumable):
         """Do what is due after so many batches of the epoch."""
         settings = self.settings
         self._progress.advance()
+        if not self._can_save and not self._step.accumulation.num_batches:
+            self._check_saving()
         every = settings.empty_cache_every_n_batches
         if every and position % every == 0:
             torch.cuda.empty_cache()

@@ -282,29 +282,35 @@ def summarise(
     )
     gaps = [_gap_seconds(host, *step, backwards) for step in itertools.pairwise(marks)]
     known = [gap for gap in gaps if gap is not None]
-    return {
-        **quietest,
-        **_device_totals(kernels),
-        **({"gap_seconds": max(known)} if known else {}),
+    between = {
+        "gap_seconds": max((gap for gap, _ in known), default=0.0),
+        "python_seconds": min((python for _, python in known), default=0.0),
     }
+    return {**quietest, **_device_totals(kernels), **(between if known else {})}
+
+
+_CALLING_SECONDS = 1e-4
+"""Time between two operators up to which it is that of calling the next one, through modules and under the profiler."""
 
 
 def _gap_seconds(
     host: list[Any], begin: int, end: int, backwards: list[tuple[int, int]]
-) -> float | None:
+) -> tuple[float, float] | None:
     """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
 
-    None if a forward pass was not seen: an operator that autograd remembers begins one. Python code between its
-    operators counts, because a metric may be computed there.
+    None if a forward pass was not seen: an operator that autograd remembers begins one. Longer Python code between its
+    operators counts, because a metric may be computed there; it is also the second value.
     """
-    gap, start = 0.0, begin
+    gap, python, start = 0.0, 0.0, begin
     for first, last in backwards:
         if begin <= first and last <= end:
             found = _first_forward(host, start * 1e-9, first * 1e-9)
             if found is None:
                 return None
             thread, at = found
-            gap += (first - start) * 1e-9 - _covered(host, thread, at, first * 1e-9)
+            code = _uncovered(host, thread, at, first * 1e-9)
+            gap += at - start * 1e-9 + code
+            python += code
             start = last
     if start == begin:
         return None
@@ -313,17 +319,18 @@ def _gap_seconds(
             name.startswith(_LOAD) or (name.startswith(_UPDATE) and at >= start * 1e-9)
         ):
             gap += negative
-    return max(0.0, gap + (end - start) * 1e-9)
+    return max(0.0, gap + (end - start) * 1e-9), python
 
 
-def _covered(host: list[Any], thread: int, begin: float, end: float) -> float:
-    """Return the seconds between two times in which a thread was inside an operator."""
-    covered, until = 0.0, begin
+def _uncovered(host: list[Any], thread: int, begin: float, end: float) -> float:
+    """Return the seconds between two times in which a thread was in no operator, without the time to call the next."""
+    uncovered, until = 0.0, begin
     for its_thread, start, negative, name, _ in host:
         if its_thread == thread and begin <= start < end and not name.startswith((_UPDATE, _LOAD)):
-            covered += max(0.0, min(start - negative, end) - max(start, until))
+            if start - until > _CALLING_SECONDS:
+                uncovered += start - until
             until = max(until, start - negative)
-    return covered
+    return uncovered + (end - until if end - until > _CALLING_SECONDS else 0.0)
 
 
 def _first_forward(host: list[Any], begin: float, end: float) -> tuple[int, float] | None:

@@ -6,6 +6,7 @@ Enters: frames and functions. Leaves: "file:line" of the user's own code. Costs 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ PROBE = str(Path(__file__).resolve().parent)
 _STOKER = str(Path(__file__).resolve().parents[2]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _FOREIGN: dict[str, bool] = {}
+_INSTALLED: dict[Path, bool] = {}
 
 
 def is_foreign(filename: str) -> bool:
@@ -24,8 +26,21 @@ def is_foreign(filename: str) -> bool:
             or f"{os.sep}site-packages{os.sep}" in filename
             or f"{os.sep}dist-packages{os.sep}" in filename
             or filename.startswith(_LIBRARY)
+            or _is_installed(Path(filename))
         )
     return known
+
+
+def _is_installed(file: Path) -> bool:
+    """Return whether a file lies in a folder of the path into which packages were installed (`pip --target`)."""
+    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or ".").resolve()
+    for folder in {Path(entry) for entry in sys.path if entry} & set(file.parents):
+        if folder not in _INSTALLED:
+            packages = any(folder.glob("*.dist-info/RECORD"))
+            _INSTALLED[folder] = packages and folder.resolve() not in script.parents
+        if _INSTALLED[folder]:
+            return True
+    return False
 
 
 def place_of(frame: Any) -> str:

@@ -40,6 +40,8 @@ DISTURBED, OTHER_LOADER, EPOCH_START, UNWATCHED, PROFILED = 1, 2, 4, 8, 16
 """Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it; only the
 clocks at its ends and around its waits ran; torch's profiler had run before it and still slows launches on a GPU."""
 
+LONG = 3.0
+"""A step is called long if it takes more than this many usual ones."""
 _FIRST_WATCHED, _FIRST_UNWATCHED, _WINDOW = 20, 36, 16
 _PATTERN = 0b0110100110010110_1001011001101001
 watching = True
@@ -66,7 +68,7 @@ class Row(NamedTuple):
 
     `delay` and `wait_delay` are the seconds of the step, and of its wait, in which the thread was ready to
     run and no core was free: other work on the machine caused them. `cpu` is the time on a core, `host` that in
-    `gc.collect`, `torch.save` and `empty_cache`.
+    `gc.collect`, `torch.save` and `empty_cache`, `evaluation` that from `model.eval()` to `model.train()`.
     """
 
     start: float
@@ -86,6 +88,7 @@ class Row(NamedTuple):
     host_bytes: int | None
     device_bytes: int | None
     host: float = 0.0
+    evaluation: float = 0.0
 
 
 class Fetch(NamedTuple):
@@ -155,7 +158,7 @@ class Recorder:
         self.overrides: dict[str, Any] = {}
         self.reset("main")
 
-    def reset(self, role: str) -> None:
+    def reset(self, role: str) -> None:  # noqa: PLR0915  one attribute per line
         """Forget everything, for a new process."""
         global watching  # noqa: PLW0603
         watching = True
@@ -182,6 +185,8 @@ class Recorder:
         # Of the running step.
         self.wait = self.wait_delay = self.held_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
+        self.evaluation = 0.0
+        self.evaluated: tuple[int, float, Site] | None = None
         self.batches = self.samples = 0
         self.flags = 0
         self.loader_of_step = -1
@@ -201,6 +206,12 @@ class Recorder:
         self.training_doing: dict[str, int] = {}
         self.trains_modules = False
         self.between_lines: dict[str, int] = {}
+        self.usual_seconds = float("inf")
+        self.looks: list[tuple[str, str | None, int]] = []
+        self.looked_at = 0
+        self.late_doing: dict[str, int] = {}
+        self.late_lines: dict[str, int] = {}
+        self.model_lines: dict[str, int] = {}
         self.fetch_delay = 0.0
         self.short_fetches = False
         self.loader_id = -1
@@ -246,7 +257,8 @@ class Recorder:
             self.sites.clear()
             self.spans.clear()
             self.training_doing.clear()
-            self.between_lines.clear()
+            for counted in (self.between_lines, self.late_doing, self.late_lines, self.model_lines):
+                counted.clear()
             self.write({"event": "restart", "kind": kind})
         self.step_cpu, self.step_delay = time.thread_time(), clocks.run_delay()
         self._begin_step()
@@ -260,6 +272,7 @@ class Recorder:
         watching = is_watched(self.num_steps)
         self.wait = self.wait_delay = self.held_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
+        self.evaluation = 0.0
         self.batches = self.samples = self.flags = 0
         self.loader_of_step = -1
         self.drawing = FIRST_DRAWN <= self.num_steps < FIRST_DRAWN + NUM_DRAWN
@@ -305,8 +318,12 @@ class Recorder:
                     self.loader_of_step,
                     *clocks.memory(),
                     self.host,
+                    self.evaluation,
                 )
             )
+            if self.num_steps % (_WINDOW // 2) == 0:
+                last = sorted(row.seconds for row in self.rows[-_WINDOW:])
+                self.usual_seconds = last[len(last) // 2]
         if self.num_steps == WARM_UP:
             self.first_cpu = (time.process_time(), time.perf_counter())
             self.first_busy = clocks.busy_seconds()
@@ -317,6 +334,11 @@ class Recorder:
                 with guarded("step"):
                     call(self)
         self._begin_step()
+
+    def is_late(self) -> bool:
+        """Return whether the step that runs takes much longer than usual, without an evaluation to explain it."""
+        late = time.perf_counter() - self.step_start > LONG * self.usual_seconds
+        return late and self.evaluated is None and not self.flags & OTHER_LOADER
 
     def disturb(self, steps: int = 1) -> None:
         """Do not count the current step and the next ones: the probe takes time in them."""
@@ -369,10 +391,13 @@ class Recorder:
             "num_fetches": self.num_fetches,
             "num_watched_fetches": self.num_watched_fetches,
             "doing": dict(self.seen_doing),
-            "lines": dict(sorted(self.seen_lines.items(), key=lambda item: -item[1])[:50]),
+            "lines": _largest(self.seen_lines),
             "training": dict(self.training_doing),
             "modules": self.trains_modules,
-            "between": dict(sorted(self.between_lines.items(), key=lambda item: -item[1])[:50]),
+            "between": _largest(self.between_lines),
+            "late": dict(self.late_doing),
+            "late_lines": _largest(self.late_lines),
+            "model_lines": _largest(self.model_lines),
             "loader_id": self.loader_id,
             "worker_id": self.worker_id,
             "spans": list(self.spans),
@@ -458,6 +483,10 @@ class Recorder:
         if not self.finished and self.pid == os.getpid():
             self.finished = True
             self.flush()
+
+
+def _largest(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:50])
 
 
 class _OwnFile:

@@ -10,7 +10,8 @@ classified decides: by the library it belongs to, by the function's name, or by 
 A sample of the training thread tells whether it is inside the model, its backward pass or the optimizer ("model"), in a
 call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save`), or between them: "data" if a frame
 looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
-DataLoader brings is accounted for as well.
+DataLoader brings is accounted for as well. Samples of a step that takes much longer than usual are counted apart, and
+also taken in windows in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
 
 Python code that never waits gives its lock away every 5 ms only, so that code which runs for less would never be seen,
 and what waits would be seen too often. While it looks, the thread therefore asks for the lock after 0.2 ms; between the
@@ -97,8 +98,8 @@ _pid = 0
 active_thread = 0
 """The thread that is loading now; 0 when none is."""
 collating = False
-_OUTERMOST = os.path.join("_utils", "fetch.py")  # noqa: PTH118  the end of a name, not a place
-"""End of the path of torch's own fetch, where the walk ends: frames further out are torch's."""
+_OUTERMOST = tuple(os.sep + name for name in ("fetch.py", "dataloader.py"))
+"""Ends of the paths of torch's own fetch, and of its loader, where the walk ends: frames further out train."""
 
 
 def begin() -> None:
@@ -128,6 +129,9 @@ def _look_forever() -> None:
         _switch_fast(recorder.watching)
         if not recorder.watching:
             time.sleep(_IDLE_SECONDS)
+            with recorder.guarded("sampling"):
+                if recorder.get().is_late():
+                    _look_at_training(recorder.get(), _LATER_WEIGHT)
         elif active_thread:
             time.sleep(LOOK_SECONDS * uneven)
             with recorder.guarded("sampling"):
@@ -173,15 +177,39 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
     """Count what the training thread does in a step that counts; loading is counted by `_look`."""
     if active_thread or seen.num_steps < recorder.WARM_UP or seen.disturbed_steps:
         return
-    if not recorder.watching:
+    late = seen.is_late()
+    if not recorder.watching and not late:
         return
     frame = sys._current_frames().get(seen.training_thread)
     if frame is None:
         return
     kind, line = describe_training(frame)
-    seen.training_doing[kind] = seen.training_doing.get(kind, 0) + weight
-    if kind in ("between", "data") and line is not None:
-        seen.between_lines[line] = seen.between_lines.get(line, 0) + weight
+    if seen.evaluated is not None:
+        kind = "timed"
+    if seen.looked_at != seen.num_steps:
+        for kind_before, line_before, weight_before in seen.looks:
+            if kind_before == "model" and line_before is not None:
+                known = seen.model_lines.get(line_before, 0)
+                seen.model_lines[line_before] = known + weight_before
+        _count(seen.looks, seen.training_doing, seen.between_lines, ("between", "data"))
+        seen.looked_at = seen.num_steps
+    seen.looks.append((kind, line, weight))
+    if late:
+        _count(seen.looks, seen.late_doing, seen.late_lines, ("between", "data", "model"))
+
+
+def _count(
+    looks: list[tuple[str, str | None, int]],
+    doing: dict[str, int],
+    lines: dict[str, int],
+    of_kinds: tuple[str, ...],
+) -> None:
+    """Count the samples of a step where they belong, which is known at its end or once it takes too long."""
+    for kind, line, weight in looks:
+        doing[kind] = doing.get(kind, 0) + weight
+        if kind in of_kinds and line is not None:
+            lines[line] = lines.get(line, 0) + weight
+    looks.clear()
 
 
 def _looks_like_loading(frame: Any) -> bool:
@@ -214,7 +242,7 @@ def describe_training(frame: Any) -> tuple[str, str | None]:
 def describe(frame: Any) -> tuple[str, str | None]:
     """Return (kind of work, file:line of the user's innermost frame) for a stack."""
     kind, line = "", None
-    while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST):
+    while frame is not None and not _is_fetching(frame.f_code.co_filename):
         if not kind:
             kind = kind_of(frame.f_code, frame.f_lineno)
         if line is None and not places.is_foreign(frame.f_code.co_filename):
@@ -223,6 +251,10 @@ def describe(frame: Any) -> tuple[str, str | None]:
             break
         frame = frame.f_back
     return kind or "other", line
+
+
+def _is_fetching(filename: str) -> bool:
+    return filename.endswith(_OUTERMOST) and "torch" + os.sep in filename
 
 
 def kind_of(code: Any, lineno: int) -> str:

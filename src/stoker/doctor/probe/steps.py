@@ -26,6 +26,7 @@ def install(torch: Any) -> None:
     optimizer.register_optimizer_step_post_hook(_after_update)
     hooks.replace(torch.autograd, "backward", _timed_backward)
     hooks.replace(getattr(torch.cuda, "CUDAGraph", None), "replay", _noting_replay)
+    hooks.replace(torch.nn.Module, "train", _noting_mode)
     global _torch  # noqa: PLW0603
     _torch = torch
     recorder.get().on_step.append(_stop_when_enough)
@@ -76,6 +77,9 @@ def _note_backward(began: float, now: float) -> None:
     try:
         seen = recorder.get()
         seen.backward += now - began
+        seen.evaluated = (
+            None  # what trains after `eval()`, as with frozen statistics, does not evaluate
+        )
         operators.note_backward(now - began)
         if seen.drawing:
             loading.add_span(seen, "backward", began, now)
@@ -83,6 +87,40 @@ def _note_backward(began: float, now: float) -> None:
             seen.mark("backward", now)
     except Exception as error:  # noqa: BLE001
         recorder.note_failure("backward", error)
+
+
+def _noting_mode(original: Any) -> Any:
+    """Time what lies between `eval()` of a model and its next `train()`; a model calls those of its parts."""
+    inside = threading.local()
+
+    def train(self: Any, mode: bool = True) -> Any:
+        if getattr(inside, "whole", None) is not None:
+            return original(self, mode)
+        inside.whole = self
+        try:
+            return original(self, mode)
+        finally:
+            inside.whole = None
+            with recorder.guarded("evaluation"):
+                _note_mode(self, mode)
+
+    return train
+
+
+def _note_mode(model: Any, mode: bool) -> None:
+    seen, now = recorder.get(), time.perf_counter()
+    if threading.get_ident() != seen.training_thread:
+        return
+    if seen.evaluated is None and not mode:
+        # Frames: this function, `train` above, torch's `eval`.
+        site = seen.site("evaluation", sys._getframe(2), "evaluation")
+        seen.evaluated = (id(model), now, site)
+    elif seen.evaluated is not None and mode and seen.evaluated[0] == id(model):
+        _, began, site = seen.evaluated
+        seen.evaluated = None
+        seen.evaluation += now - began
+        site.calls += 1
+        site.seconds += now - began
 
 
 def _noting_replay(original: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 import stoker
-from stoker.display import command, look_in
+from stoker.display import command, look_for
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError, unwritable
 from stoker.ownership import free_name, writing
 from stoker.strict_json import exact_text, parse_json
@@ -80,7 +80,7 @@ def read_weights(path: str | Path) -> Loaded:
         raise StoreError(
             f"cannot read the weights {path}: no such file.",
             "an existing file",
-            look_in(path.parent, "-l"),
+            look_for(path, "-l"),
         )
     try:
         with package.safe_open(path, framework="pt") as file:

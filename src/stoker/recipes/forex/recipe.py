@@ -181,7 +181,7 @@ class ForexRecipe(Recipe):
 
     name = "forex"
     Options = ForexOptions
-    pack_command = "stoker pack bars --help"
+    pack_command = "stoker pack bars FOLDER OUT"
     raw_kinds = "a file or a folder of bars"
     defaults = (
         Default("training.lr", 1e-3, "AdamW, rising for 5 % of the updates, then half a cosine"),

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.augment.mixing import beta_quantiles, cut_interval
-from stoker.display import command, look_in, nearest
+from stoker.display import command, look_for, look_in, nearest
 from stoker.errors import InputError, MissingExtraError
 
 Tensor = torch.Tensor
@@ -293,7 +293,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Tensor]:
     """Return the tensors of a file by name; nothing in the file is run."""
     path = Path(path)
     if not path.is_file():
-        raise InputError(f"there is no file {path}.", "a file of weights", look_in(path.parent))
+        raise InputError(f"there is no file {path}.", "a file of weights", look_for(path))
     if path.suffix == ".safetensors":
         try:
             from safetensors import SafetensorError

@@ -144,7 +144,7 @@ class ImagesRecipe(Recipe):
 
     name = "images"
     Options = ImagesOptions
-    pack_command = "stoker pack images --help"
+    pack_command = "stoker pack images FOLDER OUT"
     raw_kinds = "a picture or a folder of pictures"
     defaults = (
         Default("training.lr", 2e-3, "AdamW, rising for warmup_share, then half a cosine"),

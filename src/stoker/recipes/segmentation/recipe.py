@@ -174,7 +174,7 @@ class SegmentationRecipe(Recipe):
 
     name = "segmentation"
     Options = SegmentationOptions
-    pack_command = "stoker pack segmentation --help"
+    pack_command = "stoker pack segmentation --images IMAGES --masks MASKS OUT"
     raw_kinds = "a picture or a folder of pictures"
     defaults = (
         Default(

@@ -180,7 +180,7 @@ class TabularRecipe(Recipe):
 
     name = "tabular"
     Options = TabularOptions
-    pack_command = "stoker pack table --help"
+    pack_command = "stoker pack table FILE.csv OUT --target COLUMN"
     raw_kinds = "CSV or Parquet files with the columns of training"
     defaults = (
         Default(

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from stoker.display import quoted
 from stoker.errors import InputError, SourceError
@@ -160,12 +161,7 @@ def find_dialect(
     """
     naming = naming or Naming()
     lines = _sample(text)
-    tried = [
-        dialect
-        for delimiter in (",", ";", "\t", "|")
-        for dialect in _dialects(lines, delimiter, naming)
-    ]
-    scored = [(_score(lines, dialect), dialect) for dialect in tried]
+    scored = _scored(tuple(lines), naming)
     best = max((score for score, _ in scored), default=0)
     headers = [_unknown(lines, delimiter) for delimiter in (",", ";", "\t", "|")]
     header = max((cells for cells in headers if cells), key=len, default=None)
@@ -184,7 +180,8 @@ def find_dialect(
             "see docs/bars.md for the formats",
         )
     dialect = next(dialect for score, dialect in scored if score == best)
-    if naming.is_asked and not dialect.header_line:
+    head = next((line for number, line in lines if number == dialect.header_line), "")
+    if naming.is_asked and not naming.fits(head.split(dialect.delimiter)):
         raise unknown_header(file, [], naming)
     # Whether times carry an offset, and whether dates are slashed, in most sampled lines.
     matches = [_time_of(line, dialect) for number, line in lines if number > dialect.header_line]
@@ -501,19 +498,32 @@ def _without_text(dialect: Dialect, rows: list[list[str]]) -> Dialect:
     )
 
 
-def _score(lines: list[tuple[int, str]], dialect: Dialect) -> int:
+@lru_cache(maxsize=16)
+def _scored(lines: tuple[tuple[int, str], ...], naming: Naming) -> list[tuple[int, Dialect]]:
+    """Try every way; kept, because a pack looks at the head of a file when it lists, checks and reads it."""
+    tried = [
+        dialect
+        for delimiter in (",", ";", "\t", "|")
+        for dialect in _dialects(list(lines), delimiter, naming)
+    ]
+    return [(_score(lines, dialect), dialect) for dialect in tried]
+
+
+def _score(lines: Sequence[tuple[int, str]], dialect: Dialect) -> int:
     """Sampled lines that read as bars, whichever way day and month go and whatever the symbol."""
+    trials = {
+        aware: [
+            replace(dialect, ticker_cell=None, aware=aware, day_first=first)
+            for first in (True, False)
+        ]
+        for aware in (True, False)
+    }
     read = 0
-    dialect = replace(dialect, ticker_cell=None)
     for number, line in lines:
-        if number > dialect.header_line:
-            match = _time_of(line, dialect)
-            trial = replace(dialect, aware=has_offset(match), day_first=True) if match else None
-            good = trial and (
-                isinstance(parse_line(line, trial), ParsedLine)
-                or isinstance(parse_line(line, replace(trial, day_first=False)), ParsedLine)
-            )
-            read += bool(good)
+        match = _time_of(line, dialect) if number > dialect.header_line else None
+        read += match is not None and any(
+            isinstance(parse_line(line, trial), ParsedLine) for trial in trials[has_offset(match)]
+        )
     return read
 
 
@@ -560,7 +570,8 @@ _ALIASES = {
     "close_last": "close",  # nasdaq.com: "Close/Last"
     "v": "volume", "tickvol": "tick_volume", "tickvolume": "tick_volume", "realvolume": "real_volume",
 }  # fmt: skip
-_STEMS = ("open", "high", "low", "close", "adj_close", "volume", "adjclose", "adjusted")
+_STEMS = ("adj_close", "adjclose", "adjusted", "volume", "close", "open", "high", "low")
+"""Longer ones first."""
 _ADJUSTED = re.compile(r"(?:.*_)?adj(?:usted)?(?:_.*|open|high|low|close|volume)?")
 
 
@@ -572,7 +583,7 @@ def clean_name(cell: str) -> str:
 
 def split_ticker(name: str) -> tuple[str, str]:
     """Return "close" and "aapl" for "close_aapl" and for "aapl_close"; the name and "" for others."""
-    for stem in sorted(_STEMS, key=len, reverse=True):
+    for stem in _STEMS:
         if name == stem:
             return stem, ""
         if name.startswith(f"{stem}_") and name not in NO_FEATURES and name != "close_adj":

@@ -54,7 +54,7 @@ class BarFile:
             return cls(Path(path), symbol.strip().upper(), parse_timeframe(timeframe))
         found_symbol, found_timeframe = name_file(Path(text))
         if found_symbol is None or found_timeframe is None:
-            require_file(Path(text), "the file of bars")
+            require_file(text, "bars")
             raise SourceError(
                 f"{str(text)!r} does not name a symbol and a timeframe.",
                 "names such as EURUSD_M5.csv, EURUSD-H1.csv.gz, EURUSD15.csv",

@@ -129,12 +129,19 @@ class BarsSource(PlainSource):
         object.__setattr__(self, "windows", parse_windows(text))
         object.__setattr__(self, "base", pick_base(self.windows, self.base))
         object.__setattr__(self, "embargo", self.horizon if self.embargo is None else self.embargo)
-        if self.horizon < 1 or self._embargo < 0 or self.latency_seconds < 0:
-            raise InputError(
-                f"horizon {self.horizon}, embargo {self.embargo}, latency {self.latency_seconds} s.",
-                "a horizon of at least 1, an embargo and a latency of at least 0",
-                "--horizon 1 --embargo 0 --latency 0 (horizon=1, embargo=0, latency_seconds=0)",
-            )
+        least = {
+            "horizon": (self.horizon, 1),
+            "embargo": (self._embargo, 0),
+            "latency": (self.latency_seconds, 0),
+        }
+        for name, (value, allowed) in least.items():
+            if value < allowed:
+                word = "latency_seconds" if name == "latency" else name
+                raise InputError(
+                    f"--{name} is {value}.",
+                    f"{allowed} or more",
+                    f"--{name} {allowed} ({word}={allowed})",
+                )
         check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")

@@ -56,6 +56,7 @@ _FAULTS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    NotImplementedError,
 )
 
 
@@ -215,18 +216,26 @@ def decode(
                     kind="several frames in one file",
                 )
             size = opened.size
+            exif = opened.getexif()
+            has_orientation = ORIENTATION in exif
+            orientation = int(exif.get(ORIENTATION, 1) or 1)
+            if orientation > 1 and opened.format == "TIFF" and data is None:
+                # Pillow reads plain TIFF files of this kind by a memory map of the wrong width; bytes it does not.
+                return decode(path, first_frame, path.read_bytes(), upright=upright, small=small)
             # Before `load`, which empties the list of tiles: only the file knows that it had 16 bits.
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
-            exif = opened.getexif()
-            orientation = int(exif.get(ORIENTATION, 1) or 1)
             if small and opened.format in ("JPEG", "MPO"):
                 opened.draft(None, (max(1, opened.width // 8), max(1, opened.height // 8)))
             opened.load()
             known = orientation if 1 <= orientation <= 8 else 1
-            image = turned(opened, known) if upright else opened
+            if has_orientation and ORIENTATION not in opened.getexif():  # `load` turns TIFF itself
+                image = opened.copy()
+                size = image.size if known < 5 else image.size[::-1]
+            else:
+                image = turned(opened, known) if upright else opened
             if image is opened:
                 image = opened.copy()
-            return Decoded(image, size, known, ORIENTATION in exif, opened.format or "", deep)
+            return Decoded(image, size, known, has_orientation, opened.format or "", deep)
         except _FAULTS as error:
             if isinstance(error, SourceError):
                 raise

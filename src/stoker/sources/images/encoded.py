@@ -6,7 +6,8 @@ costs about as much as decoding. Where no file is, JPEG is decoded at an eighth 
 
 Only what every decoder of the loader takes is kept as it is: baseline JPEG of one or three channels, and PNG and WebP
 of 8 bits. Progressive and CMYK JPEG, 16-bit values and other formats are refused by name, or written anew as JPEG when
-a quality is given. A damaged picture is refused either way.
+a quality is given. A damaged picture is refused either way. A picture that is made smaller stays lossless if its file
+was, unless a quality is given.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
 
 DEFAULT_QUALITY = 90
 _ENDINGS = {"JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"), "PNG": (".png",), "WEBP": (".webp",)}
-_MASK_COMPRESSION = 6
+_PNG_COMPRESSION = 6
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class KeepEncoded:
 
     Attributes:
         max_side: Larger pictures are made smaller, so that their longer side is this; None keeps all sizes.
-        quality: Of JPEG that is written anew, 1 to 100; None writes none, unless `max_side` needs it.
+        quality: Of JPEG that is written anew, 1 to 100. None writes pictures anew only where `max_side` needs it: as
+            JPEG those that were JPEG or lossy WebP, as PNG all others.
     """
 
     max_side: int | None = None
@@ -106,7 +108,7 @@ def read_encoded(
     if form == "JPEG" and data.rfind(b"\xff\xd9") < 0:
         raise PictureError("ends in the middle of the picture.", path=path, kind="truncated")
     width, height = decoded.size
-    plain = _why_not_kept(decoded, form)
+    plain = _why_not_kept(decoded, form, data)
     too_large = keep.max_side is not None and max(width, height) > keep.max_side
     if plain and keep.quality is None and not too_large:
         raise PictureError(
@@ -131,11 +133,15 @@ def read_encoded(
         smaller = (max(1, round(width * scale)), max(1, round(height * scale)))
         image = image.resize(smaller, pillow().Resampling.BICUBIC)
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=keep.quality or DEFAULT_QUALITY)
+    is_lossy = form == "JPEG" or (form == "WEBP" and b"VP8L" not in data)
+    if keep.quality is None and not is_lossy:
+        image.save(file, "PNG", compress_level=_PNG_COMPRESSION)
+    else:
+        image.save(file, "JPEG", quality=keep.quality or DEFAULT_QUALITY)
     return Encoded(file.getvalue(), (image.height, image.width), 1, is_new=True), decoded
 
 
-def _why_not_kept(decoded: Decoded, form: str) -> str:
+def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
     """Return the kind of a picture that decoders disagree about; "" for one that is kept."""
     kind = _kind(decoded)
     if form not in _ENDINGS:
@@ -144,7 +150,21 @@ def _why_not_kept(decoded: Decoded, form: str) -> str:
         return f"{kind} {form}"
     if form == "JPEG" and decoded.image.info.get("progressive"):
         return "progressive JPEG"
+    if form == "JPEG" and _is_arithmetic(data):
+        return "arithmetic-coded JPEG"
     return ""
+
+
+def _is_arithmetic(data: bytes) -> bool:
+    """Whether a JPEG's frame is coded arithmetically: Pillow decodes it, and no GPU does."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, and one unused
+            return marker > 0xC8
+        # A byte 0xFF may fill the space before a marker.
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False
 
 
 def decode_bytes(data: Any, channels: int) -> Array:
@@ -175,7 +195,7 @@ def turned_pixels(pixels: Array, orientation: int) -> Array:
 def encode_mask(mask: Array) -> bytes:
     """Return a mask as PNG, which loses nothing."""
     file = io.BytesIO()
-    pillow().fromarray(mask).save(file, "PNG", compress_level=_MASK_COMPRESSION)
+    pillow().fromarray(mask).save(file, "PNG", compress_level=_PNG_COMPRESSION)
     return file.getvalue()
 
 

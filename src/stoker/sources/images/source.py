@@ -475,8 +475,10 @@ def merged_facts(source: PictureFolder, extras: Sequence[Mapping[str, Json]]) ->
     if source.keep_encoded is not None:
         encoded = {"encoded": merge_encoded([extra["encoded"] for extra in extras])}
         if anew := encoded["encoded"]["encoded_anew"]:
+            is_asked = source.keep_encoded.quality is not None
+            form = "JPEG" if is_asked else "JPEG, or as PNG where the file was lossless"
             notes.append(
-                f"{anew:,} pictures were encoded anew as JPEG, the others kept bit for bit"
+                f"{anew:,} pictures were encoded anew as {form}; the others kept bit for bit"
             )
     if turned:
         done = "are turned" if source.keep_encoded else "were turned"

@@ -44,7 +44,7 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from stoker.display import command
+from stoker.display import command, nearest
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
 from stoker.sources.contract import (
     Account,
@@ -165,7 +165,13 @@ class MassSpecSource:
         words = {"structures": Structures, "rounding": Rounding, "spectra": Spectra}
         for name, allowed in ((name, get_args(kind)) for name, kind in words.items()):
             if getattr(self, name) not in allowed:
-                raise InputError(f"{name} is {getattr(self, name)!r}.", ", ".join(allowed), "")
+                given = getattr(self, name)
+                near = nearest(given, allowed) or allowed[0]
+                raise InputError(
+                    f"{name} is {given!r}.",
+                    ", ".join(allowed),
+                    f"--{name} {near} ({name}={near!r})",
+                )
         shares = (self.train_ratio, self.val_ratio)
         if min(shares) < 0 or sum(shares) > 1 + 1e-9:
             raise InputError(

@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from stoker.bounds import RECORD, open_zip
-from stoker.display import command, look_in
+from stoker.display import command, look_for
 from stoker.errors import SourceError, refuse_special
 from stoker.store.fields import Array
 from stoker.units import format_bytes
@@ -208,7 +208,7 @@ def _home_of(path: Path) -> MolHome:
     raise SourceError(
         f"MOL files {str(path)!r} {given} a folder, a zip or an .sdf file.",
         "a folder of .mol files, a .zip of them, or one .sdf",
-        look_in(path.parent),
+        look_for(path),
     )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from stoker.display import nearest, quoted
 from stoker.errors import InputError
 from stoker.sources.tables.layout import NULLS, parse_number
 from stoker.sources.times import (
@@ -486,10 +487,12 @@ def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, kind = text.rpartition("=")
         if not equals or not name.strip() or kind.strip() not in KINDS:
+            meant, _, word = (name, equals, kind) if equals else text.rpartition(":")
+            better = f"{meant.strip() or 'NAME'}={nearest(word.strip(), KINDS) or 'category'}"
             raise InputError(
                 f"--dtype is {text!r}.",
                 f"NAME=KIND, with a kind of {', '.join(KINDS)}",
-                "--dtype NAME=category",
+                f"--dtype {quoted(better)}",
             )
         kinds[name.strip()] = kind.strip()
     return kinds

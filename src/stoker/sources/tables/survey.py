@@ -33,7 +33,7 @@ from stoker.sources.tables.columns import (
     plain,
     trimmed,
 )
-from stoker.sources.tables.layout import header_advice, parse_number
+from stoker.sources.tables.layout import SEPARATORS, header_advice, parse_number
 from stoker.sources.tables.reading import shown_names
 from stoker.units import format_count
 
@@ -113,10 +113,14 @@ class Survey:
                 for option, known, name in close
                 if known
             ]
+            # One column whose name holds the wanted one: the lines were split by another sign than theirs.
+            only, wanted = all_names[0] if len(all_names) == 1 else "", unknown[0][1].strip()
+            signs = SEPARATORS.items()
+            sep = next((word for word, sign in signs if wanted in only.split(sign)), None)
             raise SourceError(
                 f"{path} has no column {', '.join(repr(name) for _, name in unknown)}.",
                 shown_names(all_names),
-                " ".join(typed) or f"leave {unknown[0][0]} out",
+                f"--sep {quoted(sep)}" if sep else " ".join(typed) or f"leave {unknown[0][0]} out",
             )
         dropped, self._keep = {name.strip() for name in drop}, {name.strip() for name in keep}
         self._path, self._target, self._dtypes, self._missing = path, target, dtypes, missing

@@ -1,0 +1,76 @@
+"""What was probably meant by a word that is wrong: paths that are not there, and words that a verb does not take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.cli import main
+from stoker.display import meant_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("pump.csv", "pumps.csv"),
+        ("ok.yml", "ok.yaml"),
+        ("$PLACE/pumps.csv", "pumps.csv"),
+        ("nope.pt", None),  # near note.txt, which is no checkpoint
+        ("pumps.csv", None),  # it is there: what is wrong is something else
+        ("nowhere/pumps.csv", None),
+    ],
+)
+def test_a_missing_path_is_answered_with_the_nearest_one(typed, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    for name in ("pumps.csv", "ok.yaml", "note.txt"):
+        Path(name).touch()
+    found = meant_path(Path(typed))
+    assert (found and found.name) == meant
+    assert found is None or found.exists()
+
+
+@given(st.text(max_size=12))
+def test_no_name_is_too_odd_to_look_for(name):
+    meant_path(Path("nowhere") / name)
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["train", "ok.yaml"], "--config ok.yaml"),
+        (["train", "--epochs", "3"], "--set training.epochs=3 instead of --epochs"),
+        (["train", "--batch-size=7"], "--set training.batch_size=7 instead of --batch-size"),
+        (["train", "--max-epochs", "3"], "--set training.epochs=3 instead of --max-epochs"),
+        (["pack", "a b.csv", "store"], "stoker pack table 'a b.csv' store"),
+        (["pack", "folder", "store"], "stoker pack images folder store"),
+        (["pack", "table", "x.csv", "out", "--window", "5"], "stoker pack series --help: that verb has --window"),
+        (["train", "--nonsense", "ok.yaml"], None),
+    ],
+)  # fmt: skip
+def test_words_that_a_verb_does_not_take_are_answered(words, advice, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["stoker", *words])
+    Path("ok.yaml").touch()
+    Path("a b.csv").touch()
+    Path("folder").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 2
+    tried = re.findall(r"^Try: (.*)$", capsys.readouterr().err, re.MULTILINE)
+    assert tried == ([advice] if advice else [])
+
+
+@pytest.mark.parametrize("words", [["pack", "table"], ["inspect"], ["pack", "bars"]])
+def test_help_shows_defaults_that_are_found_out(words, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.argv", ["stoker", *words, "--help"])
+    with pytest.raises(SystemExit):
+        main.run()
+    shown = capsys.readouterr().out
+    assert "[default: (found" in shown
+    assert not re.search(r"\w \.(\s|$)", shown)  # what rich takes for markup leaves a space behind
