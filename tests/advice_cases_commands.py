@@ -313,6 +313,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case([*TRAIN, "--run-dir", "run"]),
         Case([*TRAIN, "--gpus", "3"]),
         Case(["export", "run", "out.onnx"], at="run"),
+        Case(["export", "short/best.pt", "out.onnx"], "import shutil; Path('short').mkdir(); shutil.copy('run/best.pt', 'short/step-000000004.pt')", at="short/best.pt"),
         Case(["export", "x.onnx", "out.onnx"], "open('x.onnx', 'w').write('')"),
         Case(["export", "run/best.pt", "out.x"], at="out.x"),
         Case(["export", "run/best.pt", "out.onnx", "--size", "8x8"]),

@@ -757,6 +757,10 @@ def place(loader):
             "from stoker.recipes.massspec.molecules import read_molecules_of; Path('no-molecules').mkdir()",
         ),
         Case(
+            "list(read_molecules_of(Path('bad.parquet')))",
+            "from stoker.recipes.massspec.molecules import read_molecules_of; Path('bad.parquet').write_bytes(b'PAR1')",
+        ),
+        Case(
             "list(read_molecules_of(Path('long.csv')))",
             "from stoker.recipes.massspec.molecules import read_molecules_of; "
             "Path('long.csv').write_text('smiles\\n' + 'C' * 200000)",

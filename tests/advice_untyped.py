@@ -5,6 +5,7 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "sources/tables/source.py: f\"where {word!r} is a value, write another word for it into the file, such as 'no {word}'\"": "an edit of the user's file; test_answers_tables.py reaches it",
     "sources/images/masks.py: 'exchange --images and --masks, or --mask-map keep'": (
         "which folder holds the masks is known to the user alone; test_stranger_files.py reaches it"
     ),

@@ -129,7 +129,13 @@ def test_a_run_is_evaluated_beside_its_baselines(run):
     assert sum(map(sum, made.confusion.counts)) == made.num_samples
     assert made.importance
     assert list(made.importance.values()) == sorted(made.importance.values(), reverse=True)
+    # An example of a table says which row it is, and what its most important columns hold.
+    top = list(made.importance)[:3]
     assert made.examples
+    assert all(
+        each.key.startswith("sample ") and all(name in each.key for name in top)
+        for each in made.examples
+    )
 
 
 def test_the_log_and_the_json_of_a_run_hold_the_evaluation(run):

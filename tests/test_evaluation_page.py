@@ -45,6 +45,7 @@ def test_the_section_has_the_verdict_and_all_parts():
     assert PIXEL in made
     assert "example.org" not in made  # only pictures as bytes
     assert "2 true peaks above, 1 predicted below" in made
+    assert "<span>m/z 0</span><span>9</span><span>18</span>" in made  # the axis can be read
     assert "+3 pips" in made
     assert "a &lt;note&gt;" in made
 

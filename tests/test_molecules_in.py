@@ -4,11 +4,13 @@ import gzip
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("rdkit")
 
-from stoker.errors import InputError
+from stoker.errors import InputError, SourceError
 from stoker.recipes.massspec.molecules import ModelInputs, MoleculeReader, read_molecules_of
 from stoker.sources.massspec.conditions import (
     CONDITION_COLUMNS,
@@ -113,7 +115,7 @@ def test_an_ei_record_is_not_taken_for_ms_ms_nor_the_other_way(tmp_path):
     assert first[2] == "training did not have EI spectra"
     assert first[1]["adduct"] == ""
     assert second[2] is None
-    assert notes == ["1 molecule unlike those of training; see 'reason'"]
+    assert notes == ["1 molecule with a remark; see 'reason'"]
     (first, second), _ = answers(tmp_path / "a.msp", PLAIN)
     assert first[2] is None
     assert second[2] == "the record is of an MS/MS spectrum, and the model was trained on EI"
@@ -132,7 +134,7 @@ def test_a_molecule_above_the_last_bin_is_told(tmp_path):
         "heavier than the highest bin: peaks above m/z 120 are not predicted",
     ]
     assert all(is_answered for *_, is_answered in rows)
-    assert notes == ["1 molecule unlike those of training; see 'reason'"]
+    assert notes == ["1 molecule with a remark; see 'reason'"]
 
 
 def test_spectrum_libraries_are_read_as_packing_reads_them(tmp_path):
@@ -221,6 +223,47 @@ def test_molecules_come_from_memory_too(given):
         ("row 1", True),
         ("row 2", False),
     ]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather", "A.PQ"])
+def test_tables_of_columns_are_read_as_csv_is(tmp_path, name):
+    """As chemists publish them: another word for SMILES, codes as text columns, a missing structure."""
+    table = pa.table(
+        {
+            "id": pa.array(["C1", "C2", "C3"]).dictionary_encode(),
+            "target": [1.0, 2.0, 3.0],
+            "smile": ["CCO", None, "C1CC"],
+        }
+    )
+    write = feather.write_feather if name.endswith("feather") else pq.write_table
+    write(table, tmp_path / name)
+    rows, notes = answers(tmp_path / name)
+    assert [(key, labels["formula"], why) for key, labels, why, _ in rows[:2]] == [
+        ("C1", "C2H6O", None),
+        ("C2", "", "the cell is empty"),
+    ]
+    assert "unclosed ring" in rows[2][2]
+    assert notes == ["2 molecules without a spectrum; see 'reason'"]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing")
+    with pytest.raises(SourceError, match="cannot be read as parquet"):
+        answers(tmp_path / "bad.parquet")
+
+
+def test_salts_mixtures_and_unknown_atoms_do_not_pass_without_a_word():
+    rows, _ = answers(["CC(=O)[O-].[Na+]", "C1.C1", "*CC", "[2H]C", "C[N+](C)(C)C"])
+    reasons = [(why, is_answered) for _, _, why, is_answered in rows]
+    assert reasons[0] == (
+        "2 parts that no bond joins (a salt or a mixture), predicted as one of their whole mass",
+        True,
+    )
+    assert reasons[1] == (None, True)  # the ring closure joins them
+    assert reasons[2] == ("the structure has an atom without an element (* or R)", False)
+    assert reasons[3:] == [(None, True), (None, True)]
+
+
+def test_a_broken_inchi_has_a_reason_that_says_something():
+    rows, _ = answers({"inchi": ["InChI=1S/C2H6O/c1-2", "InChI=1S/C2H6O/c1-2-3/h3H,2H2,1H3"]})
+    assert [row[2] for row in rows] == ["RDKit: no molecule in it", None]
 
 
 def test_what_holds_no_molecules_is_refused():

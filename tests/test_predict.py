@@ -392,3 +392,13 @@ def test_the_log_remembers_the_store(runs, tmp_path):
     store, run = runs("tabular")
     assert find_training_store(run.best) == store.path.resolve()
     assert find_training_store(tmp_path / "x.pt") is None
+
+
+def test_a_run_without_a_best_checkpoint_names_one_that_is_there(tmp_path):
+    """A store too small for a validation split has no best.pt: the newest checkpoint is named."""
+    for step in (2, 4):
+        (tmp_path / f"step-{step:09}.pt").touch()
+    with pytest.raises(InputError) as told:
+        load_trained(tmp_path / "best.pt")
+    assert "without validation" in str(told.value)
+    assert told.value.fix == str(tmp_path / "step-000000004.pt")

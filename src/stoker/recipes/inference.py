@@ -119,6 +119,13 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
             "a checkpoint of a run",
             quoted(best) if best.exists() else look_in(Path(path)),
         )
+    others = [] if Path(path).exists() else sorted(Path(path).parent.glob("step-*.pt"))
+    if others and Path(path).name == "best.pt":
+        raise InputError(
+            f"{path} does not exist: without validation samples no checkpoint is the best.",
+            "a checkpoint of the run",
+            quoted(others[-1]),
+        )
     if Path(path).suffix == ".onnx":
         raise InputError(
             f"{path} is a graph for other programs.",

@@ -215,6 +215,9 @@ def _mirror(example: Example, key: str) -> Html:
         f'<svg role="img" aria-labelledby="{page.escape(key)}-t" viewBox="0 0 1000 100" '
         f'preserveAspectRatio="none" style="height:110px"><title id="{page.escape(key)}-t">{page.escape(told)}</title>'
         f'<path class="base" d="M0 50h1000"/>{"".join(paths)}</svg>'
+        # Below the plot and not inside: its letters would be stretched with it.
+        f'<div class="quiet" style="display:flex;justify-content:space-between;font-size:.75rem">'
+        f"<span>m/z 0</span><span>{last / 2:.4g}</span><span>{last:.4g}</span></div>"
     )
 
 

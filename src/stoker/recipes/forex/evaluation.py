@@ -5,7 +5,8 @@ Enters: the store, the split, the label plan; then the outputs for the test samp
 
 Every number of a baseline comes from training samples, or from labels that were known at the decision: the last value
 is the return of the latest decision whose whole label had been seen. Decisions overlap: intervals are drawn in blocks
-of a horizon, and a position is a share of one in `horizon` bars.
+of a horizon, and a position is a share of one in `horizon` bars. Several symbols are put in the order of time first:
+what is earned adds up over all of them, and those of one moment are drawn together.
 """
 
 from __future__ import annotations
@@ -99,6 +100,13 @@ class BarEvaluation:
             samples, moves = samples[places], moves[places]
         sides = chances.argmax(axis=1) - NEUTRAL
         others = self._baseline_sides(samples, sides, moves)
+        symbols = _symbols(data.store, samples)
+        if symbols is not None and "time" in data.store.fields:
+            order = np.argsort(data.store.gather("time", samples), kind="stable")
+            chances, labels, sides = chances[order], labels[order], sides[order]
+            samples, moves, symbols = samples[order], moves[order], symbols[order]
+            others = {name: taken[order] for name, taken in others.items()}
+            together *= len(np.unique(symbols))
         report = evaluate_classes(chances, labels, NAMES)
         kept = ("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "calibration_error")
         metrics = {name: report.metrics[name] for name in kept}
@@ -121,6 +129,8 @@ class BarEvaluation:
             "net_pips": bootstrap(earned["model"], block=together),
             "hit_rate": bootstrap(hits[traded].astype(float), block=together),
         }
+        pips = "pip" if data.cost_pips == 1 else "pips"
+        paid = f"a trade costs {data.cost_pips:g} {pips}, of {plan.pip:g} of the price"
         return Evaluation(
             len(labels),
             ("net_pips", True),
@@ -134,12 +144,13 @@ class BarEvaluation:
                 "part of the test span": _by_part(
                     data.store, samples, sides, moves[:, step], earned["model"]
                 ),
+                **_by_symbol(symbols, sides, moves[:, step], earned["model"]),
             },
             report.confusion,
             (_curve(earned, together), *report.curves),
-            examples=_examples(data, samples, chances, moves),
+            examples=_examples(data, samples, symbols, chances, moves),
             notes=(
-                f"net_pips: per decision after {plan.direction_step} bars; a trade costs {data.cost_pips:g} pips",
+                f"net_pips: per decision after {plan.direction_step} bars; {paid}",
                 f"intervals are drawn in blocks of {together} decisions, since neighbours share their labels",
                 *walked,
             ),
@@ -190,6 +201,17 @@ def last_values(store: Store, samples: Array, step: int) -> Array | None:
     return found
 
 
+def _symbols(store: Store, samples: Array) -> Array | None:
+    """Return the symbol of each sample; None where all are of one, or the store is not of `stoker pack bars`."""
+    shards = store.manifest.shards
+    if not {shard.label for shard in shards} <= store.manifest.attributes.get("scalers", {}).keys():
+        return None
+    ends = np.cumsum([shard.num_samples for shard in shards])
+    names = np.array([shard.label for shard in shards], dtype=object)
+    found: Array = names[np.searchsorted(ends, samples, side="right")]
+    return found if len(set(found)) > 1 else None
+
+
 def _sides(returns: Array, neutral: float) -> Array:
     return (returns > neutral).astype(np.int64) - (returns < -neutral).astype(np.int64)
 
@@ -237,6 +259,20 @@ def _by_horizon(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[
     }
 
 
+def _by_symbol(
+    symbols: Array | None, sides: Array, moves: Array, earned: Array
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the group of symbols, where there are several."""
+    if symbols is None:
+        return {}
+    rows = {}
+    for name in sorted(set(symbols)):
+        mine = symbols == name
+        values = _traded(sides[mine], moves[mine], earned[mine])
+        rows[str(name)] = {"samples": float(mine.sum()), **values}
+    return {"symbol": rows}
+
+
 def _by_part(
     store: Store, samples: Array, sides: Array, moves: Array, earned: Array
 ) -> dict[str, dict[str, float]]:
@@ -264,7 +300,9 @@ def _curve(earned: Mapping[str, Array], together: int) -> Curve:
     return Curve("Earned after costs", "decision", "pips", lines)
 
 
-def _examples(data: BarData, samples: Array, chances: Array, moves: Array) -> tuple[Example, ...]:
+def _examples(
+    data: BarData, samples: Array, symbols: Array | None, chances: Array, moves: Array
+) -> tuple[Example, ...]:
     """Return the most confident answers of different parts of the test span, with what came after."""
     if not len(samples):
         return ()
@@ -293,5 +331,6 @@ def _examples(data: BarData, samples: Array, chances: Array, moves: Array) -> tu
         }
         truth = f"{moves[place, step]:+.1f} pips after {step + 1} bars"
         told = f"{NAMES[answer]} ({chances[place, answer]:.0%})"
-        made.append(Example("series", str(key), truth, told, lines=lines))
+        shown = str(key) if symbols is None else f"{symbols[place]} {key}"
+        made.append(Example("series", shown, truth, told, lines=lines))
     return tuple(made)

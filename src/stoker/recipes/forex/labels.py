@@ -39,6 +39,7 @@ LossWeights = tuple[float, float, float, float]
 NUM_DIRECTIONS = 3
 _HUBER_SCALP, _HUBER_SWING = 0.3, 0.5
 _TINY_PATH = 1e-12
+_MOST_CUT = 0.5
 
 
 @dataclass(frozen=True)
@@ -212,3 +213,33 @@ def describe_labels(plan: LabelPlan, train: Array) -> str:
         f"pips ({', '.join(f'{name} {share:.1%}' for name, share in words)} of training); "
         f"scalp at bar {plan.scalp_step}, swing at bar {plan.swing_step}, by the median training move"
     )
+
+
+def describe_cut(plan: LabelPlan, train: Array, cost_pips: float) -> list[str]:
+    """Return a warning where most sizes of scalp or swing lie outside their band, and a pip that would fit.
+
+    Hourly bars, shares and coins move by tens of basis points: nearly all sizes are then cut to the same value, and
+    their metrics say nothing.
+    """
+    cut = {}
+    for name, step, band in (
+        ("scalp", plan.scalp_step, SCALP_PIPS),
+        ("swing", plan.swing_step, SWING_PIPS),
+    ):
+        pips = np.abs(train[:, step - 1]) / plan.pip
+        cut[name] = (float((pips < band[0]).mean()), float((pips > band[1]).mean()))
+    if not len(train) or max(map(max, cut.values())) <= _MOST_CUT:
+        return []
+    shares = "; ".join(
+        f"{name} {below:.0%} below, {above:.0%} above" for name, (below, above) in cut.items()
+    )
+    # The middle of the scalp band is 1 pip. A cost stays the same share of the price.
+    fitting = float(np.median(np.abs(train[:, 0])))
+    advice = ""
+    if fitting > 0:
+        cost = cost_pips * plan.pip / fitting
+        advice = (
+            f". A pip of the median move of one bar: --set recipe.options.pip={fitting:.2g} "
+            f"--set recipe.options.cost_pips={cost:.2g}"
+        )
+    return [f"sizes outside of their bands in pips are cut to them ({shares} of training){advice}"]

@@ -42,6 +42,7 @@ from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
     LossWeights,
+    describe_cut,
     describe_labels,
     find_baseline,
     forex_loss,
@@ -221,7 +222,11 @@ class ForexRecipe(Recipe):
             chosen.cost_pips,
             seed,
         )
-        notes += [describe_labels(plan, returns["train"]), *([lanes.reason] if lanes else [])]
+        notes += [
+            describe_labels(plan, returns["train"]),
+            *describe_cut(plan, returns["train"], chosen.cost_pips),
+            *([lanes.reason] if lanes else []),
+        ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = make_model(store, timeframes, samples["train"], chosen)
@@ -299,6 +304,11 @@ class ForexRecipe(Recipe):
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return windows of any length, and a gap flag beside each bar."""
         ports = []
+        scaled = (
+            "; scaled as packed, by bars.scalers of each symbol in stoker.blueprint"
+            if "bars" in facts
+            else ""
+        )
         for name in facts["inputs"]:
             encoder: Any = cast(ForexModel, made.model).encoders[name]
             bars = f"bars_{name}"
@@ -308,7 +318,7 @@ class ForexRecipe(Recipe):
                     name,
                     (BATCH, bars, facts["features"][name]),
                     torch.float32,
-                    f"the last bars of {name}, oldest first{columns}",
+                    f"the last bars of {name}, oldest first{columns}{scaled}",
                     scaler=encoder.scaler,
                 ),
                 Port(

@@ -237,8 +237,8 @@ class FinalSpectrumMetrics:
             yield Example(
                 "spectrum",
                 name or f"sample {sample}",
-                "measured",
-                f"predicted, weighted cosine {scores[place]:.2f}",
+                "measured, upwards",
+                f"predicted, downwards; weighted cosine {scores[place]:.2f}",
                 lines={"truth": peak_list(measured[place]), "answer": peak_list(predicted[place])},
             )
 

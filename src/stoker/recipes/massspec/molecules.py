@@ -1,4 +1,4 @@
-"""Spectra for new molecules: SMILES, SDF, MOL, CSV, spectrum libraries or frames in; predicted spectra as MSP out.
+"""Spectra for new molecules: SMILES, SDF, MOL, tables, spectrum libraries or frames in; predicted spectra as MSP out.
 
 Enters: a file, a folder or a frame of molecules. Leaves: batches of fingerprints (and graphs, for the teacher) under
 their names, each with an answer or a reason; a library in the NIST layout with base peak 999. Costs about 0.8 ms a
@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from pyarrow import feather
 
 from stoker.display import command, look_in
 from stoker.errors import InputError, Refusal, SourceError, unwritable
@@ -44,6 +47,7 @@ from stoker.sources.molecules.packed import (
     StructureForm,
     canonical_smiles,
     molecular_formula,
+    num_parts,
     pack_molecule,
     read_structure,
 )
@@ -58,7 +62,9 @@ _SMILES = {".smi", ".smiles", ".txt"}
 _SDF = {".sdf", ".sd", ".mol"}
 _SPECTRA = {".msp", ".msl", ".mgf", ".mzml"}
 _CSV = {".csv", ".tsv"}
-_KNOWN = _SMILES | _SDF | _SPECTRA | _CSV
+_PARQUET = {".parquet", ".pq"}
+_TABLES = _PARQUET | {".feather", ".arrow"}
+_KNOWN = _SMILES | _SDF | _SPECTRA | _CSV | _TABLES
 _HEAD_CHARACTERS = 1 << 16
 _STRUCTURES = (
     "smiles", "canonical_smiles", "canonicalsmiles", "isomeric_smiles", "structure", "inchi",
@@ -158,7 +164,11 @@ class MoleculeReader:
                 formula, smiles = "", each.text if each.form == "smiles" else ""
             else:
                 packed.append(made[0])
-                formula, smiles = made[1:]
+                formula, smiles, parts = made[1:]
+                if parts > 1:
+                    remarks.append(
+                        f"{parts} parts that no bond joins (a salt or a mixture), predicted as one of their whole mass"
+                    )
                 if made[0].mol_weight > self._model.max_mz:
                     remarks.append(
                         f"heavier than the highest bin: peaks above m/z {self._model.max_mz} are not predicted"
@@ -210,8 +220,8 @@ class MoleculeReader:
         strange = strange_conditions(full, self._model.ranges)
         return full, f"training did not have {strange}" if strange else ""
 
-    def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str, str] | str:
-        """Return a molecule with its formula and SMILES, or why there is none."""
+    def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str, str, int] | str:
+        """Return a molecule with its formula, its SMILES and the number of its parts, or why there is none."""
         if wanted.why:
             return wanted.why
         found = read_structure(wanted.text, wanted.form, file=self._source)
@@ -219,7 +229,7 @@ class MoleculeReader:
             return found.reason
         try:
             smiles = wanted.text if wanted.form == "smiles" else canonical_smiles(found)
-            return pack_molecule(found), molecular_formula(found), smiles
+            return pack_molecule(found), molecular_formula(found), smiles, num_parts(found)
         except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
             return f"RDKit: {next(iter(str(error).splitlines()), '')}"
 
@@ -231,7 +241,7 @@ class MoleculeReader:
             notes.append(f"{count} without a spectrum; see 'reason'")
         if self._num_odd:
             count = format_count(self._num_odd, "molecule")
-            notes.append(f"{count} unlike those of training; see 'reason'")
+            notes.append(f"{count} with a remark; see 'reason'")
         if self._num_usual:
             known = described_conditions(self._model.usual)
             shown = ", ".join(
@@ -290,7 +300,7 @@ def read_molecules_of(path: Path) -> Iterator[Wanted]:
     """Yield the molecules of a file, or of all files of a folder in the order of their names.
 
     The ending decides: .smi, .txt, .sdf, .mol, .csv, .tsv, and spectra as packing reads them (MSP, MGF, MassBank
-    records, mzML); each perhaps with .gz.
+    records, mzML), each perhaps with .gz; Parquet and Feather.
     """
     if path.is_dir():
         return _from_folder(path)
@@ -299,7 +309,24 @@ def read_molecules_of(path: Path) -> Iterator[Wanted]:
         return _from_spectra(path)
     if ending in _SDF:
         return _from_sdf(path)
+    if ending in _TABLES:
+        return _from_columns(path)
     return _from_csv(path) if ending in _CSV else _from_smiles(path)
+
+
+def _from_columns(path: Path) -> Iterator[Wanted]:
+    """Yield the rows of a Parquet or Feather file; one with damage is an error."""
+    read = pq.read_table if _ending(path) in _PARQUET else feather.read_table
+    try:
+        table = read(path)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(
+            f"{path} cannot be read as {_ending(path)[1:]}: {next(iter(str(error).splitlines()), '')}.",
+            "a whole Parquet or Feather file",
+            look_in(path.parent),
+        ) from error
+    rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+    yield from _from_rows(table.column_names, rows, path)
 
 
 def _from_folder(folder: Path) -> Iterator[Wanted]:

@@ -187,7 +187,7 @@ class _SpectrumRecipe(Recipe):
     """What both recipes share: the store, the rate, and what is predicted."""
 
     pack_command = "stoker pack massspec --msp LIBRARY.msp --mol-dir MOLS OUT"
-    raw_kinds = "molecules as SMILES, SDF, MOL, CSV, MSP, MGF or MassBank records"
+    raw_kinds = "molecules as SMILES, SDF, MOL, CSV, Parquet, MSP, MGF or MassBank records"
     endings = (".msp",)
     label_fields = ("formula", "adduct", "ion_mode", "collision_energy")
     defaults = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,11 @@ class ClassTable:
             **vars(report),
             baselines=baselines,
             importance=importance,
-            examples=class_examples(samples.tolist(), chances, labels, names, _NUM_EXAMPLES),
+            examples=_with_inputs(
+                data,
+                class_examples(samples.tolist(), chances, labels, names, _NUM_EXAMPLES),
+                importance,
+            ),
             notes=(*self._notes, note, *notes, *told),
         )
 
@@ -204,12 +208,33 @@ class ValueTable:
             groups,
             curves=(Curve("Answers along the truth", "truth", "answer", lines),),
             importance=importance,
-            examples=tuple(
-                Example("text", str(samples[k]), _spell(wanted[k]), _spell(answers[k]))
-                for k in dict.fromkeys([*worst, *best])
+            examples=_with_inputs(
+                data,
+                [
+                    Example("text", str(samples[k]), _spell(wanted[k]), _spell(answers[k]))
+                    for k in dict.fromkeys([*worst, *best])
+                ],
+                importance,
             ),
             notes=(_tree_note(trees), *notes, *told),
         )
+
+
+def _with_inputs(
+    data: TableData, examples: Sequence[Example], importance: Mapping[str, float]
+) -> tuple[Example, ...]:
+    """Return examples, whose keys are sample numbers, with what the most important columns hold."""
+    info = data.store.fields[data.inputs.field]
+    columns = list(info.columns or ()) if len(info.shape) == 1 and not data.inputs.is_series else []
+    places = [columns.index(name) for name in list(importance)[:3] if name in columns]
+    shown = []
+    for example in examples:
+        key = f"sample {example.key}"
+        if places:
+            row = data.store.gather(data.inputs.field, np.array([int(example.key)]))[0]
+            key += ": " + ", ".join(f"{columns[place]} {row[place]:.6g}" for place in places)
+        shown.append(replace(example, key=key))
+    return tuple(shown)
 
 
 def _tree_note(trees: Boosting) -> str:

@@ -168,6 +168,10 @@ def find_dialect(
     named = any(dialect.header_line for score, dialect in scored if score == best)
     if header is not None and not (best and named):
         raise unknown_header(file, header, naming)
+    if len(lines) == 1 and any(_is_header(lines[0][1].split(mark)) for mark in ",;\t|"):
+        raise SourceError(
+            f"{file} has a header and no bars.", "at least one bar", "a file or a frame with bars"
+        )
     if not best:
         shown = next((line for _, line in lines), "")[:80]
         raise SourceError(

@@ -58,7 +58,7 @@ class BarFile:
             raise SourceError(
                 f"{str(text)!r} does not name a symbol and a timeframe.",
                 "names such as EURUSD_M5.csv, EURUSD-H1.csv.gz, EURUSD15.csv",
-                quoted(f"EURUSD:M5={text}"),
+                quoted(guessed_label(Path(text)) or f"EURUSD:M5={text}"),
             )
         return cls(Path(text), found_symbol, found_timeframe)
 
@@ -137,6 +137,19 @@ def find_files(paths: Sequence[str | Path]) -> tuple[list[BarFile], list[str]]:
     return found, notes
 
 
+def unnamed_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the files of folders that may hold bars, and whose names do not say of what."""
+    folders = [Path(path) for path in paths if Path(path).is_dir()]
+    return [
+        inside
+        for folder in folders
+        for inside in sorted(folder.iterdir())
+        if inside.name.lower().endswith(_SUFFIXES)
+        and inside.is_file()
+        and None in name_file(inside)
+    ]
+
+
 def shared_extras(
     grouped: Mapping[str, Mapping[str, Sequence[BarFile]]], heads: Mapping[BarFile, Head]
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
@@ -179,22 +192,30 @@ def _reads_as_bars(path: Path) -> bool:
 
 def bars_hint(paths: Sequence[Path]) -> str:
     """Return how to look at a table as bars, where its header has their names; else nothing."""
-    if len(paths) != 1 or not paths[0].name.lower().endswith(_SUFFIXES):
+    label = guessed_label(paths[0]) if len(paths) == 1 else ""
+    timeframe = label.partition("=")[0].rpartition(":")[2]
+    return (
+        f"these are bars of {timeframe}: to see their windows, {command('stoker', 'inspect', label)}"
+        if label
+        else ""
+    )
+
+
+def guessed_label(path: Path) -> str:
+    """Return "SYMBOL:TF=path" for a file of bars whose name does not say it, by the step between them; else ""."""
+    if not path.name.lower().endswith(_SUFFIXES):
         return ""
     try:
-        if not _reads_as_bars(paths[0]):  # by its first lines: most tables are not read again
+        if not _reads_as_bars(path):  # by its first lines: most tables are not read again
             return ""
-        bars = read_bars(paths[0], day_first=True)
+        bars = read_bars(path, day_first=True)
     except StokerError:
         return ""
     spacing = observed_spacing(bars.time)
     names = [name for name, known in TIMEFRAMES.items() if known == spacing]
-    if not names:
-        return ""
-    label = f"{name_file(paths[0])[0] or 'SYMBOL'}:{names[0]}={paths[0]}"
-    return (
-        f"these are bars of {names[0]}: to see their windows, {command('stoker', 'inspect', label)}"
-    )
+    stem = path.name.partition(".")[0].upper()
+    symbol = name_file(path)[0] or (stem if stem.isalnum() else "SYMBOL")
+    return f"{symbol}:{names[0]}={path}" if names else ""
 
 
 def fitting_windows(

@@ -35,7 +35,15 @@ from stoker.sources.bars.features import (
     fit_scaler,
     make_features,
 )
-from stoker.sources.bars.files import BarFile, find_files, look, shared_extras, split_symbols
+from stoker.sources.bars.files import (
+    BarFile,
+    find_files,
+    guessed_label,
+    look,
+    shared_extras,
+    split_symbols,
+    unnamed_files,
+)
 from stoker.sources.bars.reading import OTHER_SYMBOLS, Bars, merge_bars, read_bars, show_time
 from stoker.sources.bars.timeframes import (
     DEFAULT_WINDOWS,
@@ -321,12 +329,16 @@ class BarsSource(PlainSource):
         ]
         if not wanted:
             there = sorted({file.timeframe for file in found})
+            unnamed = [] if there else unnamed_files(self.paths)
+            labels = list(filter(None, map(guessed_label, unnamed[:_MOST_GUESSED])))
+            shown = ", ".join(path.name for path in unnamed[:_MOST_GUESSED])
             raise MissingBarsError(
-                f"no file of bars for {', '.join(sorted(names))} among {format_count(len(found), 'file')}.",
-                "files named by symbol and timeframe, such as EURUSD_M5.csv.gz",
+                f"no file of bars for {', '.join(sorted(names))} among {format_count(len(found), 'file')}"
+                f"{f'; their names say no symbol and timeframe: {shown}' if unnamed else ''}.",
+                "files named by symbol and timeframe, such as EURUSD_M5.csv.gz, or SYMBOL:TF=FILE for each",
                 f"--windows {quoted(','.join(f'{name}=96' for name in there))}"
                 if there
-                else look_in(Path(self.paths[0])),
+                else " ".join(map(quoted, labels)) or look_in(Path(self.paths[0])),
             )
         return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
 
@@ -441,6 +453,7 @@ def _known_extras(bars: Bars, extras: Sequence[str], is_alone: bool) -> tuple[st
     return known
 
 
+_MOST_GUESSED = 3
 _DROPPED = {
     "window_not_full": "bars with too few bars before them for a window",
     "timeframe_stale": "bars whose other timeframe has no bar for over a week",

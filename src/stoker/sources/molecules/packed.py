@@ -232,6 +232,8 @@ def read_structure(
         return Refusal(file, line, "the structure has no atoms")
     if num_atoms > MAX_ATOMS - 1:
         return Refusal(file, line, f"the structure has {num_atoms} atoms; at most {MAX_ATOMS - 1}")
+    if not all(atom.GetAtomicNum() for atom in mol.GetAtoms()):  # its mass would be wrong
+        return Refusal(file, line, "the structure has an atom without an element (* or R)")
     return mol
 
 
@@ -271,6 +273,7 @@ def _explain(tools: _Toolkit, text: str, form: StructureForm) -> str:
             (tools.base.EnableLog if state == "enabled" else tools.base.DisableLog)(name)
     # A message begins with its time; what follows an invariant is a C++ stack trace.
     told = [found[1] for found in map(_LOG_LINE.fullmatch, heard) if found]
+    told = [each for each in told if each.strip(" :") != "ERROR"]  # all that InChI's library says
     if told:
         return told[-1]
     return "no molecule in it" if text.strip() else "empty text"
@@ -449,6 +452,11 @@ def average_mass(mol: Mol) -> float:
 def molecular_formula(mol: Mol) -> str:
     """Return the formula in Hill order, with the charge."""
     return _toolkit().formula(mol)
+
+
+def num_parts(mol: Mol) -> int:
+    """Return how many molecules a structure holds that no bond joins: salts and mixtures have several."""
+    return len(_toolkit().chem.GetMolFrags(mol))
 
 
 def canonical_smiles(mol: Mol) -> str:

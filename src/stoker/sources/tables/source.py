@@ -41,10 +41,12 @@ from stoker.sources.tables.columns import (
     Fault,
     as_text,
     encode,
+    is_text,
     needs_float64,
     numbers,
+    plain,
 )
-from stoker.sources.tables.layout import TextOptions, parse_number
+from stoker.sources.tables.layout import NULLS, TextOptions, parse_number
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
 from stoker.sources.tables.survey import Survey, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
@@ -340,9 +342,25 @@ def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fau
         texts = pa.array(names, pa.string()).take(encoded.indices)
     places = pc.fill_null(pc.index_in(texts, value_set=pa.array(target.classes, pa.string())), -1)
     found: Array = places.to_numpy(zero_copy_only=False).astype(np.int64)
+    words = _missing_words(column)
     for row in np.flatnonzero(found < 0).tolist():
-        faults.setdefault(row, missing)
+        word = words[row] if words is not None else None
+        told = f"{missing.reason}: {word!r} is read as missing"
+        faults.setdefault(row, missing._replace(reason=told) if word else missing)
     return found
+
+
+def _missing_words(column: Any) -> list[str | None] | None:
+    """Return the word of each row that stands for a missing value, such as None; None for a column that has none."""
+    texts = plain(column)
+    if not is_text(texts.type):
+        return None
+    texts = pc.utf8_trim_whitespace(texts)
+    is_word = pc.is_in(texts, value_set=pa.array([word for word in NULLS if word]))
+    if not pc.any(is_word).as_py():
+        return None
+    words: list[str | None] = pc.if_else(is_word, texts, pa.scalar(None, pa.string())).to_pylist()
+    return words
 
 
 def _check_alike(files: Sequence[TableFile], needed: Sequence[str]) -> None:
@@ -385,6 +403,14 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
     for name in table.column_names:
         about = [fault for fault in faults.values() if fault.column == name]
         if 2 * len(about) >= table.num_rows:
+            words = Counter(filter(None, _missing_words(table.column(name)) or ()))
+            if words:  # a class may be called so: "None" is also the damage of most collisions
+                word = words.most_common(1)[0][0]
+                raise SourceError(
+                    f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
+                    f"values that are not read as missing, as {', '.join(NULLS[1:])} are",
+                    f"where {word!r} is a value, write another word for it into the file, such as 'no {word}'",
+                )
             raise SourceError(
                 f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
                 "a column of one kind",
