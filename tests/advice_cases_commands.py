@@ -272,6 +272,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "bad.zip"],
              "import zipfile; z = zipfile.ZipFile('bad.zip', 'w', zipfile.ZIP_BZIP2); z.writestr('a.mol', 'x'); z.close()"),
         Case(["pack", "arrays", "_a.npy", "made"], "import os; os.rename('a.npy', '_a.npy')"),
+        Case(["pack", "arrays", "odd.npz", "made"], "np.savez('odd.npz', x=np.arange(9.0) ** 2, v=3)"),
+        Case(["pack", "arrays", "odd.npz", "made"], "np.savez('odd.npz', x=np.arange(9.0) ** 2, v=np.array([None]))"),
         Case(["pack", "bars", "bars/EURUSD_M5.csv", "made", "--windows", "H1=8"]),
         Case(["pack", "bars", "empty", "made", "--windows", "H1=8"]),
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "table.csv"]),

@@ -505,6 +505,12 @@ def place(loader):
             at="torch.nn.L1Loss(reduction='sum')",
         ),
         Case("check_steps(slow)", TRAINING, at="slow"),
+        Case(
+            "check_scheduler([first, second], False)",
+            TRAINING
+            + "; o = torch.optim.SGD(model.parameters()); first, second = (torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for _ in '12')",
+            at="[first, second]",
+        ),
         *_refused(
             TRAINING,
             "Trainer(model, pairs, pairs, criterion, optimizer, plateau, scheduler_interval='update')",
@@ -615,6 +621,7 @@ def place(loader):
                 "np.ones(3, 'c8')",
                 "np.zeros(3, 'M8[s]')",
                 "np.ma.masked_array([1.0, 2.0], [0, 1])",
+                "bytes([255, 216, 0])",
             )
         ),
         *(

@@ -37,6 +37,12 @@ class Forked(subprocess.Popen):
                 os._exit(99)
 
 
+def has_cuda_in_use() -> bool:
+    """Whether this process uses a GPU, which no fork of it could: what may use one is started otherwise then."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
 def begin_as_python_does(environment: Mapping[str, str]) -> None:
     """In a fork: leave behind what pytest and a test have set up, as if Python had been started."""
     faulthandler.disable()

@@ -2,7 +2,7 @@
 
 Only the start differs: the process is a child of this one, has the environment, folder and streams that it would have,
 and the probe enters it before the script. Tests of how a script is started and how the probe enters it start
-Python itself (`test_doctor_attach.py`, `test_doctor_endings.py`).
+Python itself (`test_doctor_attach.py`, `test_doctor_endings.py`); so does a process that has begun to use CUDA.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from typing import NoReturn
 
 import torch._dynamo  # noqa: F401  else every script whose steps are profiled would
 
-from forked import Forked, begin_as_python_does
+from forked import Forked, begin_as_python_does, has_cuda_in_use
 from stoker.doctor import attach
+
+START = attach._start
 
 
 def start(command, variables, cwd):
     """Stand in for `attach._start`."""
+    if has_cuda_in_use():
+        return START(command, variables, cwd)
     assert command[0] in (sys.executable, "python"), command
     return Forked(command, lambda: run(command[1:], variables, cwd or Path.cwd()))
 

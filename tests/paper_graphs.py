@@ -40,6 +40,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        return id(tensor)
     return tensor.untyped_storage().data_ptr()
 
 

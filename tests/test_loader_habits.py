@@ -218,3 +218,13 @@ def test_one_share_is_answered(ratios):
         split_randomly(10, ratios)
     with pytest.raises(InputError, match="num_samples is"):
         split_randomly([1, 2])
+
+
+def test_nothing_to_load_is_said(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((0, 3))
+        file["y"] = np.zeros((5, 2))
+    with pytest.raises(InputError, match="has no samples"):
+        Loader(tmp_path / "a.h5", 2, "cpu", rows=0)
+    with pytest.raises(InputError, match="epoch_samples is 0"):
+        Loader(np.arange(9), 2, "cpu", epoch_samples=0)

@@ -183,6 +183,16 @@ def test_what_is_made_smaller_stays_lossless_unless_a_quality_is_given(tmp_path,
                 assert (decode_bytes(data, 3).transpose(1, 2, 0) == smaller).all(), name
 
 
+def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path):
+    """Of an arithmetic-coded JPEG the marker of the frame is enough: Pillow takes the rest for damage that decodes."""
+    data = jpeg(smooth(16, 16))
+    at = data.index(b"\xff\xc0")
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "x.jpg").write_bytes(data[:at] + b"\xff\xc9" + data[at + 2 :])
+    with pytest.raises(QualityError, match="arithmetic-coded JPEG"):
+        packed(tmp_path / "in", tmp_path / "s")
+
+
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "tiff_deflate"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_tiff_is_turned_once(tmp_path, compression, orientation):

@@ -288,7 +288,7 @@ def test_a_folder_that_looks_like_a_url_is_a_folder(packed, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     shutil.copytree(packed, tmp_path / "http:" / "store")
     with open_store("http:/store") as store:
-        assert store.path == Path("http:/store")
+        assert store.path == tmp_path / "http:" / "store"
 
 
 def test_a_run_finds_the_url_that_it_was_trained_from(served, tmp_path, monkeypatch):

@@ -125,22 +125,25 @@ def test_second_names_are_said_and_can_be_chosen(tmp_path):
 def test_the_columns_of_a_table_are_fields(tmp_path):
     path = tmp_path / "x.h5"
     table = np.zeros(
-        9, [("x", ">f4", (3,)), ("label", "u1"), ("ok", "?"), ("name", "S4"), ("inner", [("a", "f4")])]
+        9, [("x", ">f4", (3,)), ("label", "u1"), ("ok", "?"), ("name", "S4"), ("inner", [("a", "f4")]),
+            ("CD4+/CD8", "i2")]
     )  # fmt: skip
     table["x"], table["label"] = np.random.default_rng(0).random((9, 3)), np.arange(9)
-    table["ok"] = table["label"] > 4
+    table["ok"], table["CD4+/CD8"] = table["label"] > 4, -table["label"].astype("i2")
     with h5py.File(path, "w") as file:
         file.create_dataset("particles", data=table, chunks=(2,), compression="gzip")
         file["y"] = np.arange(9.0)
     with pytest.warns(match="particles/name"):
         loader = Loader(path, 4, "cpu", shuffle=True)
     with loader:
-        assert set(loader.store.fields) == {"particles/x", "particles/label", "particles/ok", "y"}
+        assert set(loader.store.fields) == {
+            "particles/x", "particles/label", "particles/ok", "particles/CD4+/CD8", "y",
+        }  # fmt: skip
         assert "'particles/name' is text" in "\n".join(loader.store.notes)
         assert "'particles/inner' is a table of the columns a" in "\n".join(loader.store.notes)
         for batch in loader:
             rows = batch.sample_ids
-            for name in ("x", "label", "ok"):
+            for name in ("x", "label", "ok", "CD4+/CD8"):
                 values = batch[f"particles/{name}"].numpy()
                 assert (values == table[name][rows]).all()
                 assert values.dtype == table.dtype[name].base.newbyteorder("=")
@@ -155,6 +158,20 @@ def test_what_netcdf_says_of_values_is_noted(tmp_path):
         file["t"].attrs["_FillValue"] = np.array([-999], "i2")
     with open_store(tmp_path / "x.nc") as store:
         assert "'t' says scale_factor 0.01, _FillValue -999" in store.notes[0]
+
+
+def test_labels_in_attributes_are_said(tmp_path):
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.zeros((20, 3))
+        file["x"].attrs["labels"] = np.arange(20)
+        file["x"].attrs["scale"] = 3.0
+        file["x"].attrs["nothing"] = h5py.Empty("f4")
+        file.attrs["names"] = ["a"] * 20
+    with open_store(tmp_path / "x.h5") as store:
+        notes = "\n".join(store.notes)
+    assert "attribute 'labels' of dataset 'x' has a value for each of the 20 samples" in notes
+    assert "attribute 'names' of the file" in notes
+    assert "scale" not in notes
 
 
 def test_a_file_without_numbers_says_what_it_has_instead(tmp_path):

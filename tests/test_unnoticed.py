@@ -127,3 +127,27 @@ def test_chunks_are_loaded_when_they_are_asked_for_and_not_at_the_next_look(tmp_
         with Loader(tmp_path / "s", 10, "cpu", order=order, chunk_bytes=400) as loader:
             for _ in range(3):
                 assert sum(len(batch["x"]) for batch in loader) == 300
+
+
+def test_a_folder_keeps_its_two_newest_checkpoints_unless_told_otherwise(tmp_path):
+    from stoker.train.checkpoint import Checkpoints
+
+    for step in range(1, 5):
+        Checkpoints(tmp_path).save({"step": step}, step, 0)
+    assert [saved.step for saved in Checkpoints(tmp_path).list()] == [3, 4]
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_before_hdf5_keeps_the_interpreter(
+    tmp_path, monkeypatch
+):
+    from stoker.store import hdf5
+
+    write_store(tmp_path / "s", [{"x": Dense(np.zeros((3, 2), "f4"))}]).close()
+    (path,) = (tmp_path / "s").rglob("*.h5")
+    order, read, opened = [], os.read, hdf5.h5py.File
+    monkeypatch.setattr(os, "read", lambda *given: order.append("read") or read(*given))
+    monkeypatch.setattr(
+        hdf5.h5py, "File", lambda *given, **named: order.append("HDF5") or opened(*given, **named)
+    )
+    hdf5.open_hdf5(path).close()
+    assert order == ["read", "HDF5"]

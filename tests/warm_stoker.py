@@ -31,7 +31,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from forked import Forked, begin_as_python_does
+from forked import Forked, begin_as_python_does, has_cuda_in_use
 from forked_packers import fork_packers
 
 FIRST_USE = (
@@ -483,7 +483,12 @@ def stoker(
 def run_script_here(
     script: Path, folder: Path | None, environment: dict[str, str], warned=(), words=()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a fork of this worker, which has imported what earlier tests have needed."""
+    """Run a script in a fork of this worker, which has imported what earlier tests have needed.
+
+    Where this worker uses CUDA, which a fork of it could not, in a fork of its server.
+    """
+    if has_cuda_in_use():
+        return shared().run(words, folder, environment, script=script, warned=warned)
     asked = _asked([*map(str, words)], folder, environment, script)
     asked |= {"warnings": [*warned], "here": True}
     for stream in (sys.stdout, sys.stderr):

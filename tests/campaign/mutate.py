@@ -42,6 +42,13 @@ LEFT_BEHIND = (".git", ".venv", ".gpu-deps", ".gpu-data", ".gpu-wheels", "__pyca
 EQUIVALENT: dict[str, str] = {
     "train/graph.py: CHECKED_REPLAYS = 3 -> CHECKED_REPLAYS = 4": "one more comparison before a graph is trusted",
     "loader/epochs.py: _LEAST_FOR_THREAD = 1 << 14 -> _LEAST_FOR_THREAD = 2 << 14": "when a thread permutes",
+    "loader/epochs.py: return [Visit(*row) for row in zip(*(column.tolist() for column in columns), strict=True)] -> "
+    "return [Visit(*row) for row in zip(*(column.tolist() for column in columns), strict=False)]": "equal lengths",
+    "loader/scattered.py: for column, layout in zip(self.columns, self._layouts, strict=True): -> "
+    "for column, layout in zip(self.columns, self._layouts, strict=False):": "equal lengths",
+    "store/quality.py: @dataclass(frozen=True) -> @dataclass(frozen=False)": "nothing changes a finding",
+    "store/memory.py: super().__init__(_NOWHERE, None, wanted, 1 << 20) -> "
+    "super().__init__(_NOWHERE, None, wanted, 1 << 21)": "arrays in memory have no sums of blocks",
 }
 """The name of a change (`Mutant.name`) to the reason why no test can notice it."""
 

@@ -301,7 +301,7 @@ def python_in_model(case: Case) -> Finding | None:
     spent = share * pace.step
     lines = case.measured.python_lines
     # On a GPU the kernels may still run meanwhile.
-    low, likely, high = (max(pace.step - spent * part, pace.device_busy) for part in (0.5, 0.8, 1))
+    low, likely, high = (max(pace.step - spent * part, pace.device_busy) for part in (0.5, 0.9, 1))
     return case.advise(
         "python-in-model",
         "the forward pass waits for its own Python code",
@@ -313,7 +313,7 @@ def python_in_model(case: Case) -> Finding | None:
             f"most of it at {', '.join(lines[:3])}" if lines else None,
         ],
         "Make it a few calls on whole tensors, or do it before the step, in the Dataset of a DataLoader with workers. "
-        "The gain is that of a fifth of the time.",
+        "The gain is that of a tenth of the time.",
         gain_of_steps(pace.step, low, likely, high),
         where=lines[0] if lines else None,
     )

@@ -336,7 +336,9 @@ def read_loader(
     ran = sum(max(0.0, fetch.seconds - fetch.delay) for fetch in fetches)
     idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
     lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
-    seen, looks = (lines.most_common(1) or [(None, 0)])[0], max(1, lines.total())
+    # Samples in a library that no code of the user's calls have no line.
+    looks = sum(sum(one.state["doing"].values()) for one in workers)
+    seen = (lines.most_common(1) or [(None, 0)])[0]
     batches = sum(row.batches for row in rows)
     clock = Clock.of(main, processes)
     waits = Spread.of(map(clock.wait, rows))
@@ -374,7 +376,7 @@ def read_loader(
         open_hdf5=tuple(facts.get("open_hdf5") or ()),
         in_order=facts.get("in_order", False),
         busiest_line=seen[0],
-        busiest_share=seen[1] / looks if seen[0] else None,
+        busiest_share=seen[1] / max(1, looks, lines.total()) if seen[0] else None,
     )
 
 

@@ -245,14 +245,14 @@ def _python(
     Samples in the code of a module may also be operators that it calls, the few profiled steps may be unusual ones, and
     a thread that waits runs nothing: it is the smallest of the three. `known` is as for `_between`.
     """
-    looks = sum(count for kind, count in state.get("training", {}).items() if kind != "timed")
-    profiled = state["profile"].get("python_seconds", 0.0)
+    looks = int(sum(count for kind, count in state.get("training", {}).items() if kind != "timed"))
+    profiled = float(state["profile"].get("python_seconds", 0.0))
     if step is None or looks < _FEW_LOOKS or not rows:
         return 0.0
-    inside = sum(state.get("model_lines", {}).values())
+    inside = int(sum(state.get("model_lines", {}).values()))
     ran = statistics.median(row.cpu - row.backward * undisturbed(row) for row in rows)
     shared = (step.median - known) * min(1.0, inside / looks)
-    return max(0.0, min(float(profiled), shared, ran))
+    return float(max(0.0, min(profiled, shared, ran)))
 
 
 def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | None:

@@ -134,7 +134,7 @@ def _instead(name: str, value: Any) -> str:
     advice = _SAMPLERS.get(type(value).__name__, f"leave {name} out")
     if isinstance(value, RandomSampler | WeightedRandomSampler):
         data = value.data_source if isinstance(value, RandomSampler) else value.weights
-        if len(value) != len(data):  # type: ignore[arg-type]
+        if len(value) != len(data):
             advice += f", epoch_samples={len(value)}"
     return advice
 
@@ -283,7 +283,9 @@ def open_data(
             return Opened(open_store(data, group=group, rows=rows, fields=named))
         if named and any(store.left_aside(name) for name in named):
             with suppress(StoreError):  # `make_columns` says why a field is none
-                return Opened(open_store(data, group=group, rows=rows, fields=named))
+                chosen = open_store(data, group=group, rows=rows, fields=named)
+                store.close()
+                return Opened(chosen)
         return Opened(store)
     for name, value in (("group", group), ("rows", rows)):
         if value is not None:

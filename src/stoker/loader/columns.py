@@ -144,7 +144,7 @@ def check_samples(samples: Array | str | slice | None, store: Store) -> Array:
         samples: Sample numbers, one bool per sample, a slice, or the name of a split.
         store: That they are samples of.
     """
-    if samples is None:
+    if samples is None and store.num_samples:
         return np.arange(store.num_samples, dtype=np.int64)
     if isinstance(samples, str):
         from stoker.loader.splits import select_samples  # the sources come with it: 0.2 s
@@ -161,8 +161,11 @@ def check_samples(samples: Array | str | slice | None, store: Store) -> Array:
     samples = np.asarray(samples)
     if samples.dtype == bool and samples.shape == (store.num_samples,):
         samples = np.flatnonzero(samples)
-    if not samples.size:
-        raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
+    if not store.num_samples or not samples.size:
+        given = (
+            "no samples were asked for." if store.num_samples else f"{store.name} has no samples."
+        )
+        raise InputError(given, "1 or more", "look at what chose them")
     if samples.ndim != 1 or samples.dtype.kind not in "iu":
         raise InputError(
             f"samples are {samples.dtype} {samples.shape}.",

@@ -230,7 +230,9 @@ def choose_draws(
             f"leave {'weights' if weights is not None else 'balance'} out",
         )
     count = len(samples)
-    num_draws = whole_number("epoch_samples", epoch_samples or count, "epoch_samples=1000", 1)
+    num_draws = whole_number(
+        "epoch_samples", count if epoch_samples is None else epoch_samples, "epoch_samples=1000", 1
+    )
     if mixture is not None:
         return mixture.draws(samples, num_draws)
     if balance is not None:

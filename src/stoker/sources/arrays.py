@@ -243,10 +243,13 @@ def opened_arrays(
                         "rename one of them with numpy",
                     )
                 if not rows.shape or rows.dtype.kind not in "biuf":
+                    usable = _usable(path)
                     raise SourceError(
                         f"{path}: array {name!r} has dtype {rows.dtype} and shape {rows.shape}.",
                         "numbers with at least one dimension",
-                        "convert it with numpy first",
+                        command("--fields", ",".join(usable))
+                        if usable
+                        else "convert it with numpy first",
                     )
                 arrays[name] = rows
         if not arrays:
@@ -287,9 +290,34 @@ def _open(
     except (*_DAMAGE, OSError) as error:
         if isinstance(error, OSError) and (known := file_error(error, scratch)) is not None:
             raise known from error
+        usable = _usable(path)
         raise SourceError(
-            f"{path} cannot be read as a numpy file: {error}.", "an intact .npy or .npz", ""
+            f"{path} cannot be read as a numpy file: {error}.",
+            "an intact .npy or .npz",
+            command("--fields", ",".join(usable)) if usable else "",
         ) from error
+
+
+def _usable(path: Path) -> list[str]:
+    """Return the arrays of an archive that can be packed together; none where that is not clear."""
+    with suppress(*_DAMAGE, OSError, StokerError), bounds.open_zip(path) as archive:
+        headers = _headers(archive, _members(path, archive))
+        if len({header.shape[0] for header in headers.values()}) == 1:
+            return list(headers)
+    return []
+
+
+def _headers(
+    archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]
+) -> dict[str, _Header]:
+    """Return what arrays of numbers say; one that cannot be read is left out."""
+    headers: dict[str, _Header] = {}
+    for name, member in members.items():
+        with suppress(ValueError), archive.open(member) as stream:
+            header = _read_header(stream, member.filename)
+            if header.shape and header.dtype.kind in "biuf":
+                headers[name] = header
+    return headers
 
 
 def _stored_rows(store: Store, name: str) -> _Rows:
@@ -313,13 +341,8 @@ def _selected(
     """Return the members that were chosen, by their names inside the group; others are not unpacked."""
     if chosen == Selection():
         return members
-    headers: dict[str, _Header] = {}
-    for name, member in members.items():
-        # One that cannot be read is no candidate; when it is asked for by name, it is missing.
-        with suppress(ValueError), archive.open(member) as stream:
-            header = _read_header(stream, member.filename)
-            if header.shape and header.dtype.kind in "biuf":
-                headers[name] = header
+    # One that cannot be read is no candidate; when it is asked for by name, it is missing.
+    headers = _headers(archive, members)
     lengths = {name: header.shape[0] for name, header in headers.items()}
     prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
     inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}

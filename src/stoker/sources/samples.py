@@ -70,6 +70,15 @@ def as_array(value: Any, what: str) -> Array | str:
     """
     if isinstance(value, str):
         return value
+    if isinstance(value, bytes):  # numpy would cut zeros off its end
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise InputError(
+                f"{what} is {len(value)} bytes that are no text.",
+                _NUMBERS,
+                "np.frombuffer(value, np.uint8)",
+            ) from None
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise InputError(
             f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"
@@ -119,8 +128,8 @@ def _advise(value: Any, kind: str) -> str:
     if are_arrays(value):
         names = ", ".join(f"'view_{number}': value[{number}]" for number in range(len(value)))
         return f"{{{names}}}, as fields of the sample itself"
-    if names := getattr(getattr(value, "dtype", None), "names", None):  # a structured array
-        return f"{{name: value[name] for name in {list(names)}}}, as fields of the sample itself"
+    if columns := getattr(getattr(value, "dtype", None), "names", None):  # a structured array
+        return f"{{name: value[name] for name in {list(columns)}}}, as fields of the sample itself"
     if kind == "c":
         return "np.stack([np.real(value), np.imag(value)], -1)"
     if kind in "mM":

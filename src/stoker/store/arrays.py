@@ -474,6 +474,8 @@ class StoredArray:
                     node = self._library[1][location.dataset]
                     if location.column:
                         out[...] = node.fields(location.column)[start:stop]
+                    elif node.dtype.subdtype:
+                        out[...] = node[start:stop]
                     else:
                         node.read_direct(out, np.s_[start:stop])
             except (OSError, RuntimeError, KeyError) as error:

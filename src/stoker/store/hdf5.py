@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, look_for, quoted
+from stoker.display import command, look_for, look_in, quoted
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
@@ -123,21 +123,22 @@ def check_readable(file: Path, dataset: h5py.Dataset) -> None:
         code, _, _, label = plist.get_filter(number)
         if code not in _UNDO and not _has_filter(code):
             copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+            filter_name = label.partition(b";")[0].decode(errors="replace")
             raise StoreError(
-                f"{file}: dataset {name!r} was written through the filter {label.decode(errors='replace')} "
+                f"{file}: dataset {name!r} was written through the filter {filter_name!r} "
                 f"(HDF5's number {code}), which is not installed.",
                 "gzip, lzf, szip, zstd and others of HDF5; blosc, bitshuffle, lz4 and more with the package hdf5plugin",
                 command("pip", "install", "hdf5plugin")
                 if code in _PLUGINS
                 else f"{command('h5repack', '-f', 'NONE', file, copy)}, where the filter is installed",
             )
-    for place, inside in _sources(file, dataset):
-        if place is None:
-            missing = inside
-        elif inside and not _holds(place, inside):
-            missing = f"{place}, dataset {inside!r}"
-        else:
-            continue
+    sources = _sources(file, dataset)
+    gone = [name for place, name in sources if place is None]
+    for place in () if gone else sorted({place for place, inside in sources if place and inside}):
+        lost = _lacks(place, [inside for each, inside in sources if each == place])
+        gone += [f"{place}, dataset {each!r}" for each in lost]
+    if gone:
+        missing = f"{gone[0]} and {len(gone) - 1:,} more" if len(gone) > 1 else gone[0]
         raise StoreError(
             f"{file}: dataset {name!r} takes values from {missing}, which is not there: they would be read as "
             f"{dataset.fillvalue if has_fill(dataset) else 0}.",
@@ -153,12 +154,13 @@ def _has_filter(code: int) -> bool:
     return bool(h5py.h5z.filter_avail(code))
 
 
-def _holds(place: Path, inside: str) -> bool:
+def _lacks(place: Path, names: list[str]) -> list[str]:
+    """Return which of the names a file does not hold: all of them if it is no HDF5 file."""
     try:
         with h5py.File(place, "r", locking="best-effort") as other:
-            return inside in other
+            return [name for name in names if name not in other]
     except OSError:
-        return False
+        return names
 
 
 def _sources(file: Path, dataset: h5py.Dataset) -> list[tuple[Path | None, str]]:
@@ -169,11 +171,11 @@ def _sources(file: Path, dataset: h5py.Dataset) -> list[tuple[Path | None, str]]
     plist = dataset.id.get_create_plist()
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         wanted = {(each.file_name, each.dset_name) for each in dataset.virtual_sources()}
-        folders = (file.parent, Path())
+        folders = [file.parent, Path()]
     else:  # HDF5 looks for these from the current folder only
         count = plist.get_external_count()
         wanted = {(os.fsdecode(plist.get_external(number)[0]), "") for number in range(count)}
-        folders = (Path(),)
+        folders = [Path()]
     found: list[tuple[Path | None, str]] = []
     for name, inside in sorted(wanted):
         if name == ".":
@@ -241,15 +243,15 @@ def find_node(file: h5py.File, name: str) -> tuple[h5py.Dataset, str]:
 def locate(file: Path, dataset: h5py.Dataset, column: str = "") -> Location:
     """Find out how `dataset`, or a column of it, can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
-    if column:
-        values = dataset.dtype[column]
+    values = dataset.dtype[column] if column else dataset.dtype
+    if column or values.subdtype:
         return Location(
             file,
             dataset.name.lstrip("/"),
             (*map(int, dataset.shape), *values.shape),
             values.base,
             layout="library",
-            reason="it is a column of a table",
+            reason="it is a column of a table" if column else "each of its values is an array",
             column=column,
         )
     facts: dict[str, Any] = {
@@ -389,6 +391,7 @@ def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
 
 PACKED_BY = {
     ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
+    ".bin": "series",
 }  # fmt: skip
 """Ending of a raw file to the source of `stoker pack` that reads it."""
 READ_BY = {

@@ -18,6 +18,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ _CLEAR_SHARE = 0.99
 """Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
 _MOST_NAMES = 4
 _MOST_LENGTHS = 6
+_FEW = 8
+"""Values that an attribute may have for other reasons: one for each dimension, for example."""
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 """Attributes by which netCDF says what a stored number means."""
 
@@ -105,6 +108,8 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
             check_readable(path, node)
             check_claims(path, node)
             notes += _value_notes(node)
+            notes += _attribute_notes(node, made.manifest.num_samples)
+        notes += _attribute_notes(file, made.manifest.num_samples)
         stated, num_samples = file.attrs.get("num_samples"), made.manifest.num_samples
         if stated is not None and not np.array_equal(stated, num_samples):
             notes.append(
@@ -126,6 +131,16 @@ def _value_notes(dataset: h5py.Dataset) -> list[str]:
             f"dataset {name!r} says {', '.join(shown)} (netCDF): its values come as they are stored, without that"
         )
     return notes
+
+
+def _attribute_notes(node: Any, num_samples: int) -> list[str]:
+    """Return which attributes have a value for each sample, such as labels."""
+    what = f"dataset {node.name.lstrip('/')!r}" if isinstance(node, h5py.Dataset) else "the file"
+    return [
+        f"attribute {key!r} of {what} has a value for each of the {num_samples:,} samples: left aside"
+        for key in node.attrs
+        if num_samples > _FEW and (node.attrs.get_id(key).shape or ())[:1] == (num_samples,)
+    ]
 
 
 def select(
@@ -665,7 +680,9 @@ def _some_groups(file: h5py.File, arrays: Arrays) -> list[str]:
     links = file.id.links  # h5py's own `get(getlink=True)` fails on a user's kind of link
     hard = [name for name in file if links.get_info(os.fsencode(name)).type == h5py.h5l.TYPE_HARD]
     groups = [name for name in hard if isinstance(file[name], h5py.Group)]
-    return [*groups[:_MOST_GROUPS], *sorted(below - top - {""})[:_MOST_GROUPS]]
+    # A table's column may have a "/" in its name.
+    inner = (name for name in sorted(below - top - {""}) if isinstance(file.get(name), h5py.Group))
+    return [*groups[:_MOST_GROUPS], *islice(inner, _MOST_GROUPS)]
 
 
 def _is_anndata(file: h5py.File) -> bool:

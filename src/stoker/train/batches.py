@@ -478,6 +478,14 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
         if pair is not None:
             return batch[pair[0]], batch[pair[1]]
         given, names = f"a batch with {', '.join(map(str, batch))}.", [*batch, *batch][:2]
+        if (
+            "input_ids" in batch and len(batch) > 2
+        ):  # by order it would be given to other arguments of the model
+            raise InputError(
+                given,
+                "inputs that a Hugging Face model takes by name; with labels among them its outputs have the loss",
+                "Trainer(..., unpack=lambda batch: (batch, None)), with the criterion lambda outputs, _: outputs.loss",
+            )
         if len(batch) > 2:
             raise _several_inputs(given, map(repr, sorted(batch, key=_is_target)))
         raise InputError(

@@ -102,6 +102,27 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_scheduler(scheduler: Any, has_folder: bool) -> None:
+    """Raise if it is not one scheduler, or cannot be saved with checkpoints that are asked for."""
+    if scheduler is None:
+        return
+    kind = type(scheduler).__name__
+    if not callable(getattr(scheduler, "step", None)):
+        raise InputError(
+            f"a scheduler that is a {kind}.",
+            "one object with a step method",
+            "torch.optim.lr_scheduler.ChainedScheduler([first, second])"
+            if isinstance(scheduler, list | tuple)
+            else "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)",
+        )
+    if has_folder and not all(hasattr(scheduler, n) for n in ("state_dict", "load_state_dict")):
+        raise InputError(
+            f"{kind} has no state_dict and load_state_dict, and a run with a folder saves its scheduler.",
+            "a scheduler with both, such as a class that inherits from torch.optim.lr_scheduler.LRScheduler",
+            "Trainer(...) without run_dir",
+        )
+
+
 def check_skipping(step: Step, nonfinite: str) -> None:
     """Raise if nonfinite is "skip" and the optimizer cannot skip an update on this device."""
     parts = step.parts
@@ -134,9 +155,9 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 
     Such an optimizer has `train` and `eval`, and raises in the other mode. Others are left alone.
     """
-    modes = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
-    if all(map(callable, modes)):
-        modes[0 if training else 1]()
+    train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
+    if callable(train) and callable(evaluate):
+        (train if training else evaluate)()
 
 
 def resting_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

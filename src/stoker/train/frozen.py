@@ -10,10 +10,14 @@ may draw random numbers.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import itertools
+import pickle
+import random
 import re
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import itemgetter
@@ -32,8 +36,10 @@ _MOST_COMPARED = 1000
 _DEPTH = 3
 _MOST_GROUPS = 200
 """Containers that are looked into at every replay; those of a larger model at every n-th only."""
-_LENGTH, _ITEM, _LEAVE = object(), object(), object()
-"""Keys of a container's length, and of a tensor's only value; a value that is left as it is."""
+_LENGTH, _ITEM, _DRAWN, _LEAVE = object(), object(), object(), object()
+"""Keys of a container's length, a tensor's only value and a generator's state; a value that is left as it is."""
+_HOST = torch.device("cpu")
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
     {
         *("torch", "numpy", "stoker", "functools", "collections", "logging", "random"),
@@ -106,7 +112,8 @@ class HostNumbers:
 
     They are attributes of modules (`training`, a dropout's `p`), and variables that functions and forward passes
     take from around them. Lists, dicts and plain objects are looked into one level deep; the length of a list or
-    dict counts too: a replay appends nothing.
+    dict counts too: a replay appends nothing. So do the states of random generators that are kept there, which a
+    replay does not draw from, and numbers of classes that count in their methods.
 
     Args:
         modules: With all modules inside them.
@@ -123,12 +130,17 @@ class HostNumbers:
     ) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
+        self._called: set[int] = set()
         code: dict[int, tuple[str, Any]] = {}
+        kinds: dict[type, None] = {}
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
                 self._look(name, vars(module), only=_named_in_step(type(module)))
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
+                kinds[type(module)] = None
+        for kind, count in (found for each in kinds for found in _class_counts(each)):
+            self._take(f"{kind.__name__}.{count}", kind, count)
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
             if is_plain_object(function, may_be_called=True):  # such as a criterion with settings
@@ -149,7 +161,9 @@ class HostNumbers:
         keys: dict[int, tuple[Any, list[Any]]] = {}
         self._rest: list[tuple[Any, Any, Any]] = []
         for (_, container, key), value in zip(self._places, self._values, strict=True):
-            if key in (_LENGTH, _ITEM) or isinstance(container, CellType):
+            if key is _DRAWN:  # others may draw from it between two steps
+                continue
+            if key in (_LENGTH, _ITEM) or isinstance(container, CellType | type):
                 self._rest.append((container, key, value))
             else:
                 keys.setdefault(id(container), (container, []))[1].append(key)
@@ -162,7 +176,7 @@ class HostNumbers:
         self, name: str, container: Any, deeper: bool = True, only: Collection[str] | None = None
     ) -> None:
         # A vocabulary is no setting: of a large container only the length counts.
-        keys = range(len(container)) if isinstance(container, list) else list(container)
+        keys = range(len(container)) if isinstance(container, list | deque) else list(container)
         for key in keys if len(keys) <= _MOST_COMPARED else ():
             if key not in _MODULE_TABLES and (only is None or key in only):
                 self._take(f"{name}.{key}", container, key, deeper)
@@ -173,11 +187,19 @@ class HostNumbers:
             self._found[id(container), key] = (name, container, key)
         elif self._on_gpu and _is_host_number(value):
             self._found[id(value), _ITEM] = (name, value, _ITEM)
-        elif deeper and isinstance(value, dict | list):
-            self._found[id(value), _LENGTH] = (f"the length of {name}", value, _LENGTH)
+        elif isinstance(value, _GENERATORS) and getattr(value, "device", _HOST) == _HOST:
+            self._found[id(value), _DRAWN] = (name, value, _DRAWN)
+        elif deeper and isinstance(value, dict | list | deque):
+            what = "entries" if isinstance(value, deque) else "length"
+            self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
             self._look(name, value, deeper=False)
         elif deeper and is_plain_object(value):
             self._look(name, vars(value), deeper=False)
+        elif (
+            deeper and is_plain_object(value, may_be_called=True) and id(value) not in self._called
+        ):
+            self._called.add(id(value))  # such as a loss that a step function calls
+            self._look(name, vars(value))
 
     def values(self) -> list[Any]:
         """Return what they are now."""
@@ -198,18 +220,33 @@ class HostNumbers:
 
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
         """Return the name of the first that differs between two results of `values`, or None."""
-        pairs = zip(self._places, some, others, strict=True)
-        differs = (name for (name, _, _), one, other in pairs if one is not other and one != other)
-        return next(differs, None)
+        return next(self._name_differences(some, others), None)
+
+    def name_counts(self) -> list[str]:
+        """Return the names of those that have another value than at first, but for modes of modules."""
+        changed = self._name_differences(self.values(), self._values)
+        return [name for name in changed if name.rpartition(".")[2] != "training"]
+
+    def _name_differences(self, some: list[Any], others: list[Any]) -> Iterator[str]:
+        for (name, _, _), one, other in zip(self._places, some, others, strict=True):
+            if one is not other and one != other:
+                yield name
 
     def put_back(self) -> None:
         """Give each the value that it had at first."""
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             if key is _ITEM:
                 container.fill_(value)
+            elif key is _DRAWN:
+                _set_drawn(container, value)
             elif key is _LENGTH:
                 if isinstance(container, list):
                     del container[value:]
+                elif isinstance(container, deque) and _Entries(container) != value:
+                    container.clear()
+                    container.extend(value)
+            elif isinstance(container, type):
+                setattr(container, key, value)
             elif isinstance(container, CellType):
                 container.cell_contents = value
             elif _read(container, key) is not value:
@@ -299,14 +336,69 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
+class _Entries(tuple[Any, ...]):
+    """What a deque holds, which is the same if the objects are: a full one keeps its length."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple) or len(self) != len(other):
+            return False
+        return all(one is another for one, another in zip(self, other, strict=True))
+
+    __hash__ = tuple.__hash__
+
+
+def _drawn(generator: Any) -> bytes:
+    """Return the state of a generator of random numbers on the host."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy())
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def _set_drawn(generator: Any, state: bytes) -> None:
+    """Set a generator to a state of `_drawn`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))  # noqa: S301 (made by `_drawn` in this process)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))  # noqa: S301
+    else:
+        generator.bit_generator.state = pickle.loads(state)  # noqa: S301
+
+
+def _class_counts(kind: type) -> list[tuple[type, str]]:
+    """Return the numbers of a class and its bases that a method assigns to, as in `Net.count += 1`."""
+    found = []
+    for base in (one for one in kind.__mro__ if _package(one) not in _FOREIGN):
+        numbers = {n for n, v in vars(base).items() if isinstance(v, bool | int | float)}
+        for method in filter(inspect.isfunction, vars(base).values()):
+            named = numbers & {*method.__code__.co_names}
+            if named:
+                stored = {
+                    i.argval for i in dis.get_instructions(method) if i.opname == "STORE_ATTR"
+                }
+                found += [(base, name) for name in sorted(named & stored)]
+    return found
+
+
 def _read(container: Any, key: Any) -> Any:
     if key is _LENGTH:
-        return len(container)
+        return _Entries(container) if isinstance(container, deque) else len(container)
     if key is _ITEM:
         return container.item()
+    if key is _DRAWN:
+        return _drawn(container)
     if isinstance(container, dict):
         return container.get(key)
-    if isinstance(container, list):
+    if isinstance(container, type):
+        return getattr(container, key, None)
+    if isinstance(container, list | deque):
         return container[key] if key < len(container) else None
     try:
         return container.cell_contents

@@ -59,13 +59,17 @@ from stoker.train.replay_check import (
     spread,
 )
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
-from stoker.train.step_state import KeptByOptimizers, Snapshot, StepState
+from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
 """DDP observes its first ten steps and rebuilds its buckets during them."""
 CHECKED_REPLAYS = 3
 _WORTH_TELLING = 1.05
+_MOVED = (
+    "the step gives weights other memory (p.data = ...), which a graph cannot follow: p.data.copy_(...) "
+    "is followed"
+)
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
 
@@ -168,6 +172,7 @@ class GraphedStep:
         self._numbers = HostNumbers(())
         self._held = HeldTensors(())
         self._held_values: list[Any] = []
+        self._replaced: list[Replaced] = []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst = 0.0
@@ -337,7 +342,7 @@ class GraphedStep:
         ]
         modules, code = state.changed_modules(), state.code()
         self._numbers = HostNumbers(modules, code, state.device)
-        held, kept = HeldTensors(modules, code), KeptByOptimizers(state.optimizers)
+        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules)
         before = held.values()
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
@@ -364,6 +369,9 @@ class GraphedStep:
                 gc.enable()
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
+        self._replaced = kept.replacements()
+        if kept.has_moved():
+            why = why or _MOVED
         kept.put_back()
         self._held, self._held_values = held, held.replacements(before)
         held.put(before)
@@ -419,6 +427,9 @@ class GraphedStep:
                 f"the step changes {changed or 'a tensor'}, which is no module, optimizer or scaler that was given"
             )
             return result  # it cannot be undone, and need not be
+        if is_first and not state.ranks.all_of(not keep.has_moved()):
+            self.give_up(_MOVED)
+            return result
         held = [tensor.detach().clone() for tensor in keep.replacements()]
         keep.restore()
         if is_first and replaced is not None and self._reads_held(work, keep, [*eager, *held]):
@@ -427,6 +438,8 @@ class GraphedStep:
                 "changes is followed"
             )
             return self._run_eagerly(work)
+        if is_first and self._replaced:
+            return self._compare_replaced(work, keep, eager)
         since = self._clock()
         replayed = self._replay()
         self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
@@ -451,6 +464,27 @@ class GraphedStep:
             moved = left_behind or "a number"
             self._split(f"the step changes {moved} on the host, which a graph cannot follow")
         return self._run_eagerly(work)
+
+    def _compare_replaced(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> Any:
+        """Compare a step that replaces tensors of a state or buffers instead of changing them.
+
+        A graph reads the first ones for ever. Where it only writes them, as weights to go back to, its own are used.
+        """
+        replaced, self._replaced = self._replaced, []
+        for one in replaced:
+            one.container[one.key] = torch.full_like(one.tensor, 1.5)
+        results = iterate_tensors(self._run_eagerly(work))
+        away = self._agreed(difference(eager, [*results, *self._state.tensors()]))
+        keep.restore()
+        if away > 1.0:
+            self._split(
+                f"the step replaces {replaced[0].name} by other tensors and reads them, which a graph cannot follow: "
+                "one that copy_ or mul_ changes is followed"
+            )
+            return self._run_eagerly(work)
+        for one in replaced:
+            one.container[one.key] = one.tensor
+        return self._replay_and_check(work)
 
     def _reads_held(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> bool:
         """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
@@ -585,7 +619,7 @@ class GraphedStep:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
         self._graph = self._static = self._loss = self._host_draws = None
         self._frozen, self._numbers = [], HostNumbers(())
-        self._held, self._held_values = HeldTensors(()), []
+        self._held, self._held_values, self._replaced = HeldTensors(()), [], []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False

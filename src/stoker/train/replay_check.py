@@ -154,12 +154,12 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest finite magnitude of each tensor."""
+    """Return the largest finite magnitude of each tensor; 0 for whole numbers, which are compared exactly."""
     device = tensors[0].device
     return torch.stack(
         [
             tensor.detach().abs().float().nan_to_num(0.0, 0.0, 0.0).max().to(device)
-            if tensor.numel()
+            if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())
             else torch.zeros((), device=device)
             for tensor in tensors
         ]

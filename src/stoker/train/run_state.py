@@ -20,6 +20,7 @@ from stoker.train.batches import Feed
 from stoker.train.capture import CapturedStep
 from stoker.train.checkpoint_file import loadable
 from stoker.train.checks import load_criterion
+from stoker.train.frozen import HostNumbers
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochTally, LossTrend, Stall
@@ -119,6 +120,7 @@ class Resumable:
     _identity: dict[str, Any]
     _interval: Interval
     _can_save = False
+    _numbers: HostNumbers | None = None
 
     @property
     def _step(self) -> Step:
@@ -146,6 +148,7 @@ class Resumable:
         if checkpoints is None:
             return
         HEARTBEAT.mark("saving", self._at.epoch)
+        self._tell_unsaved()
         state = self.state_dict(keep=self.ranks.is_first)
         self.ranks.first_does(
             lambda: checkpoints.save(
@@ -153,6 +156,26 @@ class Resumable:
             )
         )
         self._at.saved_step = self._at.num_steps
+
+    def _watch_numbers(self) -> None:
+        """Remember the numbers that model and criterion keep on the host, before the first step."""
+        if self._numbers is None and self._folder.checkpoints is not None:
+            modules = [m for m in (self.model, self.criterion) if isinstance(m, torch.nn.Module)]
+            self._numbers = HostNumbers(modules, [] if len(modules) == 2 else [self.criterion])
+
+    def _tell_unsaved(self) -> None:
+        """Note, at the first checkpoint, what the steps have changed and no checkpoint holds."""
+        names = [] if self._numbers is None else self._numbers.name_counts()
+        self._numbers = HostNumbers(())  # once is enough
+        if names:
+            self.note(
+                Note(
+                    f"not in a checkpoint, because in no state_dict: {', '.join(names[:3])}"
+                    f"{', ...' if len(names) > 3 else ''}. A resumed run begins with it as a new one does; a buffer, "
+                    "or get_extra_state and set_extra_state of the module, keeps it",
+                    values={"unsaved": names},
+                )
+            )
 
     def _check_saving(self) -> None:
         """Raise now, not after an epoch, if what the first update has made cannot be saved."""

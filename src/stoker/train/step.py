@@ -38,7 +38,8 @@ from stoker.train.split_update import SplitUpdate, split_tensors
 Criterion = Callable[[Any, Any], torch.Tensor]
 _NUM_FLAGS = 256
 # By class, and weakly: asking costs 10 us, and a class of somebody's may hold much in its closures.
-_NEEDS_SEVERAL: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_Arguments = tuple[int, frozenset[str], frozenset[str]]
+_ARGUMENTS: weakref.WeakKeyDictionary[type, _Arguments] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -69,38 +70,50 @@ def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | Non
     """Return a model's outputs.
 
     Inputs in a tuple, list or mapping are spread over the arguments of a `forward` that needs two or more. Such a model
-    cannot be called with one; any other gets the inputs as they are.
+    cannot be called with one. A mapping is also spread over a `forward` that takes two or more, if its keys are their
+    names, as of Hugging Face models. Any other gets the inputs as they are.
 
     Args:
         module: To be called.
         inputs: Of one batch.
         model: Whose `forward` counts, where `module` wraps it.
     """
-    if not isinstance(inputs, torch.Tensor) and _needs_several(
-        type(module if model is None else model)
+    if isinstance(inputs, torch.Tensor):
+        return module(inputs)
+    count, needed, named = _arguments(type(module if model is None else model))
+    if isinstance(inputs, tuple | list) and count > 1:
+        return module(*inputs)
+    if isinstance(inputs, Mapping) and (
+        count > 1 or (len(named) > 1 and needed <= inputs.keys() <= named)
     ):
-        if isinstance(inputs, tuple | list):
-            return module(*inputs)
-        if isinstance(inputs, Mapping):
-            return module(**inputs)
+        return module(**inputs)
     return module(inputs)
 
 
-def _needs_several(kind: type[torch.nn.Module]) -> bool:
-    found = _NEEDS_SEVERAL.get(kind)
+def _arguments(kind: type[torch.nn.Module]) -> _Arguments:
+    """Return how many arguments a `forward` needs, their names, and the names of all that it takes."""
+    found = _ARGUMENTS.get(kind)
     if found is None:
-        found = _NEEDS_SEVERAL[kind] = num_needed(kind.forward) > 2  # one of them is `self`
+        given = _positional(kind.forward)[1:]  # the first is `self`
+        needed = [one.name for one in given if one.default is one.empty]
+        found = len(needed), frozenset(needed), frozenset(one.name for one in given)
+        _ARGUMENTS[kind] = found
     return found
 
 
 def num_needed(function: Callable[..., Any]) -> int:
     """Return how many arguments a function must be given by position; 0 where it does not say."""
+    return sum(one.default is one.empty for one in _positional(function))
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the arguments that a function takes by position; none where it does not say."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return 0
+        return []
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.kind in named and one.default is one.empty for one in parameters)
+    return [one for one in parameters if one.kind in named]
 
 
 class Step:

@@ -10,7 +10,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,7 +63,8 @@ class StepState:
         for module in self.changed_modules():
             for tensor in (*module.parameters(), *module.buffers()):
                 seen.add(id(tensor))
-                yield tensor
+                if tensor.layout == torch.strided:  # a sparse matrix of a graph is a constant
+                    yield tensor
         for optimizer in self.optimizers:  # a rate too, which a scheduler in the step would move
             yield from (tensor for tensor in _kept_tensors(optimizer) if id(tensor) not in seen)
         for scaler in self.scalers:
@@ -79,8 +80,13 @@ class StepState:
             (
                 type(optimizer).__name__
                 for optimizer in self.optimizers
-                for value in _kept_tensors(optimizer)
-                if value.device.type != self.device.type
+                for _, entries, _ in _kept_containers([optimizer])
+                if isinstance(entries, dict)
+                for name, value in entries.items()
+                # Schedulers read the first rate, the step does not.
+                if isinstance(value, torch.Tensor)
+                and value.device.type != self.device.type
+                and name != "initial_lr"
             ),
             None,
         )
@@ -126,18 +132,44 @@ class StepState:
         return "a count of the optimizer or of the augmentation"
 
 
-class KeptByOptimizers:
-    """What optimizers keep besides the values of tensors: counts, and which tensors. To put it back.
+class Replaced(NamedTuple):
+    """A tensor that a step has put in the place of another one: its name, the dict that holds it, and its key."""
 
-    In their states and groups, in attributes of one's own class, and in optimizers inside of them (`Lookahead`).
+    name: str
+    container: dict[Any, Any]
+    key: Any
+    tensor: torch.Tensor
+
+
+class KeptObjects:
+    """What optimizers and modules keep besides the values of tensors: counts, and which tensors. To put it back.
+
+    Optimizers keep it in their states and groups, in attributes of one's own class, and in optimizers inside of them
+    (`Lookahead`); modules in their tables of buffers. Also the memory of parameters, which `p.data = ...` replaces.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._kept = _kept_containers(optimizers)
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[torch.nn.Module]
+    ) -> None:
+        self._kept = [
+            (type(one).__name__, *kept) for one in optimizers for kept in _kept_containers([one])
+        ]
+        inner = {id(each): each for root in modules for each in root.modules()}.values()
+        self._kept += [
+            (type(each).__name__, each._buffers, dict(each._buffers), frozenset[str]())
+            for each in inner
+            if each._buffers
+        ]
+        self._memory = [
+            (tensor, tensor.data)
+            for each in inner
+            for tensor in (*each._parameters.values(), *each._buffers.values())
+            if tensor is not None and tensor.layout == torch.strided
+        ]
 
     def put_back(self) -> None:
-        """Give every container the entries that it had."""
-        for container, entries, left in self._kept:
+        """Give every container the entries that it had, and every parameter its memory."""
+        for _, container, entries, left in self._kept:
             if not isinstance(container, dict):
                 if len(container) != len(entries) or any(map(_is_other, container, entries)):
                     container.clear()
@@ -148,6 +180,25 @@ class KeptByOptimizers:
             for key, value in entries.items():
                 if _is_other(container.get(key), value):
                     container[key] = value
+        for tensor, data in self._memory:
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
+
+    def has_moved(self) -> bool:
+        """Whether a parameter or buffer has been given other memory since."""
+        return any(tensor.data_ptr() != data.data_ptr() for tensor, data in self._memory)
+
+    def replacements(self) -> list[Replaced]:
+        """Return the tensors that have replaced others in dicts since."""
+        return [
+            Replaced(f"{key} of {owner}", container, key, container[key])
+            for owner, container, entries, _ in self._kept
+            if isinstance(container, dict)
+            for key, value in entries.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(container.get(key), torch.Tensor)
+            and container[key] is not value
+        ]
 
 
 def _is_other(one: Any, other: Any) -> bool:
@@ -177,7 +228,10 @@ def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]
             look(value, depth + 1)
 
     def look(value: Any, depth: int) -> None:
-        if isinstance(value, torch.Tensor | str | bool | int | float | type(None)) or depth > _DEPTH:
+        if (
+            isinstance(value, torch.Tensor | str | bool | int | float | type(None))
+            or depth > _DEPTH
+        ):
             return
         if isinstance(value, torch.optim.Optimizer):
             keep(value.state, dict(value.state), depth)
@@ -217,7 +271,7 @@ class Snapshot:
         self._state, self._count = state, count
         self._owners = list(state.tensors())
         self.tensors = [tensor.detach().clone() for tensor in self._owners]
-        self._kept = KeptByOptimizers(state.optimizers)
+        self._kept = KeptObjects(state.optimizers, state.changed_modules())
         parameters = [parameter for module in state.modules for parameter in module.parameters()]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
@@ -261,6 +315,10 @@ class Snapshot:
         torch.set_rng_state(self._rng[1])
         for drawing, position in self._draws:
             drawing.load_state_dict(position)
+
+    def has_moved(self) -> bool:
+        """Whether a parameter or buffer has been given other memory since."""
+        return self._kept.has_moved()
 
     def find_replaced(self) -> str | None:
         """Return the name of a tensor in an attribute or variable that was replaced since, or None."""

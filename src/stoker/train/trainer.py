@@ -32,6 +32,7 @@ from stoker.train.checks import (
     check_optimizer,
     check_parameters,
     check_reduction,
+    check_scheduler,
     check_skipping,
     check_steps,
     describe_resting,
@@ -137,6 +138,7 @@ class Trainer(Configured, Resumable):
         trained = None if self.ranks.joined else criterion
         check_parameters(model, optimizer, self.device, trained)
         check_steps(optimizer)
+        check_scheduler(scheduler, run_dir is not None)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.history = History()
         self._progress = progress or EpochLines(self.settings.epochs)
@@ -314,7 +316,8 @@ class Trainer(Configured, Resumable):
     def note(self, note: Note) -> None:
         """Keep a decision with its reason, show it, and write it to the run's log."""
         self.history.told.append(note)
-        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or bool(note.values.get("fallback"))
+        is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or "unsaved" in note.values
+        is_urgent = is_urgent or bool(note.values.get("fallback"))
         # Beside its epochs' lines a run prints only what went wrong; who gave a `progress` is told everything.
         if self.ranks.is_first and (is_urgent or not isinstance(self._progress, EpochLines)):
             self._progress.say(note.text)
@@ -675,6 +678,7 @@ class Trainer(Configured, Resumable):
         self.model.train()
         for module in self._resting.values():
             module.training = False
+        self._watch_numbers()
         step.parts.parallel.check(self.model)
         set_mode(self.optimizer, training=True)
         fill_momentum(self.optimizer)  # of parameters that were frozen until now

@@ -98,8 +98,8 @@ _pid = 0
 active_thread = 0
 """The thread that is loading now; 0 when none is."""
 collating = False
-_OUTERMOST = os.path.join("_utils", "fetch.py")  # noqa: PTH118  the end of a name, not a place
-"""End of the path of torch's own fetch, where the walk ends: frames further out are torch's."""
+_OUTERMOST = tuple(os.sep + name for name in ("fetch.py", "dataloader.py"))
+"""Ends of the paths of torch's own fetch, and of its loader, where the walk ends: frames further out train."""
 
 
 def begin() -> None:
@@ -242,7 +242,7 @@ def describe_training(frame: Any) -> tuple[str, str | None]:
 def describe(frame: Any) -> tuple[str, str | None]:
     """Return (kind of work, file:line of the user's innermost frame) for a stack."""
     kind, line = "", None
-    while frame is not None and not frame.f_code.co_filename.endswith(_OUTERMOST):
+    while frame is not None and not _is_fetching(frame.f_code.co_filename):
         if not kind:
             kind = kind_of(frame.f_code, frame.f_lineno)
         if line is None and not places.is_foreign(frame.f_code.co_filename):
@@ -251,6 +251,10 @@ def describe(frame: Any) -> tuple[str, str | None]:
             break
         frame = frame.f_back
     return kind or "other", line
+
+
+def _is_fetching(filename: str) -> bool:
+    return filename.endswith(_OUTERMOST) and "torch" + os.sep in filename
 
 
 def kind_of(code: Any, lineno: int) -> str:

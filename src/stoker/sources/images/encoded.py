@@ -108,7 +108,7 @@ def read_encoded(
     if form == "JPEG" and data.rfind(b"\xff\xd9") < 0:
         raise PictureError("ends in the middle of the picture.", path=path, kind="truncated")
     width, height = decoded.size
-    plain = _why_not_kept(decoded, form)
+    plain = _why_not_kept(decoded, form, data)
     too_large = keep.max_side is not None and max(width, height) > keep.max_side
     if plain and keep.quality is None and not too_large:
         raise PictureError(
@@ -141,7 +141,7 @@ def read_encoded(
     return Encoded(file.getvalue(), (image.height, image.width), 1, is_new=True), decoded
 
 
-def _why_not_kept(decoded: Decoded, form: str) -> str:
+def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
     """Return the kind of a picture that decoders disagree about; "" for one that is kept."""
     kind = _kind(decoded)
     if form not in _ENDINGS:
@@ -150,7 +150,21 @@ def _why_not_kept(decoded: Decoded, form: str) -> str:
         return f"{kind} {form}"
     if form == "JPEG" and decoded.image.info.get("progressive"):
         return "progressive JPEG"
+    if form == "JPEG" and _is_arithmetic(data):
+        return "arithmetic-coded JPEG"
     return ""
+
+
+def _is_arithmetic(data: bytes) -> bool:
+    """Whether a JPEG's frame is coded arithmetically: Pillow decodes it, and no GPU does."""
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, and one unused
+            return marker > 0xC8
+        # A byte 0xFF may fill the space before a marker.
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return False
 
 
 def decode_bytes(data: Any, channels: int) -> Array:

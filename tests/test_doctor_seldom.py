@@ -1,0 +1,212 @@
+"""What the median step hides: evaluation, a few long steps, and Python code inside of the forward pass."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stoker.doctor.findings import Consultation
+from stoker.doctor.measurements import MachineFacts
+from stoker.doctor.probe import places, recorder, sampling, steps
+from stoker.doctor.rules import diagnose, why_unjudged
+from stoker.doctor.transcript import Process
+from stoker.doctor.transcript_measures import measure
+from test_doctor_attach import row, state
+
+SAMPLED = {"training": {"model": 95, "between": 5}, "between": {}, "modules": True}
+
+
+def judged(rows, **values):
+    told = state(**{**SAMPLED, **values})
+    found = measure([Process(rows, [], told)], "python train.py", MachineFacts(cores=2))
+    findings = diagnose(found)
+    return Consultation(found, tuple(findings), unjudged=why_unjudged(found, findings))
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+SITE = {"family": "evaluation", "where": "a.py:7", "call": "evaluation", "calls": 1, "bytes": 0}
+
+
+def test_evaluation_in_every_step_is_a_finding():
+    told = judged(
+        [row(seconds=0.010, evaluation=0.004) for _ in range(40)],
+        sites=[{**SITE, "seconds": 0.16}],
+    )
+    (finding,) = told.findings
+    assert finding.name == "evaluates-each-step"
+    assert finding.patch.where == "a.py:7"
+    # Every tenth step: 6 ms and a tenth of 4.
+    assert finding.gain.likely == pytest.approx(0.010 / 0.0064)
+    assert finding.gain.high == pytest.approx(0.010 / 0.006)
+
+
+def test_evaluation_now_and_then_is_no_part_of_a_step():
+    rows = [row(seconds=0.010) for _ in range(40)]
+    rows[20] = row(seconds=0.510, evaluation=0.5)
+    told = judged(rows, sites=[{**SITE, "seconds": 0.5}])
+    assert not told.findings
+    assert told.measurements.step_seconds.high == pytest.approx(0.010)
+    (note,) = [note for note in told.measurements.notes if "evaluation" in note]
+    assert "56% of the time" in note
+    assert "a.py:7" in note
+    assert "they are only 44% of the time" in told.verdict
+
+
+def test_time_from_eval_to_train_of_the_same_model_is_evaluation(monkeypatch):
+    now = iter(range(100))
+    sites = []
+
+    def site(_family, frame, call):
+        sites.append(recorder.Site(places.place_of(frame), call, frame.f_code))
+        return sites[-1]
+
+    seen = SimpleNamespace(
+        training_thread=threading.get_ident(), evaluated=None, evaluation=0.0, site=site,
+        backward=0.0, drawing=False, kind="optimizer",
+    )  # fmt: skip
+    monkeypatch.setattr(recorder, "get", lambda: seen)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(torch.nn.Module, "train", steps._noting_mode(torch.nn.Module.train))
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout())
+    teacher = torch.nn.Linear(1, 1)
+    model.eval()
+    line = sys._getframe().f_lineno - 1
+    assert not model[1].training
+    teacher.eval()  # within the evaluation of the model
+    teacher.train()
+    assert seen.evaluation == 0
+    assert model.train() is model
+    assert seen.evaluation == 3
+    (known,) = sites
+    assert known.where == f"{__file__}:{line}"
+    assert (known.calls, known.seconds) == (1, 3)
+    # What is trained in this mode is no evaluation.
+    model.eval()
+    steps._note_backward(0.0, 1.0)
+    model.train()
+    assert seen.evaluation == 3
+
+
+# -- long steps ------------------------------------------------------------------------------------
+
+
+def uneven(every=16):
+    return [row(seconds=0.200 if at % every == 8 else 0.010) for at in range(160)]
+
+
+def test_a_few_long_steps_are_told_with_their_lines():
+    late = {"between": 90, "model": 10}
+    told = judged(uneven(), late=late, late_lines={"a.py:30": 80, "a.py:9": 20})
+    (finding,) = told.findings
+    assert finding.name == "long-steps"
+    assert finding.patch.where == "a.py:30"
+    spent = 0.9 * (10 * 0.190) / (157 * 0.010 + 10 * 0.190)
+    assert finding.gain.likely == pytest.approx(1 / (1 - spent / 2), rel=0.01)
+    assert any("a.py:30 (80%)" in note for note in told.measurements.notes)
+
+
+def test_long_steps_of_the_model_are_a_note_and_the_rest_of_the_verdict():
+    told = judged(uneven(), late={"model": 100}, late_lines={"a.py:30": 100})
+    assert not told.findings
+    assert "they are only" in told.verdict
+    assert any("a.py:30 (100%)" in note for note in told.measurements.notes)
+
+
+def test_steps_that_vary_by_themselves_are_not_long_ones():
+    for rows in (
+        [row(seconds=0.010 + 0.02 * (at % 2)) for at in range(160)],  # two kinds of steps
+        uneven()[:40],  # two long steps may be chance
+    ):
+        assert judged(rows, late={"between": 9}, late_lines={"a": 9}).verdict == "nothing to fix"
+
+
+def test_samples_of_a_step_are_counted_once_it_is_known_whether_it_is_long(monkeypatch):
+    late = [False, False, True, True, False]
+    seen = SimpleNamespace(
+        num_steps=50, disturbed_steps=0, training_thread=threading.get_ident(), evaluated=None,
+        looks=[], looked_at=50, training_doing={}, between_lines={}, model_lines={},
+        late_doing={}, late_lines={}, is_late=lambda: late[0],
+    )  # fmt: skip
+    kinds = iter([("between", "a:1"), ("model", "a:2"), ("data", "a:3"), ("model", "a:4")] * 2)
+    monkeypatch.setattr(sampling, "describe_training", lambda _: next(kinds))
+    monkeypatch.setattr(recorder, "watching", True)
+    for _ in range(4):
+        sampling._look_at_training(seen)
+        late.pop(0)
+    assert (seen.training_doing, seen.between_lines) == ({}, {}), "all of it was a long step"
+    assert seen.late_doing == {"between": 1, "model": 2, "data": 1}
+    assert seen.late_lines == {"a:1": 1, "a:2": 1, "a:3": 1, "a:4": 1}
+    late[:] = [False]
+    sampling._look_at_training(seen)
+    sampling._look_at_training(seen)
+    seen.num_steps += 1
+    sampling._look_at_training(seen)
+    assert seen.training_doing == {"between": 1, "model": 1}
+    assert seen.between_lines == {"a:1": 1}
+    assert seen.model_lines == {"a:2": 1}
+
+
+# -- Python code of the forward pass -----------------------------------------------------------------
+
+INSIDE = {"training": {"model": 100}, "model_lines": {"net.py:12": 60}}
+
+
+def test_python_code_of_the_forward_pass_is_found():
+    rows = [row(seconds=0.010, cpu=0.010, backward=0.002) for _ in range(40)]
+    (finding,) = judged(rows, **INSIDE, profile={"python_seconds": 0.004}).findings
+    assert finding.name == "python-in-model"
+    assert finding.patch.where == "net.py:12"
+    assert finding.gain.high == pytest.approx(0.010 / 0.006)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "profiled", "lines"),
+    [
+        (0.010, 0.0005, {"net.py:12": 60}),  # operators follow each other
+        (0.0025, 0.004, {"net.py:12": 60}),  # the thread waits
+        (0.010, 0.004, {"net.py:12": 5}),  # in torch's own modules
+    ],
+)
+def test_a_forward_pass_of_operators_is_healthy(cpu, profiled, lines):
+    rows = [row(seconds=0.010, cpu=cpu, backward=0.002) for _ in range(40)]
+    told = judged(rows, **{**INSIDE, "model_lines": lines}, profile={"python_seconds": profiled})
+    assert told.verdict == "nothing to fix"
+
+
+def test_a_loss_of_many_lines_is_no_code_between_steps():
+    rows = [row(seconds=0.010) for _ in range(40)]
+    lines = {f"a.py:{at}": 1 for at in range(20)}
+    assert judged(rows, training={"model": 80, "between": 20}, between=lines).findings == ()
+    one = judged(rows, training={"model": 80, "between": 20}, between={"a.py:1": 20}).findings
+    assert [finding.name for finding in one] == ["slow-between-steps"]
+
+
+# -- whose code ------------------------------------------------------------------------------------
+
+
+def test_packages_of_a_folder_on_the_path_are_not_the_users(tmp_path, monkeypatch):
+    (tmp_path / "deps" / "lib-1.dist-info").mkdir(parents=True)
+    (tmp_path / "deps" / "lib-1.dist-info" / "RECORD").touch()
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "own"), str(tmp_path / "deps"), *sys.path])
+    assert places.is_foreign(str(tmp_path / "deps" / "lib" / "a.py"))
+    assert not places.is_foreign(str(tmp_path / "own" / "b.py"))
+    assert not places.is_foreign(str(tmp_path / "c.py"))
+
+
+def test_a_library_that_loads_by_itself_has_no_line_of_the_user():
+    """A dataset of torchvision under a loop of the user's: the loop is not what loads."""
+    made = {"look": lambda: sampling.describe(sys._getframe(1))}
+    for filename, body in (
+        ("/x/site-packages/torchvision/datasets/mnist.py", "look()"),
+        ("/x/site-packages/torch/utils/data/dataloader.py", "inner()"),
+        ("/home/me/train.py", "middle()"),
+    ):
+        name = {"look()": "inner", "inner()": "middle", "middle()": "main"}[body]
+        exec(compile(f"def {name}():\n    return {body}\n", filename, "exec"), made)
+    assert made["main"]() == ("other", None)
