@@ -177,10 +177,13 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "images", "pictures", "pictures/out", "--size", "8x8"], at="pictures/out"),
         Case(["pack", "table", "sub/table.csv", "sub"], "import os; os.mkdir('sub'); os.rename('table.csv', 'sub/table.csv')", at="sub"),
     ],
+    "loader": [
+        Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])"),
+    ],
     "plan": [
         Case(["plan", "store", "--gpu-memory", "2GB", "--ram", "8GB", "--parameters", "1M", "--activations", "10MB", "--batch-size", "4096"]),
         Case(["plan", "store", "--gpu-memory", "16GB", "--optimizer", "x"], at="x"),
-        Case(["plan", "store", "--gpu-memory", "16GB"], "write_store(Path('store'), [{'a': Dense(np.zeros((0, 3), 'f4'))}])", fill={"STORE": "plain-store"}),
+        Case("Loader('store', batch_size=0)"),
     ],
     "sources": [
         Case(["pack", "massspec", "made", "--msp", "library.msp", "--structures", "smile"]),

@@ -266,7 +266,10 @@ def _print_epochs(console: Console, run: RecipeRun) -> None:
 def _print_metrics(console: Console, run: RecipeRun) -> None:
     title = f"{run.recipe}: best checkpoint against chance"
     table = make_table(title, ("metric", "chance (val)", "val", "test"))
-    for name in dict.fromkeys([*run.test, *run.val, *run.baseline]):
+    names = dict.fromkeys([*run.test, *run.val, *run.baseline])
+    if not names:  # ended before its first validation
+        return
+    for name in names:
         values = [part.get(name) for part in (run.baseline, run.val, run.test)]
         mark = " *" if name == run.monitor[0] else ""
         table.add_row(

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import xxhash
 
-from stoker.display import nearest
+from stoker.display import command, nearest
 from stoker.errors import InputError
 from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
@@ -162,10 +162,10 @@ def check_samples(samples: Array | str | slice | None, store: Store) -> Array:
     if samples.dtype == bool and samples.shape == (store.num_samples,):
         samples = np.flatnonzero(samples)
     if not store.num_samples or not samples.size:
-        given = (
-            "no samples were asked for." if store.num_samples else f"{store.name} has no samples."
-        )
-        raise InputError(given, "1 or more", "look at what chose them")
+        if not store.num_samples:
+            look = command("stoker", "inspect", store.name)
+            raise InputError(f"{store.name} has no samples.", "1 or more", look)
+        raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
     if samples.ndim != 1 or samples.dtype.kind not in "iu":
         raise InputError(
             f"samples are {samples.dtype} {samples.shape}.",
