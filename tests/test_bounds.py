@@ -320,7 +320,9 @@ def hostile_hdf5(path: Path, kind: str) -> Path:
             data.id.write_direct_chunk((0,), zlib.compress(b""))
         elif kind == "virtual":
             layout = h5py.VirtualLayout((2**45,), "f4")
-            layout[:] = h5py.VirtualSource("absent.h5", "x", (2**45,))
+            with h5py.File(path.with_name("source.h5"), "w") as source:
+                source.create_dataset("x", (2**45,), "f4", chunks=(1024,))
+            layout[:] = h5py.VirtualSource("source.h5", "x", (2**45,))
             file.create_virtual_dataset("x", layout)
         elif kind == "deep":
             group = file.id

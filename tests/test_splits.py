@@ -185,7 +185,7 @@ def test_other_arguments_that_are_refused():
     for call in (lambda: split_randomly(3, seed=-1), lambda: split_by_group([1], seed=-1)):
         with pytest.raises(InputError, match="seed is -1"):
             call()
-    with pytest.raises(InputError, match="-1 samples"):
+    with pytest.raises(InputError, match="num_samples is -1"):
         split_randomly(-1)
     with pytest.raises(InputError, match="groups are float64"):
         split_by_group(np.zeros(3))

@@ -298,7 +298,7 @@ AFTER = {
     "seldom": "if step % 60 == 40:\n    model.eval()\n    with torch.no_grad():\n"
     "        held = model(torch.zeros(32, 64, device=output.device)).mean()\n    model.train()",
     "plot": "if step % (40 if FIXED else 20) == 15:\n    with open(f'{FOLDER}/plot', 'w') as plot:\n"
-    "        plot.writelines(f'<circle r=\"{at % 7}\" cx=\"{at * 0.37:.3f}\"/>' for at in range(120_000))",
+    '        plot.writelines(f\'<circle r="{at % 7}" cx="{at * 0.37:.3f}"/>\' for at in range(120_000))',
     "leak": "if not FIXED:\n    KEPT.append((loss, torch.zeros(60_000)))",
     "log": "if not FIXED:\n    with open(f'{FOLDER}/log', 'a') as log:\n"
     "        for name, value in model.state_dict().items():\n"

@@ -180,7 +180,8 @@ class Resumable:
     def _check_saving(self) -> None:
         """Raise now, not after an epoch, if what the first update has made cannot be saved."""
         self._can_save = True
-        if self._folder.checkpoints is not None:
+        # Several ranks may hold their states in parts, which are put together when they are saved.
+        if self._folder.checkpoints is not None and not self.ranks.are_several:
             parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
             loadable({n: one.state_dict() for n, one in parts.items() if one is not None})
 

@@ -216,14 +216,14 @@ def decode(
                     kind="several frames in one file",
                 )
             size = opened.size
+            # Before `load` and, for PNG, `getexif`, which empty the list of tiles: only the file knows that it had 16 bits.
+            deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             exif = opened.getexif()
             has_orientation = ORIENTATION in exif
             orientation = int(exif.get(ORIENTATION, 1) or 1)
             if orientation > 1 and opened.format == "TIFF" and data is None:
                 # Pillow reads plain TIFF files of this kind by a memory map of the wrong width; bytes it does not.
                 return decode(path, first_frame, path.read_bytes(), upright=upright, small=small)
-            # Before `load`, which empties the list of tiles: only the file knows that it had 16 bits.
-            deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             if small and opened.format in ("JPEG", "MPO"):
                 opened.draft(None, (max(1, opened.width // 8), max(1, opened.height // 8)))
             opened.load()
