@@ -72,6 +72,7 @@ def _tables() -> list[Case]:
         Case([*table, "people.csv", "made"]),
         Case([*table, "table.csv", "made", "--drop", "B", "--target", "Label"]),
         Case([*table, "table.csv", "made", "--drop", "zzz"]),
+        Case([*table, "table.csv", "made", "--drop", "label", "--target", "label"]),
         Case([*table, "table.csv", "made", "--dtype", "x"], fill={"NAME=category": "a=codes"}),
         Case([*table, "none/none*.csv", "made"]),
         Case([*table, "empty", "made"]),

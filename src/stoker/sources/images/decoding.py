@@ -216,7 +216,7 @@ def decode(
                     kind="several frames in one file",
                 )
             size = opened.size
-            # Before `load` and, for PNG, `getexif`, which empty the list of tiles: only the file knows that it had 16 bits.
+            # Before `load`, and `getexif` of PNG, which empty the list of tiles: only the file knows of its 16 bits.
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             exif = opened.getexif()
             has_orientation = ORIENTATION in exif

@@ -123,6 +123,12 @@ class Survey:
                 f"--sep {quoted(sep)}" if sep else " ".join(typed) or f"leave {unknown[0][0]} out",
             )
         dropped, self._keep = {name.strip() for name in drop}, {name.strip() for name in keep}
+        if target and target in dropped:
+            raise SourceError(
+                f"{path}: column {target!r} is the target, and is to be dropped.",
+                "a target that is kept, which is no feature anyway; or a table without one",
+                "leave --drop out",
+            )
         self._path, self._target, self._dtypes, self._missing = path, target, dtypes, missing
         self.names = [
             name
