@@ -32,7 +32,7 @@ PLACES = {
     "STORE": "store", "FOLDER": "pictures", "IMAGES": "pictures", "MASKS": "masks", "OUT": "made",
     "CONFIG": "config.yaml", "FILE.npy": "a.npy", "CKPT": "run/best.pt", "FILE": "new-file", "NAME": "new-name",
     "LIBRARY.msp": "library.msp", "MOLS": "mols", "FILE.csv": "table.csv", "runs/NAME/best.pt": "run/best.pt",
-    "OUT.safetensors": "out.safetensors", "KIND": "table", "COLUMN": "label",
+    "OUT.safetensors": "out.safetensors", "KIND": "table", "COLUMN": "label", "RECIPE": "tabular",
 }  # fmt: skip
 _LOOKS = (
     "ls",

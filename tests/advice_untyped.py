@@ -5,7 +5,6 @@
 """
 
 UNTYPED: dict[str, str] = {
-    "sources/tables/source.py: f\"where {word!r} is a value, write another word for it into the file, such as 'no {word}'\"": "an edit of the user's file; test_answers_tables.py reaches it",
     "sources/images/masks.py: 'exchange --images and --masks, or --mask-map keep'": (
         "which folder holds the masks is known to the user alone; test_stranger_files.py reaches it"
     ),
@@ -69,7 +68,6 @@ UNTYPED: dict[str, str] = {
     "sources/images/encoded.py: f'--quality {quoted(DEFAULT_QUALITY)}'": "stands in refused.jsonl, one for each picture; test_pictures_pack.py packs with it",
     "store/arrays.py: command('dd', f'if={self.path}', 'of=/dev/null')": "needs a disk that fails while it is read",
     "store/hdf5.py: command('pip', 'install', 'hdf5plugin') if code in _PLUGINS else f\"{command('h5repack', '-f', 'NONE', file, copy)}, where the filter is installed\"": "would install packages into the environment of the tests",
-    "store/hdf5.py: other[1]": "programs that the tests do not need (gzip, nccopy, scipy); test_strange_arrays.py has every one",
     "store/hdf5.py: command('ls', '-l', path)": "needs a file without read permission, and root may read every file",
     "store/manifest.py: 'pip install --upgrade stoker, or pack the data again'": "would install packages into the environment of the tests",
     "store/remote.py: 'STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT=20GB for less of this one'": "needs a disk without room or write permission",

@@ -16,9 +16,6 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Context settings of a verb that has left: its options are no error, so that the answer is always the same."""
 
 
-_JOB = ("--config", "tabular", "--store", "STORE")
-
-
 def quantize(context: typer.Context) -> NoReturn:
     """Now an option of `stoker export`."""
     raise InputError(
@@ -33,7 +30,9 @@ def profile(context: typer.Context) -> NoReturn:
     raise InputError(
         "`stoker profile` is now `stoker doctor --trace`.",
         "--trace FILE and --trace-steps; the doctor finds out more of the same job",
-        command("stoker", "doctor", *(context.args or _JOB), "--trace", "trace.json"),
+        command("stoker", "doctor", *context.args, "--trace", "trace.json")
+        if context.args
+        else "stoker doctor --config tabular --store STORE --trace trace.json",
     )
 
 

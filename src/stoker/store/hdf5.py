@@ -472,6 +472,8 @@ def _other_kind(path: Path) -> tuple[str, str] | None:
             return "a MATLAB file of before 7.3", command("python3", "-c", code)
         if start.startswith((b"PK\x03\x04", b"\x80")):
             load = "torch.load" if path.suffix in (".pt", ".pth") else "your own code"
+            if path.suffix in READ_BY and path.with_name("run.jsonl").exists():
+                return "a checkpoint of a run", READ_BY[path.suffix].format(quoted(path))
             return (
                 "an archive or a pickle",
                 f"Loader(data, batch_size), with data read by {load}: arrays or tensors in a dict",
