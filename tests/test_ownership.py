@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -325,6 +326,48 @@ def test_a_store_of_an_older_version_has_no_mark_and_is_replaced_all_the_same(nu
     (out / ownership.MARK_NAME).unlink()
     assert not pack(NumbersSource(numbers), out, AGAIN).reused
     assert (out / ownership.MARK_NAME).exists()
+
+
+@pytest.mark.parametrize("name", ["shard-00000.h5", "refused.jsonl", "samples.html"])
+@pytest.mark.parametrize("content", ["mine", '{"mine": 1}\n', "of the same size", "a link"])
+def test_a_file_of_somebody_beside_a_copied_manifest_is_not_replaced(
+    numbers, tmp_path, name, content
+):
+    """Found by the fuzz (files of the user's, seed 1, number 8365)."""
+    pack(NumbersSource(numbers), tmp_path / "s", ONE)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shutil.copy(tmp_path / "s" / "store.json", mine)
+    if content == "a link":
+        (mine / name).symlink_to(numbers)
+    elif content == "of the same size":
+        (mine / name).write_text("m" * (tmp_path / "s" / "shard-00000.h5").stat().st_size)
+    else:
+        (mine / name).write_text(content)
+    before = tree(mine)
+    with pytest.raises(InputError, match=f"holds '{name}', which .* the content is not"):
+        pack(NumbersSource(numbers), mine, AGAIN)
+    assert tree(mine) == before
+    assert (mine / name).is_symlink() == (content == "a link")
+
+
+def test_a_page_of_somebody_in_a_store_that_was_made_without_one_is_not_removed(numbers, tmp_path):
+    out = tmp_path / "s"
+    pack(NumbersSource(numbers), out, ONE)
+    (out / "samples.html").write_text("<h1>mine</h1>")
+    before = tree(out)
+    with pytest.raises(InputError, match=r"holds 'samples\.html', which stoker did not write"):
+        pack(NumbersSource(numbers), out, AGAIN)
+    assert tree(out) == before
+
+
+def test_the_mark_vouches_for_a_damaged_shard(numbers, tmp_path):
+    out = tmp_path / "s"
+    pack(NumbersSource(numbers), out, ONE)
+    (out / "shard-00000.h5").write_bytes(b"damaged")
+    assert not pack(NumbersSource(numbers), out, ONE).reused
+    with open_store(out) as store:
+        assert not store.verify().problems
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "job.json.bak", "built/shard-00000.h5", "sub/x"])

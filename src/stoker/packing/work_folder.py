@@ -24,23 +24,26 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
 import xxhash
 
 from stoker.address import as_url, shown
+from stoker.bounds import LINE
 from stoker.display import command, quoted
 from stoker.errors import InputError, StoreError, is_full_disk, require_utf8, unwritable
 from stoker.ownership import (
     MARK_NAME,
+    IsOurs,
     Mark,
     always,
     claim_folder,
     exchange,
     foreign_entries,
     fsync,
+    has_signature,
     is_mount_point,
     is_temporary,
     move_folder,
@@ -64,6 +67,8 @@ from stoker.store.manifest import (
     Provenance,
     read_manifest,
 )
+from stoker.store.reader import assemble_store
+from stoker.strict_json import parse_json
 
 _PACK, _STORE = "pack", "store"
 _LOCK, _JOB = "lock", "job.json"
@@ -158,7 +163,7 @@ def _store_files(out: Path, target: Path) -> tuple[str, ...]:
             out, "a pack replaces the whole folder", [MARK_NAME]
         )  # a file of that name, and no mark
     if manifest is not None and (mark is None or mark.id == manifest.checksum):
-        # A store without a mark was packed by an older version; the manifest's seal is as good.
+        # A store without a mark is an older version's, or was copied without hidden files: `_foreign_by_content`.
         return _names(manifest)
     if mark is not None and manifest is None:  # damaged, and known all the same
         return mark.files
@@ -180,6 +185,46 @@ def check_replaceable(out: Path, target: Path) -> None:
     names = set(_store_files(out, target))
     if foreign := foreign_entries(target, lambda name: name in names or is_temporary(name)):
         raise refused(out, "a pack replaces the whole folder", foreign)
+    if changed := list(_foreign_by_content(target)):
+        why = "the name is stoker's, the content is not, and a pack replaces the whole folder"
+        raise refused(out, why, changed)
+
+
+def _foreign_by_content(target: Path) -> Iterator[str]:
+    """Yield the files under names of the store's that do not hold what stoker writes there.
+
+    The mark vouches for the files that the store was made with, damaged or not. It does not for the page, which is
+    drawn later or never. Without a mark only the manifest is sealed, and may have been copied to somebody's own files.
+    """
+    if not _passes(target / PAGE_NAME, has_signature):
+        yield PAGE_NAME
+    if read_mark(target, _STORE) is not None:
+        return
+    if not _passes(target / REFUSED_NAME, _lists_refusals):
+        yield REFUSED_NAME
+    with assemble_store(target, read_manifest(target)) as store:
+        for shard in store.shards:
+            # Opening it compares size and checksums with the manifest; the data is not read.
+            if not _passes(shard.path, lambda _, opened=shard: opened.arrays is not None):
+                yield shard.path.name
+            shard.close()
+
+
+def _passes(path: Path, is_ours: IsOurs) -> bool:
+    """Whether nothing is there, or a file that can be read and is ours."""
+    try:
+        return not os.path.lexists(path) or (path.is_file() and is_ours(path))
+    except OSError:  # a StoreError is one
+        return False
+
+
+def _lists_refusals(path: Path) -> bool:
+    with path.open("rb") as file:
+        first = file.readline(LINE.most)
+    try:
+        return not first or {"file", "line", "reason"} <= parse_json(first).keys()
+    except (ValueError, AttributeError):
+        return False
 
 
 def work_folder_of(target: Path) -> Path:
