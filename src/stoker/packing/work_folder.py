@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,7 @@ from stoker.store.manifest import (
     read_manifest,
 )
 from stoker.store.reader import assemble_store
+from stoker.store.shard import Shard
 from stoker.strict_json import parse_json
 
 _PACK, _STORE = "pack", "store"
@@ -205,9 +207,13 @@ def _foreign_by_content(target: Path) -> Iterator[str]:
     with assemble_store(target, read_manifest(target)) as store:
         for shard in store.shards:
             # Opening it compares size and checksums with the manifest; the data is not read.
-            if not _passes(shard.path, lambda _, opened=shard: opened.arrays is not None):
+            if not _passes(shard.path, functools.partial(_opens, shard)):
                 yield shard.path.name
             shard.close()
+
+
+def _opens(shard: Shard, _: Path) -> bool:
+    return shard.arrays is not None
 
 
 def _passes(path: Path, is_ours: IsOurs) -> bool:
