@@ -25,6 +25,7 @@ import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -68,6 +69,7 @@ from stoker.store.manifest import (
     read_manifest,
 )
 from stoker.store.reader import assemble_store
+from stoker.store.shard import Shard
 from stoker.strict_json import parse_json
 
 _PACK, _STORE = "pack", "store"
@@ -205,9 +207,13 @@ def _foreign_by_content(target: Path) -> Iterator[str]:
     with assemble_store(target, read_manifest(target)) as store:
         for shard in store.shards:
             # Opening it compares size and checksums with the manifest; the data is not read.
-            if not _passes(shard.path, lambda _, opened=shard: opened.arrays is not None):
+            if not _passes(shard.path, partial(_opens, shard)):
                 yield shard.path.name
             shard.close()
+
+
+def _opens(shard: Shard, path: Path) -> bool:
+    return shard.path == path and shard.arrays is not None
 
 
 def _passes(path: Path, is_ours: IsOurs) -> bool:
