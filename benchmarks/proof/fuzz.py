@@ -16,6 +16,7 @@ there afterwards, byte for byte. Anything else that is raised counts as `wrong`.
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import shutil
@@ -342,7 +343,10 @@ NAMES = (
 
 
 def prepare_owners(scratch: Path) -> Trial:
-    """Trees of a user's files with the names that stoker uses itself; whatever stoker does there, all of them stay."""
+    """Trees of a user's files with the names that stoker uses itself; whatever stoker does there, all of them stay.
+
+    Not so the files that a true mark in their folder names, when a store is packed there: that is a damaged store.
+    """
     from stoker.packing import PackOptions, pack
     from stoker.sources.arrays import ArraysSource
     from stoker.store.reader import open_store
@@ -357,6 +361,8 @@ def prepare_owners(scratch: Path) -> Trial:
         b"mine",
         *(path.read_bytes() for path in (scratch / "good").iterdir() if path.is_file()),
     ]
+    mark = (scratch / "good" / ".stoker").read_bytes()
+    marked = json.loads(mark)["files"]
     root = scratch / "home"
     os.environ["STOKER_CACHE"] = str(root / "cache")
 
@@ -374,13 +380,14 @@ def prepare_owners(scratch: Path) -> Trial:
             else:
                 mine[place] = rng.choice(contents)
                 place.write_bytes(mine[place])
-        word = "right"
+        word, packed = "right", set()
         for _ in range(rng.randint(1, 3)):
             place = rng.choice([*folders, *(folder / rng.choice(NAMES) for folder in folders)])
             try:
                 kind = rng.randrange(4)
                 if kind < 2:
                     pack(ArraysSource((scratch / "x.npy",)), place, PackOptions(jobs=1))
+                    packed.add(place)
                 elif kind == 2:
                     with open_store(place) as store:
                         store.verify()
@@ -389,6 +396,9 @@ def prepare_owners(scratch: Path) -> Trial:
             except StokerError:
                 word = "refused"
         for place, content in mine.items():
+            is_store = place.parent in packed and mine.get(place.with_name(".stoker")) == mark
+            if is_store and place.name in marked:
+                continue
             assert place.is_file(), f"{place.relative_to(root)} is gone"
             assert place.read_bytes() == content, f"{place.relative_to(root)} was changed"
         return word

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -207,13 +207,13 @@ def _foreign_by_content(target: Path) -> Iterator[str]:
     with assemble_store(target, read_manifest(target)) as store:
         for shard in store.shards:
             # Opening it compares size and checksums with the manifest; the data is not read.
-            if not _passes(shard.path, functools.partial(_opens, shard)):
+            if not _passes(shard.path, partial(_opens, shard)):
                 yield shard.path.name
             shard.close()
 
 
-def _opens(shard: Shard, _: Path) -> bool:
-    return shard.arrays is not None
+def _opens(shard: Shard, path: Path) -> bool:
+    return shard.path == path and shard.arrays is not None
 
 
 def _passes(path: Path, is_ours: IsOurs) -> bool:
