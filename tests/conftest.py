@@ -53,6 +53,17 @@ warm_stoker.do_not_wait_for_the_disk()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch, tmp_path):
+    """A device that captures steps: a GPU, or the CPU with graphs of paper."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if request.param == "cpu":
+        from paper_graphs import use_paper_graphs  # imports torch
+
+        use_paper_graphs(monkeypatch)
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data, or a skip: it is never committed and never needed."""

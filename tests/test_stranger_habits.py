@@ -15,22 +15,12 @@ from torch import nn
 from torch.nn.functional import l1_loss, mse_loss
 
 import stoker
-from paper_graphs import use_paper_graphs
 from stoker.errors import InputError
 from stoker.train.step import check_loss
 from stoker.train.trainer import Trainer
-from training_makers import DEVICES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EPOCHS = 4
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 class Net(nn.Module):

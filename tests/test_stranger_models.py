@@ -11,21 +11,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from paper_graphs import use_paper_graphs
 from stoker.errors import InputError
 from stoker.train.replay_check import difference, same_counts
 from stoker.train.trainer import Trainer
-from training_makers import DEVICES
 
 EPOCHS, BATCH = 3, 8
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 def rows(*widths, dtype=torch.float32):

@@ -12,21 +12,11 @@ import torch
 from torch import nn
 
 import stoker
-from paper_graphs import use_paper_graphs
 from stoker.errors import InputError
 from stoker.train.trainer import Trainer
-from training_makers import DEVICES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EPOCHS = 4
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 class Own(torch.optim.Optimizer):

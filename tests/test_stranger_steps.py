@@ -13,16 +13,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import stoker
-from paper_graphs import use_paper_graphs
-from training_makers import DEVICES
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 class Loop:
