@@ -88,8 +88,8 @@ def tell_once(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-def count_ranks() -> int:
-    """Return 1, the ranks that share the samples unless the user says otherwise; a note where there are several."""
+def tell_of_ranks() -> None:
+    """Tell the user of several ranks that each of them gets all samples, because no `world_size` was given."""
     if distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
         if size > 1:
@@ -98,7 +98,6 @@ def count_ranks() -> int:
                 "Loader(..., rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size()); "
                 "world_size=1 if every rank is to have all."
             )
-    return 1
 
 
 def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -30,9 +30,9 @@ from stoker.loader.arguments import (
     Habits,
     check_keywords,
     check_names,
-    count_ranks,
     fix_options,
     open_data,
+    tell_of_ranks,
     tell_once,
 )
 from stoker.loader.background import JANITOR
@@ -160,13 +160,15 @@ class Loader(Habits):
         if on_broken != "stop" and self._mixture is None:
             self._tolerate_damage()
         self.device = pick_device(device)
+        if world_size is None:
+            tell_of_ranks()
         batch_size, seed, rank, world_size, num_slots = (
             whole_number(name, value)
             for name, value in (
                 ("batch_size", batch_size),
                 ("seed", seed),
                 ("rank", rank),
-                ("world_size", count_ranks() if world_size is None else world_size),
+                ("world_size", 1 if world_size is None else world_size),
                 ("num_slots", num_slots),
             )
         )

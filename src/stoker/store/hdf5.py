@@ -28,6 +28,7 @@ import numpy as np
 from stoker import bounds
 from stoker.display import command, look_for, look_in, quoted
 from stoker.errors import CorruptError, StokerError, StoreError
+from stoker.report import LOG_NAME
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
 from stoker.units import format_bytes
@@ -472,7 +473,7 @@ def _other_kind(path: Path) -> tuple[str, str] | None:
             return "a MATLAB file of before 7.3", command("python3", "-c", code)
         if start.startswith((b"PK\x03\x04", b"\x80")):
             load = "torch.load" if path.suffix in (".pt", ".pth") else "your own code"
-            if path.suffix in READ_BY and path.with_name("run.jsonl").exists():
+            if path.suffix in READ_BY and path.with_name(LOG_NAME).exists():
                 return "a checkpoint of a run", READ_BY[path.suffix].format(quoted(path))
             return (
                 "an archive or a pickle",
