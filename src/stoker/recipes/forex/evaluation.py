@@ -22,13 +22,12 @@ import torch
 from stoker.recipes.baselines import Ridge, answer_samples, summary_rows, thin_samples
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
 from stoker.recipes.forex.labels import NUM_DIRECTIONS, LabelPlan
-from stoker.recipes.forex.model import DOWN, NEUTRAL, UP
+from stoker.recipes.forex.model import DOWN, NAMES, NEUTRAL, UP
 from stoker.recipes.metrics import bootstrap
 from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-NAMES = ("down", "neutral", "up")
 _NUM_PARTS = 5
 _FIT_ROWS = 20_000
 _MOST_POINTS = 200

@@ -50,7 +50,7 @@ from stoker.recipes.forex.labels import (
     plan_labels,
 )
 from stoker.recipes.forex.lstm import traceable
-from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
+from stoker.recipes.forex.model import NAMES, ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
 from stoker.recipes.forex.raw_bars import open_raw_bars
 from stoker.recipes.gate import gate_notes, quality_gate
 from stoker.recipes.options import (
@@ -262,13 +262,15 @@ class ForexRecipe(Recipe):
         return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return the timeframes, their columns, and whose state is carried."""
+        """Return the timeframes, their columns, whose state is carried, and the names of the directions."""
         model = cast(ForexModel, job.model)
         encoders = cast(Mapping[str, Any], model.encoders)
         return {
             "inputs": list(model.timeframes),
             "features": {name: len(encoders[name].steps) for name in model.timeframes},
             "carried": list(model.carried),
+            "is_classifier": True,
+            "class_names": list(NAMES),
         }
 
     def rebuild(self, options: ForexOptions, facts: Facts) -> Rebuilt:
