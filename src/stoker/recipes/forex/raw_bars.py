@@ -267,7 +267,8 @@ class RawBars:
         if refused:
             shown = "; ".join(map(str, refused[:_LISTED]))
             more = "; ..." if len(refused) > _LISTED else ""
-            notes.append(f"{format_count(len(refused), 'line')} that are no bars: {shown}{more}")
+            count = format_count(len(refused), refused[0].unit)
+            notes.append(f"{count} that are no bars: {shown}{more}")
         if self._num_unanswered:
             notes.append(
                 f"{format_count(self._num_unanswered, 'bar')} without an answer; see 'reason'"

@@ -52,7 +52,7 @@ from stoker.recipes.forex.labels import (
 from stoker.recipes.forex.lstm import traceable
 from stoker.recipes.forex.model import NAMES, ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
 from stoker.recipes.forex.raw_bars import open_raw_bars
-from stoker.recipes.gate import gate_notes, quality_gate
+from stoker.recipes.gate import fill_parts, gate_notes, quality_gate
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -393,6 +393,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         samples = {name: known[samples_of(division, name)] for name in _SPLITS}
         how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
         how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
+        fill_parts(samples, ratios, 0, None, f"bars, divided {how},")
     if options.label_gaps == "drop":
         if "label_gap" not in store.fields:
             raise InputError(

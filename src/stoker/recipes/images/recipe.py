@@ -45,6 +45,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import fill_parts
 from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
@@ -367,6 +368,8 @@ def split_pictures(
         val, test = _divide(samples["val"], labels, 0.5, seed)
         samples |= {"val": val, "test": test}
         note += f", and half of val as test ({len(test):,}), since it has none"
+    if "split" not in store.fields:
+        fill_parts(samples, ratios, seed, None, "pictures")
     return samples, f"{note}; " + ", ".join(f"{name} {len(ids):,}" for name, ids in samples.items())
 
 
@@ -374,7 +377,10 @@ def _divide(samples: Array, labels: Array, share: float, seed: int) -> tuple[Arr
     """Return a share of the samples, drawn class by class, and the others."""
     if not len(samples):
         return samples, samples
-    first = draw_samples(samples, round(share * len(samples)), seed, labels[samples])
+    count = round(share * len(samples))
+    if 0 < share < 1 and len(samples) > 1:
+        count = min(max(count, 1), len(samples) - 1)
+    first = draw_samples(samples, count, seed, labels[samples])
     return first, np.setdiff1d(samples, first)
 
 

@@ -42,6 +42,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import fill_parts
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics
 from stoker.recipes.massspec.metrics import (
@@ -589,7 +590,8 @@ def split_compounds(
     else:
         division = split_by_group(groups, ratios, seed)
         samples = {name: samples_of(division, name) for name in _SPLITS}
-        note = f"split: by compound, seed {seed}"
+        samples, filled = fill_parts(samples, ratios, seed, groups, "compounds")
+        note = f"split: by compound, seed {seed}{filled}"
     check_apart(groups, samples)
     if not len(samples["train"]):
         raise InputError(

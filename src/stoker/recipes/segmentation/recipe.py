@@ -39,6 +39,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import fill_parts
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -441,7 +442,10 @@ def split_images(
         if options.split == "ordered":
             division = np.sort(division)
         samples = {name: samples_of(division, name) for name in _SPLITS}
+        each = np.arange(store.num_samples)
+        samples, filled = fill_parts(samples, options.ratios, seed, each, "images")
         note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")
+        note += filled
     if not len(samples["train"]):
         raise InputError(
             f"{store.name} has no training samples.",
