@@ -201,7 +201,8 @@ def split_samples(
     else:
         division, groups, more = _divide(store, inputs, mode, ratios, embargo, seed)
         samples = {name: samples_of(division, name) for name in _SPLITS}
-        what = f"rows, divided by {mode!r}{more}," if groups is None else "rows"
+        what = "different rows" if mode == "distinct" else "rows"
+        what += f", divided by {mode!r}{more}," if groups is None else ""
         samples, filled = fill_parts(samples, ratios, seed, groups, what)
         why += more + filled
     if not len(samples["train"]):

@@ -164,17 +164,17 @@ def plain(column: Any) -> Any:
     return column
 
 
-def trimmed(column: Any, words: Sequence[str] = ()) -> Any:
-    """Return text without spaces around it, and null where the value is missing; `words` are values."""
+def trimmed(column: Any, kept: Sequence[str] = ()) -> Any:
+    """Return text without spaces around it, and null where the value is missing; those `kept` are values."""
     text = pc.utf8_trim_whitespace(column)
-    nulls = pa.array([word for word in NULLS if word not in words])
+    nulls = pa.array([word for word in NULLS if word not in kept])
     return pc.if_else(pc.is_in(text, value_set=nulls), pa.scalar(None, pa.string()), text)
 
 
-def as_text(column: Any, words: Sequence[str] = ()) -> Any:
+def as_text(column: Any, kept: Sequence[str] = ()) -> Any:
     """Return any column as trimmed text with nulls, as `trimmed`: numbers and booleans as they are written."""
     column = plain(column)
-    return trimmed(column if is_text(column.type) else column.cast(pa.string()), words)
+    return trimmed(column if is_text(column.type) else column.cast(pa.string()), kept)
 
 
 def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column | Unusable:
