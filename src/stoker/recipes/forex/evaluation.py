@@ -57,6 +57,48 @@ class BarData:
     seed: int
 
 
+class DirectionJudge:
+    """Evaluates answered directions by the returns that came; a `Judge`.
+
+    Args:
+        plan: How returns become directions.
+        cost_pips: Of one trade, both ways.
+    """
+
+    def __init__(self, plan: LabelPlan, cost_pips: float) -> None:
+        self._plan, self._cost_pips = plan, cost_pips
+        self._chances: list[Array] = []
+        self._returns: list[Array] = []
+
+    def update(self, columns: Mapping[str, Array], truth: Array) -> None:
+        """Take probabilities, and the log returns over the bars of the direction, `(n, 1)`; NaN is not known yet."""
+        known = np.isfinite(truth[:, 0])
+        self._chances.append(columns["probability"][known])
+        self._returns.append(truth[known, 0])
+
+    def evaluate(self) -> Evaluation | None:
+        """Return the directions class by class, what they earned by side, and beside it holding."""
+        returns = np.concatenate([np.zeros(0), *self._returns])
+        if not len(returns):
+            return None
+        plan, chances = self._plan, np.concatenate(self._chances)
+        report = evaluate_classes(chances, _sides(returns, plan.neutral) + NEUTRAL, NAMES)
+        sides, moves = chances.argmax(axis=1) - NEUTRAL, returns / plan.pip
+        earned = _earned(sides, moves, self._cost_pips)
+        return Evaluation(
+            len(returns),
+            ("net_pips", True),
+            {**report.metrics, **_traded(sides, moves, earned)},
+            {"net_pips": bootstrap(earned, block=plan.direction_step)},
+            {"buy and hold": _traded(np.ones_like(sides), moves, moves)},
+            {**report.groups, "side": _by_side(sides, moves, self._cost_pips)},
+            report.confusion,
+            notes=(
+                f"net_pips: per decision after {plan.direction_step} bars and a cost of {self._cost_pips:g} pips",
+            ),
+        )
+
+
 class BarEvaluation:
     """Final metrics of a forex run."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -30,6 +30,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -37,7 +38,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.forex.evaluation import BarData, BarEvaluation
+from stoker.recipes.forex.evaluation import BarData, BarEvaluation, DirectionJudge
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
@@ -271,6 +272,7 @@ class ForexRecipe(Recipe):
             "carried": list(model.carried),
             "is_classifier": True,
             "class_names": list(NAMES),
+            "labels": asdict(cast("partial[Any]", job.unpack).keywords["plan"]),
         }
 
     def rebuild(self, options: ForexOptions, facts: Facts) -> Rebuilt:
@@ -302,6 +304,22 @@ class ForexRecipe(Recipe):
         """Return the bars of files, for a model that was trained on a store of `stoker pack bars`."""
         del made, told
         return open_raw_bars(given, facts) if "bars" in facts else None
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: ForexOptions, facts: Facts
+    ) -> Array | None:
+        """Return the log return over the bars of the direction, `(samples, 1)`."""
+        del made, options
+        info, step = store.fields.get("targets"), facts.get("labels", {}).get("direction_step")
+        if info is None or step is None or int(np.prod(info.shape)) < step:
+            return None
+        rows = store.gather("targets", samples).reshape(len(samples), -1)
+        return rows[:, step - 1 : step].astype(np.float64)
+
+    def make_judge(self, options: ForexOptions, facts: Facts) -> Judge | None:
+        """Return directions, and what trading on them would have earned."""
+        labels = facts.get("labels")
+        return None if labels is None else DirectionJudge(LabelPlan(**labels), options.cost_pips)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return windows of any length, and a gap flag beside each bar."""

@@ -31,6 +31,7 @@ from stoker.augment import (
 )
 from stoker.errors import InputError, SourceError
 from stoker.loader.splits import SplitName, draw_samples, samples_of
+from stoker.recipes.classification import label_places
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -250,6 +251,17 @@ class ImagesRecipe(Recipe):
             batch_size=int(told.get("batch_size", 64)),
             classes=facts.get("class_names", ()),
         )
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: ImagesOptions, facts: Facts
+    ) -> Array | None:
+        """Return the classes of a store's pictures."""
+        del made, options
+        if "labels" not in store.fields:
+            return None
+        labels = store.gather("labels", samples).astype(np.int64)
+        places = label_places(store, labels, facts.get("class_names", ()))
+        return np.where(places < facts["num_classes"], places, -1)
 
 
 def _pictures_of(facts: Facts) -> Pictures:

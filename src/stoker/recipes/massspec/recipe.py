@@ -35,6 +35,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -44,12 +45,13 @@ from stoker.recipes.contract import (
 )
 from stoker.recipes.gate import fill_parts
 from stoker.recipes.inference import load_trained
-from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics
+from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics, SpectrumJudge
 from stoker.recipes.massspec.metrics import (
     Ranking,
     SpectrumMetrics,
     chance_metrics,
     make_library,
+    read_root_spectra,
     root_spectra,
 )
 from stoker.recipes.massspec.models import (
@@ -230,6 +232,22 @@ class _SpectrumRecipe(Recipe):
 
         network = build_network(facts["num_bins"], options, len(facts.get("usual_conditions", ())))
         return Rebuilt(network, facts["inputs"], unpack, predict)
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: MassSpecOptions, facts: Facts
+    ) -> Array | None:
+        """Return the measured spectra of a store's samples."""
+        del made, options
+        if "mz" not in store.fields or "intensity" not in store.fields:
+            return None
+        rounding = store.manifest.attributes.get("rounding", "nearest")
+        parts = read_root_spectra(store, samples, facts["num_bins"] - 1, rounding)
+        return torch.cat([spectra for _, spectra in parts]).numpy()
+
+    def make_judge(self, options: MassSpecOptions, facts: Facts) -> Judge:
+        """Return the similarities of spectra."""
+        del facts
+        return SpectrumJudge(options.mass_power)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return fingerprints, weights and graphs as they are unpacked on the device."""

@@ -32,6 +32,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -62,6 +63,7 @@ from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     FinalSegmentationMetrics,
+    MaskJudge,
     SegmentationMetrics,
     class_names,
     compute_metrics,
@@ -334,6 +336,28 @@ class SegmentationRecipe(Recipe):
             batch_size=int(told.get("batch_size", 8)),
             is_table=bool(told.get("is_table")),
         )
+
+    def read_truth(
+        self,
+        store: Store,
+        samples: Array,
+        made: Rebuilt,
+        options: SegmentationOptions,
+        facts: Facts,
+    ) -> Array | None:
+        """Return the masks of a store's images, 255 where a pixel counts nowhere."""
+        del made
+        info = store.fields.get("masks")
+        if info is None or list(info.shape) != list(facts.get("size", ())):
+            return None
+        masks = store.gather("masks", samples)
+        strange = (masks >= facts["num_classes"]) | np.isin(masks, options.ignore_values)
+        return np.where(strange, IGNORE, masks)
+
+    def make_judge(self, options: SegmentationOptions, facts: Facts) -> Judge:
+        """Return counts of pixels and edges."""
+        del options
+        return MaskJudge(class_names(facts.get("class_names", ()), facts["num_classes"]))
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
