@@ -93,3 +93,27 @@ def test_too_few_samples_are_refused_by_name(tmp_path):
             with pytest.raises(InputError, match=f"too few {what}") as told:
                 split()
             assert told.value.fix == "ratios=[1.0, 0.0, 0.0]"
+
+
+@pytest.mark.parametrize("lacks", ["val", "test"])
+def test_a_store_divided_into_two_gets_the_third_part(tmp_path, lacks):
+    """People divide into train and val, or into train and test: each is kept whole but for what is lent."""
+    other = {"val": 2, "test": 1}[lacks]
+    codes = np.where(np.arange(60) < 40, 0, other).astype("u1")
+    groups = np.arange(60) // 2
+    with _store(tmp_path / "s", 60, group=Dense(groups), split=Dense(codes)) as store:
+        inputs = find_inputs(store, "features", "targets")
+        made = {
+            "tabular": split_samples(store, inputs, "auto", RATIOS, None, 0),
+            "segmentation": split_images(store, SegmentationOptions(), 0),
+            "massspec": split_compounds(store, RATIOS, 0),
+            "images": split_pictures(store, np.arange(60) % 3, RATIOS, 0),
+        }
+    for name, (samples, said) in made.items():
+        lent = {"val": "a tenth of train as val (4)", "test": "half of val as test (10)"}[lacks]
+        assert lent in said, name
+        source = {"val": samples["train"], "test": samples["val"]}[lacks]
+        own = np.arange(40) if lacks == "val" else np.arange(40, 60)
+        assert sorted([*source, *samples[lacks]]) == own.tolist()
+        if name == "massspec":
+            assert not set(groups[source]) & set(groups[samples[lacks]])

@@ -95,6 +95,35 @@ def fill_parts(
     return filled, told
 
 
+def complete_parts(
+    samples: Mapping[str, Array], seed: int, groups: Array
+) -> tuple[dict[str, Array], str]:
+    """Return the split that a store came with, val or test made of what there is where one is empty, and what to say.
+
+    People divide their data into train and val, or into train and test. A tenth of train becomes val, or half of val
+    becomes test; a group stays together.
+
+    Args:
+        samples: Of "train", "val" and "test".
+        seed: Decides which groups go.
+        groups: One whole number per sample of the store.
+    """
+    lacks = [name for name in ("val", "test") if not len(samples[name])]
+    if len(lacks) != 1:
+        return dict(samples), ""
+    (name,) = lacks
+    source, share = ("train", 0.1) if name == "val" else ("val", 0.5)
+    ids = samples[source]
+    own = np.random.default_rng(seed).permutation(np.unique(groups[ids]))
+    count = max(1, round(share * len(own)))
+    if count >= len(own):
+        return dict(samples), ""
+    taken = np.isin(groups[ids], own[:count])
+    part = "a tenth" if name == "val" else "half"
+    told = f", and {part} of {source} as {name} ({int(taken.sum()):,}), since it has none"
+    return {**samples, source: ids[~taken], name: ids[taken]}, told
+
+
 def gate_notes(warnings: Sequence[Finding]) -> list[str]:
     """Return the first warnings for the log, how many more there are, and what scaling takes care of."""
     over = [finding for finding in warnings if finding.name == "overflows-fp16"]

@@ -43,7 +43,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import fill_parts
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics, SpectrumJudge
 from stoker.recipes.massspec.metrics import (
@@ -604,7 +604,8 @@ def split_compounds(
     samples: dict[str, Array]
     if "split" in store.fields:
         samples = {name: select_samples(store, name) for name in _SPLITS}
-        note = "split: the store's own"
+        samples, made = complete_parts(samples, seed, groups)
+        note = f"split: the store's own{made}"
     else:
         division = split_by_group(groups, ratios, seed)
         samples = {name: samples_of(division, name) for name in _SPLITS}

@@ -132,6 +132,10 @@ class FinalSegmentationMetrics:
             baselines=baselines,
             examples=tuple(self._worst(model, device, samples, self._judge.confusions)),
             notes=(note, *found.notes, "pictures: the images of the lowest mIoU"),
+            colours={
+                **dict(legend(self._names).values()),
+                "counts nowhere": "#" + bytes(palette()[IGNORE]).hex(),
+            },
         )
 
     def _baselines(self, samples: Array) -> tuple[dict[str, dict[str, float]], str]:

@@ -40,7 +40,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import fill_parts
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -460,7 +460,8 @@ def split_images(
     samples: dict[str, Array]
     if "split" in store.fields:
         samples = {name: select_samples(store, name) for name in _SPLITS}
-        note = "split: the store's own"
+        samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+        note = f"split: the store's own{made}"
     else:
         division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":

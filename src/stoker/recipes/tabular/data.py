@@ -21,7 +21,7 @@ from stoker.loader.splits import (
     split_by_time,
     split_randomly,
 )
-from stoker.recipes.gate import fill_parts
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
@@ -198,6 +198,9 @@ def split_samples(
     samples: dict[str, Array]
     if mode == "store":
         samples = {name: select_samples(store, name) for name in _SPLITS}
+        if inputs.window is None and "time" not in store.fields:
+            samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+            why += made
     else:
         division, groups, more = _divide(store, inputs, mode, ratios, embargo, seed)
         samples = {name: samples_of(division, name) for name in _SPLITS}
