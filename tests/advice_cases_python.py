@@ -773,10 +773,12 @@ def place(loader):
             "\nsys.modules.setdefault('torchvision', SimpleNamespace())\n"
             "def call(network): make_network(choose_network(network, (32, 32))[0], 3, 3, 4, (32, 32))\n"
             "def split(ratios): split_pictures(pictures, np.zeros(9, 'i8'), ratios, 0)\n"
+            "def fill(ratios): fill_parts({'train': np.arange(1), 'val': np.arange(0), 'test': np.arange(0)}, ratios, 0, None, 'rows')\n"
             "pictures = write_store(Path('pictures-store'), [{'labels': Dense(np.zeros(9, 'i8'))}])",
             "call(network='resnet99x')",
             "call(network='timm/pair')",
             "split(ratios=[0.0, 0.5, 0.5])",
+            "fill(ratios=[0.8, 0.1, 0.1])",
             "load_weights(ResNet9(3, width=4), 'none/weights.pt')",
             "load_weights(ResNet9(3, width=4), 'table.csv')",
         ),

@@ -141,6 +141,8 @@ class Table:
         keep: Take only such columns, and the target; repeatable.
         dtype: NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date,
             day-first, month-first, seconds; repeatable.
+        value: NAME=WORD: a text that is a value of that column, though it usually stands for a missing one, such as
+            damage=None; repeatable.
         missing: Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them
             in a column of their own; drop: leave their rows out.
     """
@@ -149,13 +151,14 @@ class Table:
     drop: list[str] | None = None
     keep: list[str] | None = None
     dtype: list[str] | None = None
+    value: list[str] | None = None
     missing: str = "stop"
 
     def source(
         self, paths: tuple[Path, ...], text: Text, split: tuple[float, ...] = ()
     ) -> TableSource:
         """Return the source of these tables."""
-        from stoker.sources.tables import TableSource, parse_dtypes
+        from stoker.sources.tables import TableSource, parse_dtypes, parse_words
 
         allowed = ("stop", "median", "zero", "flag", "drop")
         if self.missing not in allowed:
@@ -171,6 +174,7 @@ class Table:
             dtypes=parse_dtypes(self.dtype or ()),
             missing={"median": "keep", "zero": "keep"}.get(self.missing, self.missing),
             text=text.options(),
+            words=parse_words(self.value or ()),
         )
 
 
