@@ -702,6 +702,7 @@ def place(loader):
             at="(0,)",
         ),
     ],
+    "runs": [Case("Monitor('table.csv')", "from stoker.monitor import Monitor")],
     "monitor.py": [
         Case(
             "next(Monitor().looks(interval_seconds=0, stop=stop))",
