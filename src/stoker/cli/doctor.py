@@ -214,7 +214,7 @@ def _examine_script(
             if _stdin_is_used_up():
                 console.print(
                     "note: stdin is a pipe or a file, which the first run has read: "
-                    "the second gets an empty one",
+                    "the second gets an empty one"
                 )
             outcome = treat_script(command, found, steps=steps, seconds=seconds)
             found = replace(found, outcome=outcome)

@@ -217,10 +217,7 @@ def _picture_facts(images: Sequence[Array]) -> dict[str, str]:
     size = " to ".join(
         f"{height} x {width}" for height, width in dict.fromkeys(sizes[:: max(1, len(sizes) - 1)])
     )
-    shown = {
-        "pictures": f"{size}, {channels} channels",
-        "pixel values": "; ".join(ranges),
-    }
+    shown = {"pictures": f"{size}, {channels} channels", "pixel values": "; ".join(ranges)}
     for name, value in (("white", 255), ("black", 0)):
         count = sum(bool((image == value).mean() >= _ONE_COLOUR) for image in images)
         if count:

@@ -405,10 +405,7 @@ def _find_arrays(
 
 
 def _add_aliases(
-    path: Path,
-    arrays: dict[str, tuple[Shape, str]],
-    aliases: Mapping[str, str],
-    chosen: Selection,
+    path: Path, arrays: dict[str, tuple[Shape, str]], aliases: Mapping[str, str], chosen: Selection
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Add the arrays that the chosen group or fields have by a second name: a soft link, or a second hard link.
 

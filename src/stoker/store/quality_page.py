@@ -24,11 +24,7 @@ NUM_BARS = 32
 # A range of 2^12 and more no longer shows in a plain histogram: draw the magnitudes as well.
 _WIDE_OCTAVES = 12
 
-_MEANING = {
-    "refuse": "stops a pack",
-    "warn": "packs, but look at it",
-    "note": "for completeness",
-}
+_MEANING = {"refuse": "stops a pack", "warn": "packs, but look at it", "note": "for completeness"}
 
 
 def quality_page(

@@ -24,12 +24,7 @@ from stoker.sources.massspec.conditions import (
     conditions_in,
     encode_conditions,
 )
-from stoker.sources.massspec.structures import (
-    INCHIKEY,
-    healed,
-    mismatch,
-    own_structure,
-)
+from stoker.sources.massspec.structures import INCHIKEY, healed, mismatch, own_structure
 from stoker.sources.molecules.files import MolPlaces, MolReader
 from stoker.sources.molecules.packed import (
     Mol,
