@@ -82,7 +82,11 @@ def monitor(
         if once:
             _look_once(watching, log, as_json)
         else:
-            _look_on(watching, log, as_json, seconds)
+            with _until_told_to_stop() as stop, _shown(as_json, watching.history) as show:
+                for snapshot in watching.looks(seconds, stop):
+                    if log is not None:
+                        log.write(snapshot)
+                    show(snapshot)
 
 
 def _look_once(watching: Monitor, log: CsvLog | None, as_json: bool) -> None:
@@ -93,14 +97,6 @@ def _look_once(watching: Monitor, log: CsvLog | None, as_json: bool) -> None:
         print_json(snapshot.to_json(), indent=2)
         return
     make_console().print(view(snapshot))
-
-
-def _look_on(watching: Monitor, log: CsvLog | None, as_json: bool, seconds: float) -> None:
-    with _until_told_to_stop() as stop, _shown(as_json, watching.history) as show:
-        for snapshot in watching.looks(seconds, stop):
-            if log is not None:
-                log.write(snapshot)
-            show(snapshot)
 
 
 @contextlib.contextmanager
