@@ -27,12 +27,7 @@ from stoker.errors import InputError, QualityError, Refusal, StoreError, count_r
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
 from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
-from stoker.packing.work_folder import (
-    WorkFolder,
-    check_replaceable,
-    check_target,
-    remove_leftovers,
-)
+from stoker.packing.work_folder import WorkFolder, check_replaceable, check_target, remove_leftovers
 from stoker.packing.worker import current_guard
 from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress, Silent

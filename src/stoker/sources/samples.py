@@ -138,9 +138,7 @@ def _advise(value: Any, kind: str) -> str:
 
 
 def collect(
-    samples: Iterable[Any],
-    first: int = 0,
-    like: Mapping[str, FieldInfo] | None = None,
+    samples: Iterable[Any], first: int = 0, like: Mapping[str, FieldInfo] | None = None
 ) -> dict[str, Dense | Ragged]:
     """Return the fields of samples, one row each.
 

@@ -5,7 +5,7 @@ of chunks, or "library" with the reason. Costs: about 1.2 µs per chunk, once pe
 
 h5py serialises every call of a process behind one lock, and its default chunk shape makes one
 row of a wide array cost 47 ms; positional reads at known offsets have neither problem. What
-this file does not understand (filters that `filters.py` cannot undo, virtual or external data, numbers of
+this file does not understand (filters that it cannot undo, virtual or external data, numbers of
 other bits than numpy's) goes through the library, slower and right.
 """
 

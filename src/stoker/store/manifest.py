@@ -249,9 +249,7 @@ def find_store(folder: Path) -> Path:
 def _not_a_store(folder: Path) -> StoreError:
     if not folder.exists():
         return StoreError(
-            f"{folder} does not exist.",
-            "a store folder, an HDF5 file or a URL",
-            look_for(folder),
+            f"{folder} does not exist.", "a store folder, an HDF5 file or a URL", look_for(folder)
         )
     if (folder / LOG_NAME).is_file():
         return StoreError(
