@@ -298,6 +298,7 @@ PYTHON: dict[str, list[Case]] = {
     "loader": _refused(
         SERIES,
         "Loader('store', batch_size=0)",
+        "Loader(b'store', 64)",
         "Loader('store', 16, seed='x')",
         "Loader('store', 16, order='x')",
         "Loader('store', 16, device='x')",
@@ -607,6 +608,12 @@ def place(loader):
     ),
     "sources": [
         Case("collect([{'a/b': 1}])", SAMPLES, at="{'a/b': 1}"),
+        Case(
+            "stoker.pack_from((x), 'made')",
+            SAMPLES + "; x = type('S', (), {'tocsr': 0, 'toarray': lambda self: np.ones((3, 2))})()",
+            at="(x)",
+        ),
+        Case("stoker.Loader(dataset, 2)", SAMPLES + "; dataset = [1, None, 2]", at="dataset"),
         Case(
             "assert collect([dict(x=(x)) for x in (1, 1.5)])['x'].values[1] == 1.5",
             SAMPLES,
