@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from stoker import Loader, open_store, pack_from
 from stoker.errors import InputError
@@ -141,8 +142,10 @@ def test_a_sample_that_is_none_is_left_out_like_one_that_raises(
     told = (tmp_path / "s" / "refused.jsonl").read_text()
     assert "it is None" in told
     assert f'"line": {number}' in told
-    with pytest.raises(InputError, match=f"sample {number} is None"):
-        Loader([None if n == number else 1 for n in range(100)], 8)
+    dataset = [None if n == number else 1 for n in range(100)]
+    with pytest.raises(InputError, match=f"sample {number} is None") as refused:
+        Loader(dataset, 8)
+    assert len(eval(refused.value.fix, {"torch": torch, "dataset": dataset})) == 99
 
 
 def test_text_that_batches_leave_out_is_told_for_a_store_of_samples_too(
