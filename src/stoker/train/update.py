@@ -248,8 +248,8 @@ class Update:
         parameters = {str(p.dtype)[6:] for p in self.step.parts.model.parameters()}
         return (
             f"The step was given inputs {told(work.inputs)} and targets {told(work.targets)}; the model's parameters "
-            f"are {', '.join(sorted(parameters))}. Where types or shapes do not fit, unpack= of the Trainer converts them "
-            "(.float(), .long(), .reshape); drop_last=True of the Loader leaves a short last batch out."
+            f"are {', '.join(sorted(parameters))}. Where types or shapes do not fit, unpack= of the Trainer converts "
+            "them (.float(), .long(), .reshape); drop_last=True of the Loader leaves a short last batch out."
         )
 
     def _passes(self, work: Work) -> list[Work]:
