@@ -70,6 +70,8 @@ _MOVED = (
     "the step gives weights other memory (p.data = ...), which a graph cannot follow: p.data.copy_(...) "
     "is followed"
 )
+_MOST_REPEATED = 3
+"""Pairs of eager steps that are run to learn how far equal steps are apart."""
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
 
@@ -445,7 +447,7 @@ class GraphedStep:
         self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
         left_behind = self._numbers.name_difference(eager_numbers, self._numbers.values())
         left_behind = left_behind or state.find_moved(eager_positions)
-        first = away = self._agreed(difference(eager, replayed))
+        first = away = self._agreed(difference(eager, replayed, None, self._before(keep)))
         if not same_counts(eager[num_results:], replayed[num_results:]):
             first = away = self._agreed(math.inf)
         if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
@@ -502,14 +504,21 @@ class GraphedStep:
         """
         replayed, again = self._outcome(self._replay, keep), self._outcome(self._replay, keep)
         between_replays = spread(replayed, again)
+        before = self._before(keep)
         for run in (self._run_eagerly, self._run_as_if_captured):
-            one, other = (self._outcome(functools.partial(run, work), keep) for _ in range(2))
-            if self._is_invalid():
-                return math.inf  # memory ran out: the tensors that the graph reads are gone
-            noise = torch.maximum(spread(one, other), between_replays)
-            before = keep.tensors if len(keep.tensors) == len(list(self._state.tensors())) else ()
-            is_blind = is_too_noisy(one, noise, before)
-            away = self._agreed(math.inf if is_blind else difference(one, replayed, noise))
+            noise = between_replays
+            for _ in range(_MOST_REPEATED):
+                one, other = (self._outcome(functools.partial(run, work), keep) for _ in range(2))
+                if self._is_invalid():
+                    return math.inf  # memory ran out: the tensors that the graph reads are gone
+                noise = torch.maximum(spread(one, other), noise)
+                is_blind = is_too_noisy(one, noise[0], before)
+                away = self._agreed(
+                    math.inf if is_blind else difference(one, replayed, noise, before)
+                )
+                # Two samples of what is nearly equal may be nearly equal by chance.
+                if away <= 1.0 or not self._agreed(float(noise.sum())) > 0.0:
+                    break
             if away <= 1.0:
                 break
         else:
@@ -520,6 +529,10 @@ class GraphedStep:
         keep.restore()
         self._replay()
         return away
+
+    def _before(self, keep: Snapshot) -> Sequence[torch.Tensor]:
+        """Return what the kept tensors were, where they are still those of the step."""
+        return keep.tensors if len(keep.tensors) == len(list(self._state.tensors())) else ()
 
     def _outcome(self, run: Callable[[], Any], keep: Snapshot) -> list[torch.Tensor]:
         """Run a step from the kept state; return copies of its result and of everything that it changed."""
