@@ -28,6 +28,7 @@ from stoker.augment.geometry import RandomResizedCrop, Resize
 from stoker.augment.philox import make_counter, uniforms
 from stoker.store.fields import Array
 
+_TOGETHER = 4  # taps in a row that the kernel reads
 _COLUMNS, _ROWS = 128, 8  # of the result, that one program of the kernel writes
 
 
@@ -150,4 +151,7 @@ def launch_table(addresses: Array, sizes: Array, boxes: Array, out: torch.Tensor
     on_device = torch.from_numpy(table).to(out.device)
     batch, channels, height, width = out.shape
     grid = (-(-width // _COLUMNS), -(-height // _ROWS), batch)
-    resample[grid](on_device, out, height, width, C=channels, ROWS=_ROWS, BLOCK=_COLUMNS)
+    narrow = bool((boxes[:, 2] < _TOGETHER).any())
+    resample[grid](
+        on_device, out, height, width, C=channels, NARROW=narrow, ROWS=_ROWS, BLOCK=_COLUMNS
+    )
