@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -194,20 +195,52 @@ def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [None, KeepEncoded()], ids=["as pixels", "encoded"])
-def test_exif_that_cannot_be_read_is_what_is_refused(tmp_path, keep):
+def test_a_picture_with_exif_that_cannot_be_read_is_taken_as_it_lies_and_counted(tmp_path, keep):
+    """Pillow raises for the first, for its resolution is known otherwise, and finds nothing in the second."""
     home = tmp_path / "in" / "a"
     home.mkdir(parents=True)
-    (home / "x.jpg").write_bytes(
-        jpeg(smooth(16, 16), dpi=(72, 72), exif=b"Exif\0\0MM\x13*\0\0\0\x08")
-    )
+    exif = b"Exif\0\0MM\x13*\0\0\0\x08"
+    (home / "x.jpg").write_bytes(jpeg(smooth(16, 16), dpi=(72, 72), exif=exif))
+    (home / "y.jpg").write_bytes(jpeg(smooth(16, 16), exif=exif))
     cut = io.BytesIO()
-    smooth(64, 64).save(cut, "PNG")  # of a PNG, Pillow reads the pixels first
-    (home / "y.png").write_bytes(cut.getvalue()[:-200])
-    with pytest.raises(QualityError) as caught:
-        pack(ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=keep), tmp_path / "s", ONE)
-    said = str(caught.value)
-    assert "x.jpg: has EXIF data that cannot be read" in said
-    assert "y.png: cannot be decoded" in said
+    smooth(64, 64).save(cut, "PNG")  # of a PNG, Pillow reads the pixels before its EXIF data
+    (home / "z.png").write_bytes(cut.getvalue()[:-200])
+    source = ImagesSource((16, 16), 3, tmp_path / "in", keep_encoded=keep)
+    with pytest.raises(QualityError, match=r"z\.png: cannot be decoded"):
+        pack(source, tmp_path / "s", ONE)
+    pack(source, tmp_path / "s", LENIENT)
+    with open_store(tmp_path / "s") as store:
+        said = " ".join(map(str, store.manifest.attributes["notes"]))
+    assert "2 pictures have EXIF data that cannot be read" in said
+
+
+def twelve_bits(data):
+    at = data.index(b"\xff\xc0")
+    return data[: at + 1] + b"\xc1" + data[at + 2 : at + 4] + b"\x0c" + data[at + 5 :]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (twelve_bits, "a JPEG of 12 bits a channel"),
+        (lambda data: data[:2] + bytes(40), "a JPEG whose header is damaged or unknown to Pillow"),
+        (
+            lambda _: b"\x89PNG\r\n\x1a\n" + bytes(40),
+            "a PNG whose header is damaged or unknown to Pillow",
+        ),
+        (lambda _: b"RIFF\0\0\0\0WEBPxxxx", "a WebP whose header is damaged or unknown to Pillow"),
+        (lambda _: b"\0\0\0\x18ftypqt  ", "a file of kind 'qt'"),
+        (lambda _: b"\n<!DOCTYPE html><title>404</title>", "a web page"),
+        (lambda _: b"nothing", "of no known kind"),
+    ],
+)
+def test_a_file_that_pillow_does_not_know_is_named_by_its_first_bytes(tmp_path, make, kind):
+    home = tmp_path / "in" / "a"
+    home.mkdir(parents=True)
+    (home / "x.jpg").write_bytes(make(jpeg(smooth(16, 16))))
+    for given in (None, (home / "x.jpg").read_bytes()):
+        with pytest.raises(SourceError, match=re.escape(f"opened as an image: {kind}.")):
+            decode(home / "x.jpg", data=given)
 
 
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "tiff_deflate"])

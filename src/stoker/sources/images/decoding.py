@@ -34,13 +34,18 @@ from typing import Any
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command
+from stoker.display import command, printable
 from stoker.errors import MissingExtraError, SourceError, special_kind
 from stoker.store.fields import Array
 
 _PIXEL_BYTES = 12
 """As decoded, turned upright, and converted: up to four bytes each."""
+_HEAD_BYTES = 1 << 17
+"""Of a file that is not opened: a JPEG may have 64 kB of EXIF data before its frame."""
+_HEADER = "whose header is damaged or unknown to Pillow"
 ORIENTATION = 0x0112
+_TIFF_HEADS = {b"MM\0*", b"II*\0", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"}
+"""What EXIF data begins with: those that Pillow takes."""
 _DEEP = {"I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float"}
 _ANIMATED = {"GIF", "TIFF", "WEBP", "PNG"}
 """Formats whose files may hold several frames. An MPO of a phone holds a photo and its previews: the first is meant."""
@@ -97,6 +102,7 @@ class Decoded:
         has_orientation: Whether the file has the tag.
         format: Pillow's name of the file format.
         is_deep_colour: The file has 16 bits for each of several channels, of which Pillow hands over the upper 8.
+        has_damaged_exif: The file has EXIF data that cannot be read: which way is up is not known.
     """
 
     image: Any
@@ -105,6 +111,7 @@ class Decoded:
     has_orientation: bool
     format: str
     is_deep_colour: bool
+    has_damaged_exif: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -157,7 +164,7 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
     except _FAULTS as error:
-        raise PictureError(not_opened(error), path=path) from error
+        raise PictureError(not_opened(error, _head(path, data)), path=path) from error
     pixels = opened.width * opened.height
     try:
         if pixels > bounds.PIXELS.most:
@@ -170,10 +177,53 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
     return opened
 
 
-def not_opened(error: Exception) -> str:
-    """Return why Pillow did not open a file, without the address in memory by which it names a buffer."""
+def _head(path: Path, data: bytes | None) -> bytes:
+    if data is not None:
+        return data
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def not_opened(error: Exception, head: bytes = b"") -> str:
+    """Return why Pillow did not open a file, without the address in memory by which it names a buffer.
+
+    Args:
+        error: Pillow's.
+        head: What the file begins with, by which one that Pillow does not know is named.
+    """
     is_unknown = isinstance(error, pillow().UnidentifiedImageError)
-    return f"cannot be opened as an image: {'of no known kind' if is_unknown else error}."
+    return f"cannot be opened as an image: {_unknown_kind(head) if is_unknown else error}."
+
+
+def _unknown_kind(head: bytes) -> str:
+    """Return what a file is that Pillow does not open, as far as its first bytes tell."""
+    if head.startswith(b"\xff\xd8"):
+        _, bits = jpeg_frame(head) or (0, 8)
+        return f"a JPEG of {bits} bits a channel" if bits != 8 else f"a JPEG {_HEADER}"
+    if head.startswith(b"\x89PNG\r\n\x1a\n"):
+        return f"a PNG {_HEADER}"
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return f"a WebP {_HEADER}"
+    if head[4:8] == b"ftyp":  # HEIC, AVIF and videos
+        return f"a file of kind {printable(head[8:12].decode('latin-1').strip())!r}"
+    if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        return "a web page"
+    return "of no known kind"
+
+
+def jpeg_frame(data: bytes) -> tuple[int, int] | None:
+    """Return the marker of a JPEG's frame, 0xC0 to 0xCF, and its bits a channel; None where none is found."""
+    at = 2
+    while at + 5 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, and one unused
+            return marker, data[at + 4]
+        # A byte 0xFF may fill the space before a marker.
+        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return None
 
 
 def _too_large(path: Path, pixels: int | None) -> SourceError:
@@ -220,7 +270,8 @@ def decode(
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             if opened.format == "PNG":
                 opened.load()  # which `getexif` does: its faults are those of the pixels
-            has_orientation, orientation = _orientation(opened, path)
+            said, has_damaged_exif = _read_orientation(opened)
+            has_orientation, orientation = said is not None, said or 1
             if orientation > 1 and opened.format == "TIFF" and data is None:
                 # Pillow reads plain TIFF files of this kind by a memory map of the wrong width; bytes it does not.
                 return decode(path, first_frame, path.read_bytes(), upright=upright, small=small)
@@ -235,25 +286,31 @@ def decode(
                 image = turned(opened, known) if upright else opened
             if image is opened:
                 image = opened.copy()
-            return Decoded(image, size, known, has_orientation, opened.format or "", deep)
+            return Decoded(
+                image, size, known, has_orientation, opened.format or "", deep, has_damaged_exif
+            )
         except _FAULTS as error:
             if isinstance(error, SourceError):
                 raise
             raise PictureError(f"cannot be decoded: {error}.", path=path) from error
 
 
-def _orientation(opened: Any, path: Path) -> tuple[bool, int]:
-    """Return whether the file says which way is up, and what it says; 1 where it does not."""
+def _read_orientation(opened: Any) -> tuple[int | None, bool]:
+    """Return what the file says of which way is up, None where it says nothing, and whether its EXIF data is damaged.
+
+    Damaged data says nothing, as in viewers. Pillow raises or returns an empty one, by what else the file holds.
+    """
+    given = opened.info.get("exif")
+    if isinstance(given, bytes) and given:
+        while given.startswith(b"Exif\0\0"):  # some phones write it twice
+            given = given[6:]
+        if given[:4] not in _TIFF_HEADS:
+            return None, True
     try:
         said = opened.getexif().get(ORIENTATION)
-        return said is not None, int(said or 1)
-    except _FAULTS as error:
-        raise PictureError(
-            f"has EXIF data that cannot be read, so which way is up is not known: {error}.",
-            "intact EXIF data, or none",
-            path=path,
-            kind="damaged EXIF",
-        ) from error
+        return None if said is None else int(said), False
+    except _FAULTS:
+        return None, True
 
 
 def _has_16_bits(tile: Any) -> bool:

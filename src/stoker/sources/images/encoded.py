@@ -28,6 +28,7 @@ from stoker.sources.images.decoding import (
     _kind,
     converted,
     decode,
+    jpeg_frame,
     pillow,
 )
 from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
@@ -150,21 +151,10 @@ def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
         return f"{kind} {form}"
     if form == "JPEG" and decoded.image.info.get("progressive"):
         return "progressive JPEG"
-    if form == "JPEG" and _is_arithmetic(data):
+    frame = jpeg_frame(data) if form == "JPEG" else None
+    if frame is not None and frame[0] > 0xC8:  # Pillow decodes it, and no GPU does
         return "arithmetic-coded JPEG"
     return ""
-
-
-def _is_arithmetic(data: bytes) -> bool:
-    """Whether a JPEG's frame is coded arithmetically: Pillow decodes it, and no GPU does."""
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, and one unused
-            return marker > 0xC8
-        # A byte 0xFF may fill the space before a marker.
-        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return False
 
 
 def decode_bytes(data: Any, channels: int) -> Array:

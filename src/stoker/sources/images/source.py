@@ -177,6 +177,7 @@ class Columns:
         self.kinds: Counter[str] = Counter()
         self.spans: dict[str, list[float]] = {}
         self.num_turned = 0
+        self.num_damaged_exif = 0
         self.sizes: list[tuple[int, int]] = []
 
     def add(self, pixels: Pixels, decoded: Decoded, name: str, split: int) -> None:
@@ -186,6 +187,7 @@ class Columns:
         self.splits.append(split)
         self.kinds[pixels.kind] += 1
         self.num_turned += decoded.orientation != 1
+        self.num_damaged_exif += decoded.has_damaged_exif
         self.sizes.append((decoded.image.height, decoded.image.width))
         if pixels.span:
             low, high = pixels.span
@@ -199,6 +201,7 @@ class Columns:
         self.splits.append(split)
         self.kinds[_kind(decoded)] += 1
         self.num_turned += decoded.orientation != 1
+        self.num_damaged_exif += decoded.has_damaged_exif
         wide, high = decoded.size
         self.sizes.append((high, wide))
 
@@ -230,6 +233,7 @@ class Columns:
             "kinds": dict(self.kinds),
             "spans": self.spans,
             "turned": self.num_turned,
+            "damaged_exif": self.num_damaged_exif,
             # Number of pictures; smallest and largest height and width; sums of 1 / height and 1 / width.
             "sizes": _summed_sizes(self.sizes),
             "encoded": encoded_facts(self.encoded),
@@ -483,6 +487,11 @@ def merged_facts(source: PictureFolder, extras: Sequence[Mapping[str, Json]]) ->
     if turned:
         done = "are turned" if source.keep_encoded else "were turned"
         notes.append(f"{turned:,} pictures {done} upright as their EXIF says")
+    # Parts that were built before this was counted do not have it.
+    if damaged := sum(extra.get("damaged_exif", 0) for extra in extras):
+        notes.append(
+            f"{damaged:,} pictures have EXIF data that cannot be read: they are taken as they lie in their files"
+        )
     return {
         **encoded,
         "channels": source.channels,
