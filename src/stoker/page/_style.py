@@ -120,7 +120,8 @@ h1{font-size:1.35rem}th,td{padding:7px 10px}
 .stack td.number::before{content:attr(data-head) " ";color:var(--quiet)}
 .stack td:empty{display:none}
 .tight th,.tight td{padding:7px 6px;font-size:.8rem}.tight th{font-size:.75rem}
-.tight td:first-child{white-space:normal;min-width:5.5rem}.meter{min-width:3.2rem}}
+.tight td:first-child{white-space:normal;min-width:6.5rem;overflow-wrap:normal}
+.meter{min-width:3.2rem}}
 @media print{:root{--page:#fff;--card:#fff;--ink:#000;--quiet:#444;--line:#ccc}
 body{font-size:10pt}nav{display:none}.scroll{overflow:visible;border-radius:0}
 figure,tr{break-inside:avoid}h2,h3{break-after:avoid}
