@@ -1,8 +1,8 @@
 """Readings of the kernel and of torch: memory, time queued for a core, the allocator.
 
 Enters: nothing. Leaves: numbers; None or 0 if the system does not tell. Costs 2 to 8 µs per reading, more where the
-kernel's code is not in the caches. Reading all cores, about once a second, costs 0.1 ms. Never calls the GPU's driver: another thread may be capturing a
-graph, which such a call would end.
+kernel's code is not in the caches. Reading all cores, about once a second, costs 0.1 ms. Never calls the GPU's driver:
+another thread may be capturing a graph, which such a call would end.
 """
 
 from __future__ import annotations

@@ -119,7 +119,6 @@ def _add(
 
 def _reading(original: Any, call: str) -> Any:
     """Wrap a method that turns a tensor into a number or a list. Cheap: an optimizer may call it per weight."""
-
     of_thread, getframe, known_codes = loading.of_thread, sys._getframe, _KNOWN.get
 
     def method(self: Any) -> Any:

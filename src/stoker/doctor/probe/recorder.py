@@ -59,9 +59,9 @@ def is_watched(number: int) -> bool:
 
 _SHORT_SECONDS, _READ_EVERY = 4e-3, 4
 _ON_CORE, _USUAL = 0.97, 1.2
-"""The clocks of a thread cost as much as all else at the end of a step. So while steps are shorter than the first and the
-thread was on its core for this share of the last step that was read, they are read for every fourth step only, and for
-each that takes more than so many usual ones; the steps between are taken to be on the core throughout."""
+"""The clocks of a thread cost as much as all else at the end of a step. So while steps are shorter than the first, and
+the thread was on its core for this share of the last step that was read, they are read for every fourth step only, and
+for each that takes more than so many usual ones; the steps between are taken to be on the core throughout."""
 
 KINDS = {"batch": 0, "backward": 1, "optimizer": 2, "replay": 3}
 """Events that may end a step, by rank. The highest kind that was seen counts: an optimizer's update if there is
