@@ -26,17 +26,9 @@ from stoker.machine._gpus import THROTTLE_WORDS, Gpu, GpuReader
 from stoker.machine._limits import Cgroups, find_text, read_cores, read_memory
 
 __all__ = [
-    "THROTTLE_WORDS",
-    "BandwidthClass",
-    "Choice",
-    "Disk",
-    "Gpu",
-    "GpuReader",
-    "Machine",
-    "available_memory",
-    "probe",
-    "recommended_workers",
-]
+    "THROTTLE_WORDS", "BandwidthClass", "Choice", "Disk", "Gpu", "GpuReader", "Machine",
+    "available_memory", "probe", "recommended_workers",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
