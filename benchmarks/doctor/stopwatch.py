@@ -24,6 +24,7 @@ PROFILED = (10, 20)
 main_process = os.getpid()
 lock: int | None = None
 times: list[float] = []
+cpu_times: list[float] = []
 queued_before = 0.0
 profiler = None
 top: list[str] = []
@@ -52,6 +53,7 @@ def note(*_):
     if len(times) + 1 == FIRST:
         queued_before = queued_seconds()
     times.append(time.perf_counter())
+    cpu_times.append(time.process_time())  # of all threads: a busy machine does not change it much
     longest = float(os.environ.get("STOPWATCH_LONGEST", "inf"))
     is_long = len(times) >= LEAST and times[-1] - times[0] > longest and os.getpid() == main_process
     if is_long or len(times) == int(os.environ.get("STEPS", "120")):
@@ -61,7 +63,7 @@ def note(*_):
         try:
             with Path(os.environ["STOPWATCH_OUT"]).open("x") as file:
                 queued = queued_seconds() - queued_before
-                json.dump({"times": times, "top": top, "queued": queued}, file)
+                json.dump({"times": times, "cpu": cpu_times, "top": top, "queued": queued}, file)
         except FileExistsError:
             pass
         if lock is not None:

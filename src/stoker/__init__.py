@@ -8,53 +8,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from stoker.compat.augmentation import (
-        GPUAugmentation as GPUAugmentation,
-    )
-    from stoker.compat.augmentation import (
-        MinimalGPUAugmentation as MinimalGPUAugmentation,
-    )
-    from stoker.compat.augmentation import (
-        ProgressiveAugmentation as ProgressiveAugmentation,
-    )
-    from stoker.compat.augmentation import (
-        StrongGPUAugmentation as StrongGPUAugmentation,
-    )
+    from stoker.compat.augmentation import GPUAugmentation as GPUAugmentation
+    from stoker.compat.augmentation import MinimalGPUAugmentation as MinimalGPUAugmentation
+    from stoker.compat.augmentation import ProgressiveAugmentation as ProgressiveAugmentation
+    from stoker.compat.augmentation import StrongGPUAugmentation as StrongGPUAugmentation
     from stoker.compat.chunk_loader import ChunkDataLoader as ChunkDataLoader
-    from stoker.compat.massspec import (
-        LazyMassSpecDataset as LazyMassSpecDataset,
-    )
-    from stoker.compat.massspec import (
-        NISTDataLoader as NISTDataLoader,
-    )
+    from stoker.compat.massspec import LazyMassSpecDataset as LazyMassSpecDataset
+    from stoker.compat.massspec import NISTDataLoader as NISTDataLoader
     from stoker.compat.max_batch import find_max_batch_size as find_max_batch_size
     from stoker.compat.quantization import quantize_dynamic as quantize_dynamic
     from stoker.config import config_schema as config_schema
     from stoker.config import load_config as load_config
-    from stoker.errors import (
-        ConfigError as ConfigError,
-    )
-    from stoker.errors import (
-        CorruptError as CorruptError,
-    )
-    from stoker.errors import (
-        InputError as InputError,
-    )
-    from stoker.errors import (
-        QualityError as QualityError,
-    )
-    from stoker.errors import (
-        Refusal as Refusal,
-    )
-    from stoker.errors import (
-        SourceError as SourceError,
-    )
-    from stoker.errors import (
-        StokerError as StokerError,
-    )
-    from stoker.errors import (
-        StoreError as StoreError,
-    )
+    from stoker.errors import ConfigError as ConfigError
+    from stoker.errors import CorruptError as CorruptError
+    from stoker.errors import InputError as InputError
+    from stoker.errors import QualityError as QualityError
+    from stoker.errors import Refusal as Refusal
+    from stoker.errors import SourceError as SourceError
+    from stoker.errors import StokerError as StokerError
+    from stoker.errors import StoreError as StoreError
     from stoker.loader.drawing import mix as mix
     from stoker.loader.loader import Loader as Loader
     from stoker.loader.prefetch import prefetch as prefetch
@@ -70,12 +42,8 @@ if TYPE_CHECKING:
     from stoker.store.reader import Store as Store
     from stoker.store.reader import open_store as open_store
     from stoker.train.capture_function import capture as capture
-    from stoker.train.memory import (
-        log_gpu_stats as log_gpu_stats,
-    )
-    from stoker.train.memory import (
-        print_memory_usage as print_memory_usage,
-    )
+    from stoker.train.memory import log_gpu_stats as log_gpu_stats
+    from stoker.train.memory import print_memory_usage as print_memory_usage
     from stoker.train.settings import TrainSettings as TrainSettings
     from stoker.train.trainer import Trainer as Trainer
 

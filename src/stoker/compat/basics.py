@@ -43,13 +43,7 @@ from stoker.compat.transforms import (
 )
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
-from stoker.loader.slabs import (
-    CudaEngine,
-    Staged,
-    Stager,
-    map_batch,
-    usable_device,
-)
+from stoker.loader.slabs import CudaEngine, Staged, Stager, map_batch, usable_device
 from stoker.train.accumulation import GradientAccumulator
 from stoker.units import usable_count
 

@@ -17,13 +17,7 @@ Files: `facts.py` bytes of stores and models, `budget.py` what fits at a batch s
 from __future__ import annotations
 
 from stoker.plan.budget import MIN_CHUNK_BATCHES, TIERS, PlanLine, Tier, Where
-from stoker.plan.decision import (
-    FALLBACK_SHARE,
-    GPU_SHARE,
-    Plan,
-    make_plan,
-    recommended_batch_size,
-)
+from stoker.plan.decision import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan, recommended_batch_size
 from stoker.plan.facts import (
     FieldFacts,
     ModelCost,

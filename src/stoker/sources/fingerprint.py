@@ -64,7 +64,8 @@ def difference(old: Provenance, new: Provenance) -> str:
         )
     for name in sorted({*old.options, *new.options}):
         before, after = old.options.get(name), new.options.get(name)
-        if before != after:
+        # A list of a newer stoker that is empty changes nothing: the older store holds.
+        if before != after and not (name not in old.options and after in ({}, [])):
             return f"option {name} changed from {before!r} to {after!r}"
     before_files = {entry.path: entry.digest for entry in old.files}
     after_files = {entry.path: entry.digest for entry in new.files}
@@ -81,9 +82,7 @@ def difference(old: Provenance, new: Provenance) -> str:
 def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
     if not path.exists():
         raise SourceError(
-            f"source {str(path)!r} does not exist.",
-            "an existing file or folder",
-            look_for(path),
+            f"source {str(path)!r} does not exist.", "an existing file or folder", look_for(path)
         )
     if path.is_dir():
         return _describe_folder(path)

@@ -228,8 +228,16 @@ class CapturedFunction:
                     "the loader that they are of",
                     "stoker.capture(step, model=model, optimizer=optimizer, loader=loader)",
                 )
-            batch = self._loader.assemble(batch)
+            batch = self._assembled(self._loader, batch)
         return _checked_result(self._call(batch))
+
+    @staticmethod
+    def _assembled(loader: Loader, indices: IndexBatch | torch.Tensor) -> Any:
+        """Return the batch in the form that an iteration over the loader yields."""
+        batch, names = loader.assemble(indices), loader.as_tuple
+        if names is None:
+            return batch
+        return batch[names] if isinstance(names, str) else tuple(batch[name] for name in names)
 
     def _call(self, batch: Any) -> Any:
         if self._needs_several and isinstance(batch, tuple | list):
@@ -241,7 +249,7 @@ class CapturedFunction:
     def run_static(self, static: Any) -> Any:
         """Call the step with the static tensors of a graph; indices are assembled first."""
         if self._loader is not None and isinstance(static, torch.Tensor):
-            static = self._loader.assemble(static)
+            static = self._assembled(self._loader, static)
         return _checked_result(self._call(static))
 
     def forget(self) -> None:

@@ -32,6 +32,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -39,6 +40,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -61,6 +63,7 @@ from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     FinalSegmentationMetrics,
+    MaskJudge,
     SegmentationMetrics,
     class_names,
     compute_metrics,
@@ -334,6 +337,28 @@ class SegmentationRecipe(Recipe):
             is_table=bool(told.get("is_table")),
         )
 
+    def read_truth(
+        self,
+        store: Store,
+        samples: Array,
+        made: Rebuilt,
+        options: SegmentationOptions,
+        facts: Facts,
+    ) -> Array | None:
+        """Return the masks of a store's images, 255 where a pixel counts nowhere."""
+        del made
+        info = store.fields.get("masks")
+        if info is None or list(info.shape) != list(facts.get("size", ())):
+            return None
+        masks = store.gather("masks", samples)
+        strange = (masks >= facts["num_classes"]) | np.isin(masks, options.ignore_values)
+        return np.where(strange, IGNORE, masks)
+
+    def make_judge(self, options: SegmentationOptions, facts: Facts) -> Judge:
+        """Return counts of pixels and edges."""
+        del options
+        return MaskJudge(class_names(facts.get("class_names", ()), facts["num_classes"]))
+
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> tuple[int, list[str]]:
@@ -435,13 +460,17 @@ def split_images(
     samples: dict[str, Array]
     if "split" in store.fields:
         samples = {name: select_samples(store, name) for name in _SPLITS}
-        note = "split: the store's own"
+        samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+        note = f"split: the store's own{made}"
     else:
         division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":
             division = np.sort(division)
         samples = {name: samples_of(division, name) for name in _SPLITS}
+        each = np.arange(store.num_samples)
+        samples, filled = fill_parts(samples, options.ratios, seed, each, "images")
         note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")
+        note += filled
     if not len(samples["train"]):
         raise InputError(
             f"{store.name} has no training samples.",

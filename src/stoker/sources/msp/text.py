@@ -21,14 +21,7 @@ import numpy as np
 from stoker.bounds import RECORD
 from stoker.display import command
 from stoker.errors import Refusal
-from stoker.sources.msp.keys import (
-    COUNT,
-    WHITESPACE,
-    flags_of,
-    fold_header,
-    is_field_key,
-    spell,
-)
+from stoker.sources.msp.keys import COUNT, WHITESPACE, flags_of, fold_header, is_field_key, spell
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
