@@ -241,6 +241,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "images", "intel", "made", "--size", "8x8"], "from PIL import Image; [(Path('intel', part, 'sea').mkdir(parents=True), Image.new('L', (9, 9)).save(Path('intel', part, 'sea', 'a.png'))) for part in ('seg_train', 'seg_test', 'seg_pred')]"),
         Case(["pack", "segmentation", "flat", "made"], FLAT + "Path('flat/x.json').write_text('{\"images\": 3}')"),
         Case(["pack", "segmentation", "flat", "made"], FLAT + "Path('flat/x.json').write_text('{\"images\": [], \"annotations\": [], \"categories\": []}')"),
+        Case(["pack", "segmentation", "flat", "made"], FLAT + "import json; Path('flat/x.json').write_text(json.dumps({'images': [{'id': 1, 'file_name': 'a.png', 'width': 9, 'height': 9}], 'annotations': [{'image_id': 1, 'category_id': n, 'segmentation': [[0, 0, 5, 0, 5, 5]]} for n in range(300)], 'categories': [{'id': n, 'name': f'c{n}'} for n in range(300)]}))"),
         Case(["pack", "segmentation", "flat", "made", "--size", "8x8", "--mask-map", "1=1"], FLAT + "Path('flat/x.json').write_text('{\"images\": [{\"id\": 1, \"file_name\": \"a.png\", \"width\": 9, \"height\": 9}], \"annotations\": [{\"image_id\": 1, \"category_id\": 1, \"segmentation\": [[0, 0, 5, 0, 5, 5]]}], \"categories\": [{\"id\": 1, \"name\": \"cat\"}]}')"),
         Case(["pack", "images", "empty", "made", "--size", "8x8"]),
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--range", "x"]),

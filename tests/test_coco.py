@@ -16,6 +16,7 @@ from stoker.errors import SourceError
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, SegmentationSource, find_scenes
 from stoker.sources.images.coco import Outlines, find_coco, read_coco
+from stoker.sources.images.labels import read_labels
 from stoker.sources.images.listing import find_split, split_of
 from stoker.store.reader import open_store
 
@@ -221,3 +222,22 @@ def test_folders_of_splits_are_no_classes(tmp_path):
     assert made.parts[0].payload.classes == ["cats", "dogs"]
     assert [item[2] for item in made.parts[0].payload.items] == [2, 2, 0, 0]
     assert split_of(["train", "car"]) == {}
+
+
+def test_labels_without_a_header_and_names_that_repeat(tmp_path):
+    for folder in ("left", "right"):
+        for name in ("1.jpg", "2.jpg"):
+            picture(tmp_path / "data" / folder / name)
+    names = [f"{folder}/{name}" for folder in ("left", "right") for name in ("1.jpg", "2.jpg")]
+    (tmp_path / "bare.csv").write_text("left/1.jpg,cat\nleft/2.jpg,dog\nright/1,cat\n")
+    made = read_labels(tmp_path / "bare.csv", names)
+    assert made.label == {"left/1.jpg": 0, "left/2.jpg": 1, "right/1.jpg": 0}
+    assert any("no header" in note for note in made.notes)
+    rows = [
+        "side,file,label",
+        *(f"{n.split('/')[0]},{n.split('/')[1]},k{i}" for i, n in enumerate(names)),
+    ]
+    (tmp_path / "two.csv").write_text("\n".join(rows))
+    made = read_labels(tmp_path / "two.csv", names, "label")
+    assert made.label == {name: place for place, name in enumerate(names)}
+    assert not made.refused
