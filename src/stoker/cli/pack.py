@@ -159,9 +159,7 @@ def segmentation(
             f"{format_count(len(files), 'path')}, and {'no' if images is None else 'an'} --images and "
             f"{'no' if masks is None else 'a'} --masks.",
             "one folder of images and masks, then the store's folder; or --images, --masks and the store's folder",
-            command("stoker", "pack", "segmentation", images or files[0], "OUT")
-            if masks is None
-            else command("--images", "FOLDER"),
+            command("stoker", "pack", "segmentation", images or files[0], "OUT"),
         )
     if images is None or masks is None:
         found = find_scenes(files[0])

@@ -97,7 +97,7 @@ background:linear-gradient(var(--bar) 0 0) 0 100%/var(--share) 4px no-repeat,
 linear-gradient(var(--line) 0 0) 0 100%/100% 4px no-repeat}
 figure figure{border:0;padding:0 0 8px;background:none}
 .grid+p{margin-top:14px}
-.pictures{display:flex;gap:6px}
+.pictures{display:flex;gap:6px;margin-bottom:5px}
 .pictures span{flex:1 1 0;min-width:0;max-width:160px;font-size:.75rem;color:var(--quiet)}
 .colours span{display:inline-block;margin-right:14px;white-space:nowrap}
 .colours i{display:inline-block;width:12px;height:12px;margin-right:5px;border:1px solid var(--quiet);border-radius:2px;

@@ -172,7 +172,7 @@ def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> Coc
         raise SourceError(
             f"{', '.join(map(str, paths[:3]))} holds {what}: there is nothing to make masks of.",
             "annotations with a 'segmentation': polygons or runs",
-            command("head", "-c", "2000", paths[0]),
+            command("head", paths[0]),
         )
     order = [name for file in files for name in file.categories.values() if name in used]
     classes = [BACKGROUND, *(name for name in dict.fromkeys(order) if name != BACKGROUND)]
@@ -180,7 +180,7 @@ def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> Coc
         raise SourceError(
             f"{paths[0]} has {len(classes) - 1} categories.",
             f"at most {_MOST_CLASSES - 1}",
-            command("head", "-c", "2000", paths[0]),
+            command("head", paths[0]),
         )
     numbers = {name: number for number, name in enumerate(classes)}
     index = NameIndex(pictures)
@@ -221,7 +221,7 @@ def _parse(path: Path, refused: list[Refusal]) -> tuple[_Read, int]:
         raise SourceError(
             f"{path} is not a COCO file: {error!r}.",
             "JSON with 'images', 'annotations' and 'categories'",
-            command("head", "-c", "2000", path),
+            command("head", path),
         ) from error
     ordered = dict(sorted(categories.items(), key=lambda item: str(item[0]).zfill(12)))
     made, num_boxes = _Read(path, images, ordered), 0

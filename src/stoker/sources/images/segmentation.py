@@ -183,10 +183,11 @@ class SegmentationSource(PictureFolder):
     def _by_outlines(self, files: Sequence[Path], images: Listing) -> Preparation:
         """Return the pictures that COCO files name; their masks are drawn from the outlines."""
         if not self._takes_values:
+            option = "--mask-map" if self.mask_map else "--mask-colors"
             raise InputError(
-                f"--mask-map or --mask-colors for the outlines in {files[0]}.",
-                "masks as pictures",
-                "leave it out: classes are the file's categories",
+                f"{option} for the outlines in {files[0]}, whose classes are its categories.",
+                f"{option} for masks that are pictures",
+                f"leave {option} out",
             )
         made = read_coco(files, self.images, images.pictures)
         items: list[tuple[str, Any, int]] = [

@@ -434,12 +434,13 @@ def _refuse_parts(listing: Listing, names: Sequence[str]) -> None:
             "folder/<class>/<image>; or for a class of every pixel, images and masks",
             command("stoker", "pack", "segmentation", listing.root, "OUT"),
         )
-    if len(parts) > 1 and any(SPLIT_ALIASES[str(find_split(name))] == 0 for name in parts):
+    first = next((name for name in parts if SPLIT_ALIASES[str(find_split(name))] == 0), None)
+    if len(parts) > 1 and first is not None:
         others = [name for name in names if name not in parts]
         raise SourceError(
             f"{listing.root} holds {some(parts)}, which are splits, beside {some(others)}: no class folders.",
             "folders of splits alone, or of classes alone",
-            command("mv", listing.root / others[0], ".."),
+            command("stoker", "pack", "images", listing.root / first, "OUT"),
         )
 
 
