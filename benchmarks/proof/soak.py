@@ -103,7 +103,7 @@ def count_objects() -> Counter[str]:
     counts: Counter[str] = Counter()
     for one in gc.get_objects():
         kind = type(one)
-        ours = kind.__module__.partition(".")[0] in ("stoker", "torch")
+        ours = str(kind.__module__).partition(".")[0] in ("stoker", "torch")
         counts[f"{kind.__module__}.{kind.__qualname__}" if ours else "all others"] += 1
     return counts
 
