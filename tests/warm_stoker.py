@@ -104,6 +104,7 @@ def _load():
     whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
     typer.main.get_command = lambda app: whole
     do_not_wait_for_the_disk()
+    grow_few_trees()
     fork_packers()
     for made_here in list(weakref.finalize._registry):
         # Thousands of torch's, for its tables of operators: 40 ms of every command, which copies the pages.
@@ -116,6 +117,13 @@ def _load():
 def do_not_wait_for_the_disk() -> None:
     """Leave `fsync` out: no test takes the power away, and the suite would wait a minute for it."""
     os.fsync = os.fstat  # which fails for what is no open file, too
+
+
+def grow_few_trees() -> None:
+    """Fit the baselines of tables with 15 rounds instead of 60: most runs of the tests do not look at them."""
+    from stoker.recipes import baselines
+
+    baselines._ROUNDS = 15
 
 
 def _answer(requests, answers, main) -> None:
