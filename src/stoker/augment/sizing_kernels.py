@@ -11,7 +11,6 @@ Costs: see `stoker.augment.sizing`, which launches it and defines the resample. 
 import triton
 import triton.language as tl
 
-
 # A byte v as the float 2**23 + v, whose bits are those of v beside an exponent: conversions run on a narrow unit.
 _BIAS = tl.constexpr(8388608.0)
 _BIAS_BITS = tl.constexpr(0x4B000000)
