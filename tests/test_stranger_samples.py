@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,3 +163,26 @@ def test_text_that_batches_leave_out_is_told_for_a_store_of_samples_too(
 def test_a_path_as_bytes_is_not_data() -> None:
     with pytest.raises(InputError, match=r"Loader\('a.h5', 64\)"):
         Loader(b"a.h5", 64)
+
+
+def test_a_script_that_is_run_again_finds_its_own_store(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import sys, stoker\n"
+        "class Base:\n    def __len__(self): return 70\n"
+        "class Own(Base):\n    def __init__(self): self.double = lambda x: 2 * x\n"
+        "    def __getitem__(self, i): return {'x': self.double(i) + SHIFT * (str(i) in {'5', '7', '9', '77'})}\n"
+        "SHIFT = int(sys.argv[1])\n"
+        "print(stoker.pack_from(Own(), 'made').reason)\n"
+    )
+
+    def run(shift: str, seed: str) -> str:
+        environ = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, str(script), shift]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert "does not exist" in run("0", "1")
+    assert "up to date" in run("0", "2")
+    assert "dataset changed" in run("1", "2")

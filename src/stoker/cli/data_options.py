@@ -301,6 +301,7 @@ class Masks:
         mask_prefix: What mask names have before the image's.
         mask_map: Class of mask values or colours: 255=1, 0-127=0, #ff0000=2, other=255; or keep. Repeatable.
         mask_colors: Table of colours: r, g, b and a name a line.
+        class_names: Names of the classes 0, 1, 2, ... of masks, by commas.
         mask_orientation: Masks without EXIF beside images with: image (turned like it), upright, or auto by
             size.
     """
@@ -310,8 +311,10 @@ class Masks:
     mask_prefix: str = ""
     mask_map: list[str] | None = None
     mask_colors: Path | None = None
+    class_names: str | None = None
     mask_orientation: str = "auto"
 
     def settings(self) -> dict[str, Any]:
         """Return the same for `SegmentationSource`."""
-        return {**vars(self), "mask_map": tuple(self.mask_map or ())}
+        names = tuple(name.strip() for name in split_names(self.class_names))
+        return {**vars(self), "mask_map": tuple(self.mask_map or ()), "class_names": names}

@@ -48,29 +48,12 @@ from stoker.train.accumulation import GradientAccumulator
 from stoker.units import usable_count
 
 __all__ = [
-    "BatchSampler",
-    "Compose",
-    "CustomDataset",
-    "DataLoader",
-    "Dataset",
-    "GradientAccumulator",
-    "ImageDataset",
-    "IndexOutOfBounds",
-    "Normalize",
-    "ParallelDataLoader",
-    "PinnedMemoryAllocator",
-    "PipelinedDataLoader",
-    "PrefetchBuffer",
-    "PrefetchingDataLoader",
-    "RandomCrop",
-    "RandomHorizontalFlip",
-    "RandomSampler",
-    "SampleError",
-    "Sampler",
-    "ToTensor",
-    "Transform",
+    "BatchSampler", "Compose", "CustomDataset", "DataLoader", "Dataset", "GradientAccumulator",
+    "ImageDataset", "IndexOutOfBounds", "Normalize", "ParallelDataLoader", "PinnedMemoryAllocator",
+    "PipelinedDataLoader", "PrefetchBuffer", "PrefetchingDataLoader", "RandomCrop",
+    "RandomHorizontalFlip", "RandomSampler", "SampleError", "Sampler", "ToTensor", "Transform",
     "find_max_batch_size",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]

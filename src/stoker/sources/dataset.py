@@ -11,6 +11,7 @@ pack are used again if the dataset pickles to the same bytes and the 64 samples 
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import time
 import uuid
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
+from types import CodeType
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -262,7 +264,7 @@ def samples_source(
         with contextlib.suppress(Exception):
             code = cloudpickle.dumps(samples)
     # What is not pickled may have changed in any way: nothing of an earlier pack is taken for it.
-    digest.update(uuid.uuid4().bytes if code is None else code)
+    digest.update(uuid.uuid4().bytes if code is None else _lasting(samples, code))
     token = uuid.uuid4().hex
     each_bytes = -(-sum(data.values.nbytes for data in shown.values()) // len(looked))
     source = SamplesSource(
@@ -273,6 +275,36 @@ def samples_source(
         yield source, code is not None
     finally:
         del _live[token]
+
+
+class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles code without what differs between two runs of a script: the order of the sets that it compares with."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return code as its parts, for a digest alone: nobody unpickles it."""
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        sets = (sorted(map(repr, each)) for each in obj.co_consts if isinstance(each, frozenset))
+        others = [each for each in obj.co_consts if not isinstance(each, frozenset)]
+        return bytes, (obj.co_code, obj.co_names, obj.co_freevars, *sets, *others)
+
+
+def _lasting(samples: Any, code: bytes) -> bytes:
+    """Return the pickle of a dataset, the same in every run of a script.
+
+    A class of the script itself is pickled whole, under a number that each process draws anew: by those bytes an
+    interrupted pack could never go on, and a finished one would be done again.
+    """
+    drawn = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
+    numbers = [n.encode() for n in drawn.values() if n.encode() in code]
+    if not numbers:
+        return code
+    file = io.BytesIO()
+    _LastingPickler(file).dump(samples)
+    lasting = file.getvalue()
+    for number in numbers:
+        lasting = lasting.replace(number, b"")
+    return lasting
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -59,7 +59,7 @@ from stoker.train.replay_check import (
     spread,
 )
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
-from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState
+from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -149,6 +149,8 @@ class GraphedStep:
 
     _others_draw = True
     _can_split = False
+    _advice = ""
+    """For a step whose update is the reason, and that cannot be split."""
 
     def __init__(
         self,
@@ -239,7 +241,7 @@ class GraphedStep:
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
         if change is not None:  # it often changes at every step: a new graph would not last
-            self._split(change)
+            self._split(change + self._advice)
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
             self._renew("parameters were frozen or thawed")
@@ -299,7 +301,7 @@ class GraphedStep:
         state = self._state
         on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
-            self._split(f"{on_host} keeps its counts on the host")
+            self._split(f"{on_host} keeps its counts on the host{self._advice}")
             return False
         host_rng = quiet_host_rng(self._others_draw)
         why = self._record()
@@ -344,7 +346,7 @@ class GraphedStep:
         ]
         modules, code = state.changed_modules(), state.code()
         self._numbers = HostNumbers(modules, code, state.device)
-        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules)
+        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
         before = held.values()
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
@@ -473,8 +475,9 @@ class GraphedStep:
         A graph reads the first ones for ever. Where it only writes them, as weights to go back to, its own are used.
         """
         replaced, self._replaced = self._replaced, []
-        for one in replaced:
-            one.container[one.key] = torch.full_like(one.tensor, 1.5)
+        kept = [one.container[one.key] for one in replaced]
+        for one, tensor in zip(replaced, kept, strict=True):
+            one.container[one.key] = disturbed(tensor)
         results = iterate_tensors(self._run_eagerly(work))
         away = self._agreed(difference(eager, [*results, *self._state.tensors()]))
         keep.restore()
@@ -484,7 +487,9 @@ class GraphedStep:
                 "one that copy_ or mul_ changes is followed"
             )
             return self._run_eagerly(work)
-        for one in replaced:
+        for one, tensor in zip(replaced, kept, strict=True):
+            if one.tensor.shape == tensor.shape:  # should it be read after all
+                one.tensor.data.copy_(tensor.data)
             one.container[one.key] = one.tensor
         return self._replay_and_check(work)
 
@@ -492,8 +497,8 @@ class GraphedStep:
         """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
         keep.disturb()
         results = iterate_tensors(self._run_eagerly(work))
-        disturbed = [*results, *self._state.tensors(), *keep.replacements()]
-        away = self._agreed(difference(eager, disturbed))
+        found = [*results, *self._state.tensors(), *keep.replacements()]
+        away = self._agreed(difference(eager, found))
         keep.restore()
         return away > 1.0
 

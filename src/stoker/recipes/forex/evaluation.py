@@ -94,7 +94,7 @@ class DirectionJudge:
             {**report.groups, "side": _by_side(sides, moves, self._cost_pips)},
             report.confusion,
             notes=(
-                f"net_pips: per decision after {plan.direction_step} bars and a cost of {self._cost_pips:g} pips",
+                f"net_pips: per decision after {plan.direction_step} bars; a trade costs {self._cost_pips:g}",
             ),
         )
 

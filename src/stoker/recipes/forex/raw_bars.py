@@ -237,7 +237,7 @@ class RawBars:
         self._inputs: Sequence[str] = facts["inputs"]
         self._base = str(source.base)
         self._step: int | None = facts.get("labels", {}).get("direction_step")
-        self._num_unanswered = 0
+        self._num_unanswered = self._num_trained = 0
         self.num_rows: int | None = sum(len(bars[self._base]) for bars in read.values())
         for symbol, bars in read.items():
             for name in self._inputs:
@@ -257,6 +257,9 @@ class RawBars:
                 latency_ns=round(self._source.latency_seconds * SECOND_NS),
             )
             came = self._returns(bars[self._base], len(decisions))
+            until = self._scalers[symbol][self._base].fitted_until_ns
+            came[decisions <= until] = np.nan
+            self._num_trained += int((decisions <= until).sum())
             for low in range(0, len(decisions), _WINDOW_ROWS):
                 part = slice(low, low + _WINDOW_ROWS)
                 made = self._cut(symbol, decisions[part], series, ends, lacks, part)
@@ -272,6 +275,9 @@ class RawBars:
             more = "; ..." if len(refused) > _LISTED else ""
             count = format_count(len(refused), refused[0].unit)
             notes.append(f"{count} that are no bars: {shown}{more}")
+        if self._num_trained:
+            count = format_count(self._num_trained, "bar")
+            notes.append(f"{count} of the span that was trained on: answered, not evaluated")
         if self._num_unanswered:
             notes.append(
                 f"{format_count(self._num_unanswered, 'bar')} without an answer; see 'reason'"

@@ -10,6 +10,7 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,7 +156,7 @@ class SegmentationOptions(CheckedOptions):
             "heads",
             self.heads,
             f"divisors of the widths {self.widths}",
-            "heads=[1, 2, 4, 6]",
+            f"heads={[math.gcd(*each) for each in zip(self.widths, self.heads, strict=True)]}",
         )
         weights = (self.ce_weight, self.dice_weight)
         require(

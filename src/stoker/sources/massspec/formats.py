@@ -44,29 +44,15 @@ _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
 _PEAKS_ITEM = "mass spectral peaks"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _MGF_KEYS = {
-    "pepmass": "precursor_mz",
-    "spectrumid": "id",
-    "spectrum_id": "id",
-    "identifier": "id",
-    "feature_id": "id",
-    "inchiaux": "inchikey",
-    "mslevel": "ms_level",
-    "ionmode": "ion_mode",
-    "source_instrument": "instrument",
-    "compound_name": "name",
-    "parent_mass": "parent_mass",
-}
+    "pepmass": "precursor_mz", "spectrumid": "id", "spectrum_id": "id", "identifier": "id",
+    "feature_id": "id", "inchiaux": "inchikey", "mslevel": "ms_level", "ionmode": "ion_mode",
+    "source_instrument": "instrument", "compound_name": "name", "parent_mass": "parent_mass",
+}  # fmt: skip
 _MASSBANK_KEYS = {
-    "ACCESSION": "id",
-    "CH$FORMULA": "formula",
-    "CH$EXACT_MASS": "exact_mass",
-    "CH$SMILES": "smiles",
-    "CH$IUPAC": "inchi",
-    "AC$INSTRUMENT": "instrument",
-    "AC$INSTRUMENT_TYPE": "instrument_type",
-    "PK$SPLASH": "splash",
-    "COMMENT": "comment",
-}
+    "ACCESSION": "id", "CH$FORMULA": "formula", "CH$EXACT_MASS": "exact_mass",
+    "CH$SMILES": "smiles", "CH$IUPAC": "inchi", "AC$INSTRUMENT": "instrument",
+    "AC$INSTRUMENT_TYPE": "instrument_type", "PK$SPLASH": "splash", "COMMENT": "comment",
+}  # fmt: skip
 _MASSBANK_SUBKEYS = {
     "CH$LINK INCHIKEY": "inchikey",
     "CH$LINK CAS": "cas",

@@ -186,17 +186,9 @@ class _Draft:
     """A record that is being read."""
 
     __slots__ = (
-        "count_line",
-        "declared",
-        "flags",
-        "header",
-        "in_peaks",
-        "intensity",
-        "line",
-        "mz",
-        "named",
+        "count_line", "declared", "flags", "header", "in_peaks", "intensity", "line", "mz", "named",
         "psi",
-    )
+    )  # fmt: skip
 
     def __init__(self, line: int) -> None:
         self.line = line
