@@ -148,7 +148,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
         Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
-        Case(["monitor", "none/none", "--once"]),
+        Case(["machine", "stor"], at="stor"),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--as", "x"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
@@ -173,6 +173,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "dirty.csv", "made"]),
         Case(["pack", "table", "table.csv", "made", "--jobs", "-1"]),
         Case(["pack", "table", "table.csv", "made", "--on-bad", "x"]),
+        Case(["pack", "table", "table.csv", "made", "--on-bad", "quarantine", "--bad-budget", "200%"]),
+        Case(["pack", "table", "table.csv", "made", "--bad-budget", "5%"]),
         Case(["pack", "images", "few", "made", "--size", "8x8"], "import os; os.makedirs('few/cat')"),
         Case(["pack", "images", "pictures", "made", "--size", "8x8"], "open('pictures/cat/0.png', 'w').write('x')"),
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--on-bad", "quarantine", "--bad-budget", "1%"],
@@ -391,6 +393,7 @@ COMMANDS: dict[str, list[Case]] = {
     "store": [
         Case(["inspect", "tabular.yaml"]),
         Case(["inspect", "run/best.pt"]),
+        Case(["inspect", "run"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "clip@aa"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "clp"]),
         Case(["verify", "stor"], at="stor"),
@@ -409,6 +412,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
         Case(["monitor", "table.csv", "--once"]),
+        Case(["monitor", "empty"]),
         Case(["report", "told", "--png", "table.csv"]),
     ],
     "monitor.py": [

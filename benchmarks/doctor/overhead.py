@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -101,19 +102,34 @@ def time_steps(
         timeout=120,
         preexec_fn=partial(os.sched_setaffinity, 0, cores),
     )
-    ends = json.loads(times.read_text())["times"]
-    steps = [after - before for before, after in itertools.pairwise(ends)]
+    seen = json.loads(times.read_text())
+    steps, used = (
+        [after - before for before, after in itertools.pairwise(seen[what])]
+        for what in ("times", "cpu")
+    )
     told = json.loads(report.read_text())["measurements"]["step_seconds"] if doctor else None
     return {
         "ms": statistics.median(steps[WARM_UP:]) * 1e3,
+        "cpu_ms": statistics.median(used[WARM_UP:]) * 1e3,
         "windows_ms": [statistics.median(steps[first:last]) * 1e3 for first, last in WINDOWS],
         "reported_ms": told["median"] * 1e3 if told else None,
     }
 
 
-def compare(name: str, cores: set[int], turns: int, until: float) -> dict[str, Any]:
-    """Run one script in turns, alone and under the doctor; begin no turn after `until`, but the first."""
-    alone, doctored, kept = [], [], []
+def compare(
+    name: str,
+    cores: set[int],
+    turns: int,
+    until: float,
+    tell: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Run one script in turns, alone and under the doctor, and tell what there is after each.
+
+    No turn but the first begins after `until`.
+    """
+    alone: list[dict[str, Any]] = []
+    doctored: list[dict[str, Any]] = []
+    kept: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         script = folder / "script.py"
@@ -123,18 +139,32 @@ def compare(name: str, cores: set[int], turns: int, until: float) -> dict[str, A
                 break
             alone.append(time_steps(script, folder, cores, doctor=False))
             doctored.append(time_steps(script, folder, cores, doctor=True))
+            tell(name, summarise(alone, doctored, kept))
         if "GPU" in name and time.monotonic() < until:
             # What torch's profiler leaves behind, if it is not told to detach itself.
             kept.append(time_steps(script, folder, cores, doctor=True, TEARDOWN_CUPTI="0"))
+            tell(name, summarise(alone, doctored, kept))
+
+
+def summarise(
+    alone: list[dict[str, Any]], doctored: list[dict[str, Any]], kept: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the medians of turns, and what the best ones say: others use the machine as well."""
     bare, slow, told = (
         statistics.median(one[what] for one in runs)
         for runs, what in ((alone, "ms"), (doctored, "ms"), (doctored, "reported_ms"))
     )
+
+    def best(what: str) -> float:
+        return min(one[what] for one in doctored) / min(one[what] for one in alone) - 1
+
     return {
         "alone_ms": bare,
         "doctored_ms": slow,
         "reported_ms": told,
         "overhead": slow / bare - 1,
+        "best_overhead": best("ms"),
+        "cpu_overhead": best("cpu_ms"),
         "reported_error": told / bare - 1,
         "turns": {"alone": alone, "doctored": doctored, "cupti_kept": kept},
     }
@@ -168,7 +198,9 @@ def main() -> None:
         name = names[number]
         first = number * each if asked.at_once else 0
         last = None if number == len(names) - 1 else first + each
-        found = compare(name, set(usable[first:last]), asked.turns, until)
+        compare(name, set(usable[first:last]), asked.turns, until, tell)
+
+    def tell(name: str, found: dict[str, Any]) -> None:
         with writing:
             result[name] = found
             print(name, {key: value for key, value in found.items() if key != "turns"}, flush=True)

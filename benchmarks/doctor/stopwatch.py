@@ -4,8 +4,8 @@ Costs a microsecond per update. The file is written after update number `STEPS`,
 A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.stopwatch_note()` after each.
 `STOPWATCH_PROFILE` makes it run torch's profiler over a few updates as well, and write the costliest operators.
 `STOPWATCH_LONGEST` ends the script after so many seconds of updates, if there were `LEAST` of them: long steps need no
-more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock while it trains; the next ones import
-torch and wake the GPU meanwhile.
+more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock from its first update to its last; the
+next ones import torch, wake the GPU, make their data and load their kernels meanwhile.
 `run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
@@ -24,6 +24,7 @@ PROFILED = (10, 20)
 main_process = os.getpid()
 lock: int | None = None
 times: list[float] = []
+cpu_times: list[float] = []
 queued_before = 0.0
 profiler = None
 top: list[str] = []
@@ -47,11 +48,14 @@ def queued_seconds():
 
 def note(*_):
     global profiler, queued_before  # noqa: PLW0603  one per process
+    if lock is not None and not times:  # the doctor does not count the first steps
+        fcntl.flock(lock, fcntl.LOCK_EX)
     if len(times) + 1 in (FIRST, int(os.environ.get("STEPS", "120"))):
         await_gpu()
     if len(times) + 1 == FIRST:
         queued_before = queued_seconds()
     times.append(time.perf_counter())
+    cpu_times.append(time.process_time())  # of all threads: a busy machine does not change it much
     longest = float(os.environ.get("STOPWATCH_LONGEST", "inf"))
     is_long = len(times) >= LEAST and times[-1] - times[0] > longest and os.getpid() == main_process
     if is_long or len(times) == int(os.environ.get("STEPS", "120")):
@@ -61,7 +65,7 @@ def note(*_):
         try:
             with Path(os.environ["STOPWATCH_OUT"]).open("x") as file:
                 queued = queued_seconds() - queued_before
-                json.dump({"times": times, "top": top, "queued": queued}, file)
+                json.dump({"times": times, "cpu": cpu_times, "top": top, "queued": queued}, file)
         except FileExistsError:
             pass
         if lock is not None:
@@ -96,7 +100,6 @@ def run(out: str, words: Sequence[str]) -> None:
         torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
         # Inherited by workers, and free when the last of them ends, or at the last update.
         lock = os.open(os.environ["STOPWATCH_LOCK"], os.O_RDWR | os.O_CREAT)
-        fcntl.flock(lock, fcntl.LOCK_EX)
     sys.argv = list(words)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

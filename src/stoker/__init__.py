@@ -8,53 +8,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from stoker.compat.augmentation import (
-        GPUAugmentation as GPUAugmentation,
-    )
-    from stoker.compat.augmentation import (
-        MinimalGPUAugmentation as MinimalGPUAugmentation,
-    )
-    from stoker.compat.augmentation import (
-        ProgressiveAugmentation as ProgressiveAugmentation,
-    )
-    from stoker.compat.augmentation import (
-        StrongGPUAugmentation as StrongGPUAugmentation,
-    )
+    from stoker.compat.augmentation import GPUAugmentation as GPUAugmentation
+    from stoker.compat.augmentation import MinimalGPUAugmentation as MinimalGPUAugmentation
+    from stoker.compat.augmentation import ProgressiveAugmentation as ProgressiveAugmentation
+    from stoker.compat.augmentation import StrongGPUAugmentation as StrongGPUAugmentation
     from stoker.compat.chunk_loader import ChunkDataLoader as ChunkDataLoader
-    from stoker.compat.massspec import (
-        LazyMassSpecDataset as LazyMassSpecDataset,
-    )
-    from stoker.compat.massspec import (
-        NISTDataLoader as NISTDataLoader,
-    )
+    from stoker.compat.massspec import LazyMassSpecDataset as LazyMassSpecDataset
+    from stoker.compat.massspec import NISTDataLoader as NISTDataLoader
     from stoker.compat.max_batch import find_max_batch_size as find_max_batch_size
     from stoker.compat.quantization import quantize_dynamic as quantize_dynamic
     from stoker.config import config_schema as config_schema
     from stoker.config import load_config as load_config
-    from stoker.errors import (
-        ConfigError as ConfigError,
-    )
-    from stoker.errors import (
-        CorruptError as CorruptError,
-    )
-    from stoker.errors import (
-        InputError as InputError,
-    )
-    from stoker.errors import (
-        QualityError as QualityError,
-    )
-    from stoker.errors import (
-        Refusal as Refusal,
-    )
-    from stoker.errors import (
-        SourceError as SourceError,
-    )
-    from stoker.errors import (
-        StokerError as StokerError,
-    )
-    from stoker.errors import (
-        StoreError as StoreError,
-    )
+    from stoker.errors import ConfigError as ConfigError
+    from stoker.errors import CorruptError as CorruptError
+    from stoker.errors import InputError as InputError
+    from stoker.errors import QualityError as QualityError
+    from stoker.errors import Refusal as Refusal
+    from stoker.errors import SourceError as SourceError
+    from stoker.errors import StokerError as StokerError
+    from stoker.errors import StoreError as StoreError
     from stoker.loader.drawing import mix as mix
     from stoker.loader.loader import Loader as Loader
     from stoker.loader.prefetch import prefetch as prefetch
@@ -70,76 +42,44 @@ if TYPE_CHECKING:
     from stoker.store.reader import Store as Store
     from stoker.store.reader import open_store as open_store
     from stoker.train.capture_function import capture as capture
-    from stoker.train.memory import (
-        log_gpu_stats as log_gpu_stats,
-    )
-    from stoker.train.memory import (
-        print_memory_usage as print_memory_usage,
-    )
+    from stoker.train.memory import log_gpu_stats as log_gpu_stats
+    from stoker.train.memory import print_memory_usage as print_memory_usage
     from stoker.train.settings import TrainSettings as TrainSettings
     from stoker.train.trainer import Trainer as Trainer
 
 _HOMES = {
-    "ChunkDataLoader": "stoker.compat.chunk_loader",
-    "GPUAugmentation": "stoker.compat.augmentation",
-    "MinimalGPUAugmentation": "stoker.compat.augmentation",
-    "ProgressiveAugmentation": "stoker.augment.presets",
-    "StrongGPUAugmentation": "stoker.compat.augmentation",
-    "LazyMassSpecDataset": "stoker.compat.massspec",
-    "Loader": "stoker.loader.loader",
-    "NISTDataLoader": "stoker.compat.massspec",
-    "mix": "stoker.loader.drawing",
-    "prefetch": "stoker.loader.prefetch",
-    "Plan": "stoker.plan",
-    "make_plan": "stoker.plan",
-    "select_samples": "stoker.loader.splits",
-    "ConfigError": "stoker.errors",
-    "CorruptError": "stoker.errors",
-    "InputError": "stoker.errors",
-    "Machine": "stoker.machine",
-    "PackOptions": "stoker.packing",
-    "QualityError": "stoker.errors",
-    "Refusal": "stoker.errors",
-    "SourceError": "stoker.errors",
-    "StokerError": "stoker.errors",
-    "Store": "stoker.store.reader",
-    "StoreError": "stoker.errors",
-    "capture": "stoker.train.capture_function",
-    "config_schema": "stoker.config",
-    "find_max_batch_size": "stoker.compat.max_batch",
-    "load_config": "stoker.config",
-    "load_model": "stoker.recipes.answers",
-    "open_store": "stoker.store.reader",
-    "pack": "stoker.packing",
-    "pack_from": "stoker.packing",
-    "probe": "stoker.machine",
-    "quantize_dynamic": "stoker.compat.quantization",
-    "Trainer": "stoker.train.trainer",
-    "TrainSettings": "stoker.train.settings",
-    "log_gpu_stats": "stoker.train.memory",
-    "print_memory_usage": "stoker.train.memory",
+    name: module
+    for module, names in {
+        "stoker.augment.presets": "ProgressiveAugmentation",
+        "stoker.compat.augmentation": "GPUAugmentation MinimalGPUAugmentation StrongGPUAugmentation",
+        "stoker.compat.chunk_loader": "ChunkDataLoader",
+        "stoker.compat.massspec": "LazyMassSpecDataset NISTDataLoader",
+        "stoker.compat.max_batch": "find_max_batch_size",
+        "stoker.compat.quantization": "quantize_dynamic",
+        "stoker.config": "config_schema load_config",
+        "stoker.errors": "ConfigError CorruptError InputError QualityError Refusal SourceError StokerError StoreError",
+        "stoker.loader.drawing": "mix",
+        "stoker.loader.loader": "Loader",
+        "stoker.loader.prefetch": "prefetch",
+        "stoker.loader.splits": "select_samples",
+        "stoker.machine": "Machine probe",
+        "stoker.packing": "PackOptions pack pack_from",
+        "stoker.plan": "Plan make_plan",
+        "stoker.recipes.answers": "load_model",
+        "stoker.store.reader": "Store open_store",
+        "stoker.train.capture_function": "capture",
+        "stoker.train.memory": "log_gpu_stats print_memory_usage",
+        "stoker.train.settings": "TrainSettings",
+        "stoker.train.trainer": "Trainer",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [
-    "Loader",
-    "Plan",
-    "StokerError",
-    "Store",
-    "TrainSettings",
-    "Trainer",
-    "capture",
-    "find_max_batch_size",
-    "load_config",
-    "load_model",
-    "make_plan",
-    "mix",
-    "open_store",
-    "pack",
-    "pack_from",
-    "prefetch",
-    "probe",
-    "select_samples",
-]
+    "Loader", "Plan", "StokerError", "Store", "TrainSettings", "Trainer", "capture",
+    "find_max_batch_size", "load_config", "load_model", "make_plan", "mix", "open_store", "pack",
+    "pack_from", "prefetch", "probe", "select_samples",
+]  # fmt: skip
 """What a new user needs. Every other name of `_HOMES` is importable from here as well, and listed by `dir`."""
 
 

@@ -51,7 +51,7 @@ class Packing:
         cluster: Build on a Dask cluster: its scheduler's address, such as tcp://10.0.0.1:8786.
         force_recreate: Pack again even when OUT is up to date.
         on_bad: stop: refuse the pack; quarantine: leave bad pieces out and list them.
-        bad_budget: Most that may be left out: a share (1%) or a number.
+        bad_budget: Most that quarantine may leave out: a share (1%) or a number.
     """
 
     jobs: Annotated[int, typer.Option("--jobs", "-j")] = 0
@@ -64,7 +64,10 @@ class Packing:
         """Return the same for `pack`."""
         from stoker.packing import PackOptions
 
-        return PackOptions(**vars(self), repairs=tuple(repairs))
+        given = dict(vars(self))
+        if self.on_bad == "stop" and self.bad_budget == type(self).bad_budget:
+            del given["bad_budget"]  # not asked for, and of no effect
+        return PackOptions(**given, repairs=tuple(repairs))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from stoker.strict_json import json_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stoker.doctor.findings import Consultation, Finding, Outcome
+    from stoker.doctor.findings import Consultation, Outcome
     from stoker.doctor.job_config import JobConfig
     from stoker.doctor.measurements import Measurements
 
@@ -214,7 +214,7 @@ def _examine_script(
             if _stdin_is_used_up():
                 console.print(
                     "note: stdin is a pipe or a file, which the first run has read: "
-                    "the second gets an empty one",
+                    "the second gets an empty one"
                 )
             outcome = treat_script(command, found, steps=steps, seconds=seconds)
             found = replace(found, outcome=outcome)
@@ -261,7 +261,17 @@ def _print(console: Console, found: Consultation) -> None:
     console.print(_headline(found))
     _print_parts(console, found.measurements)
     for number, finding in enumerate(found.findings, 1):
-        _print_finding(console, finding, number)
+        from stoker.doctor.findings_page import gain_text
+
+        after = finding.predicted_samples_per_second
+        then = f" → {after[1]:,.0f} samples/s" if after and finding.gain.likely > 1 else ""
+        head = styled(f"{number}. ") + styled(finding.name, "bold")
+        console.line()
+        console.print(head + styled(f"  {gain_text(finding)}{then}"))
+        lines = [finding.title, *(f"- {line}" for line in finding.evidence)]
+        lines += [f"remedy: {finding.remedy}", finding.docs]
+        for line in lines:
+            console.print(f"   {line}")
     if not found.findings:
         console.print(found.verdict)
     if found.overlap or found.behind:
@@ -319,20 +329,6 @@ def _print_parts(console: Console, measured: Measurements) -> None:
     )
     if known:
         console.print(f"the loader's work on a batch: {known}")
-
-
-def _print_finding(console: Console, finding: Finding, number: int) -> None:
-    from stoker.doctor.findings_page import gain_text
-
-    after = finding.predicted_samples_per_second
-    then = f" → {after[1]:,.0f} samples/s" if after and finding.gain.likely > 1 else ""
-    head = styled(f"{number}. ") + styled(finding.name, "bold")
-    console.line()
-    console.print(head + styled(f"  {gain_text(finding)}{then}"))
-    lines = [finding.title, *(f"- {line}" for line in finding.evidence)]
-    lines += [f"remedy: {finding.remedy}", finding.docs]
-    for line in lines:
-        console.print(f"   {line}")
 
 
 def _print_outcome(console: Console, outcome: Outcome, written: Path) -> None:

@@ -24,7 +24,6 @@ from stoker.units import format_bytes
 
 if TYPE_CHECKING:
     from stoker.recipes.export.trained import Exported
-    from stoker.train.quantize import QuantizeReport
 
 
 @verb
@@ -160,15 +159,6 @@ def _export_int8(
         size = {"size_bytes": out.stat().st_size}
         print_json({**where, "metric": metric, **report.to_json(), **size})
         return
-    _print_int8(report, metric)
-    if place is None:
-        echo("latency and accuracy were not measured: --store STORE does")
-    echo(
-        f"{out}: use it like any checkpoint, on a CPU: {command('stoker', 'predict', out)} STORE OUT.parquet"
-    )
-
-
-def _print_int8(report: QuantizeReport, metric: str | None) -> None:
     from rich.table import Table
 
     console = make_console(width=160)
@@ -187,3 +177,8 @@ def _print_int8(report: QuantizeReport, metric: str | None) -> None:
         console.print(f"outputs differ by at most {report.largest_difference:.3g} ({relative:.2%})")
     for note in report.notes:
         console.print(f"note: {note}")
+    if place is None:
+        echo("latency and accuracy were not measured: --store STORE does")
+    echo(
+        f"{out}: use it like any checkpoint, on a CPU: {command('stoker', 'predict', out)} STORE OUT.parquet"
+    )

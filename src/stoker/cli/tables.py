@@ -90,10 +90,7 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
     if made.importance:
         top = list(made.importance.items())[:_MOST_INPUTS]
         told = ", ".join(f"{who} {loss:.3g}" for who, loss in top)
-        console.print(
-            f"most important inputs ({name} lost when permuted): {told}",
-            soft_wrap=True,
-        )
+        console.print(f"most important inputs ({name} lost when permuted): {told}", soft_wrap=True)
     for note in made.notes:
         console.print(note, soft_wrap=True)
     if made.baselines:

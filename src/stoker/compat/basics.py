@@ -43,40 +43,17 @@ from stoker.compat.transforms import (
 )
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
-from stoker.loader.slabs import (
-    CudaEngine,
-    Staged,
-    Stager,
-    map_batch,
-    usable_device,
-)
+from stoker.loader.slabs import CudaEngine, Staged, Stager, map_batch, usable_device
 from stoker.train.accumulation import GradientAccumulator
 from stoker.units import usable_count
 
 __all__ = [
-    "BatchSampler",
-    "Compose",
-    "CustomDataset",
-    "DataLoader",
-    "Dataset",
-    "GradientAccumulator",
-    "ImageDataset",
-    "IndexOutOfBounds",
-    "Normalize",
-    "ParallelDataLoader",
-    "PinnedMemoryAllocator",
-    "PipelinedDataLoader",
-    "PrefetchBuffer",
-    "PrefetchingDataLoader",
-    "RandomCrop",
-    "RandomHorizontalFlip",
-    "RandomSampler",
-    "SampleError",
-    "Sampler",
-    "ToTensor",
-    "Transform",
+    "BatchSampler", "Compose", "CustomDataset", "DataLoader", "Dataset", "GradientAccumulator",
+    "ImageDataset", "IndexOutOfBounds", "Normalize", "ParallelDataLoader", "PinnedMemoryAllocator",
+    "PipelinedDataLoader", "PrefetchBuffer", "PrefetchingDataLoader", "RandomCrop",
+    "RandomHorizontalFlip", "RandomSampler", "SampleError", "Sampler", "ToTensor", "Transform",
     "find_max_batch_size",
-]
+]  # fmt: skip
 
 T = TypeVar("T")
 Collate = Callable[[list[Any]], Any]

@@ -47,12 +47,7 @@ _NUM_STEPS = 25
 _NUM_OPENED, _NUM_PARTS = 50, 10
 _WIDTH = 60
 
-RECOMMENDED, OK, TIGHT, TOO_MUCH = (
-    "✅ RECOMMENDED",
-    "✅ OK",
-    "⚠ May be tight",
-    "❌ Does not fit",
-)
+RECOMMENDED, OK, TIGHT, TOO_MUCH = ("✅ RECOMMENDED", "✅ OK", "⚠ May be tight", "❌ Does not fit")
 HALF, MOST = 0.5, 0.7
 """Of the RAM: up to half is recommended, since the page cache that makes reads fast lives in the rest; up to
 0.7 (the documents' own threshold) is fine; above, little is left for anything else."""

@@ -27,22 +27,7 @@ from stoker.config.yaml_lines import Place, Problem
 AugmentationSettings = AugmentOptions  # its former name
 
 __all__ = [
-    "AugmentOptions",
-    "AugmentationSettings",
-    "Config",
-    "JobOptions",
-    "LoadingOptions",
-    "Place",
-    "Problem",
-    "Settings",
-    "TrainOptions",
-    "check_config",
-    "config_schema",
-    "describe_tree",
-    "dump_config",
-    "find_config",
-    "load_config",
-    "parse_config",
-    "resolve",
-    "shipped_configs",
-]
+    "AugmentOptions", "AugmentationSettings", "Config", "JobOptions", "LoadingOptions", "Place",
+    "Problem", "Settings", "TrainOptions", "check_config", "config_schema", "describe_tree",
+    "dump_config", "find_config", "load_config", "parse_config", "resolve", "shipped_configs",
+]  # fmt: skip

@@ -505,7 +505,10 @@ def rewrite_config(
         edited = better
     if not _says(edited, wanted):
         edited = dump_config(wanted)
-    return _with_notes(edited, notes)
+    # Put comment lines below the comments that the text begins with.
+    lines = edited.splitlines(keepends=True)
+    at = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "".join([*lines[:at], *(f"# {printable(note)}\n" for note in notes), *lines[at:]])
 
 
 def find_key(config: Config, key: str) -> str:
@@ -522,13 +525,6 @@ def _says(text: str, wanted: Config) -> bool:
         return parse_config(text) == wanted
     except ConfigError:
         return False
-
-
-def _with_notes(text: str, notes: Sequence[str]) -> str:
-    """Put comment lines below the comments that the text begins with."""
-    lines = text.splitlines(keepends=True)
-    at = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "".join([*lines[:at], *(f"# {printable(note)}\n" for note in notes), *lines[at:]])
 
 
 class _Spot(NamedTuple):

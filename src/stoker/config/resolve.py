@@ -38,10 +38,7 @@ def _rank(key: str) -> int:
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     home: tuple(
-        sorted(
-            (home, *(other for other, meant in LAYOUTS.items() if meant == home)),
-            key=_rank,
-        )
+        sorted((home, *(other for other, meant in LAYOUTS.items() if meant == home)), key=_rank)
     )
     for section, model in ROOMS.items()
     for home in (f"{section}.{entry.name}" for entry in fields(model))

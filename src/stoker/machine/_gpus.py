@@ -16,16 +16,11 @@ from typing import Any, Self
 
 # Names of the bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), in words.
 THROTTLE_WORDS: Mapping[int, str] = {
-    0x001: "idle",
-    0x002: "application clocks setting",
-    0x004: "power cap",
-    0x008: "hardware slowdown",
-    0x010: "sync boost",
-    0x020: "software thermal slowdown",
-    0x040: "hardware thermal slowdown",
-    0x080: "hardware power brake",
+    0x001: "idle", 0x002: "application clocks setting", 0x004: "power cap",
+    0x008: "hardware slowdown", 0x010: "sync boost", 0x020: "software thermal slowdown",
+    0x040: "hardware thermal slowdown", 0x080: "hardware power brake",
     0x100: "display clock setting",
-}
+}  # fmt: skip
 
 # Bytes/s of one lane in one direction after line coding; generation 6 in FLIT mode.
 _PCIE_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}

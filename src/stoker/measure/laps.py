@@ -78,10 +78,7 @@ class Stopwatch:
     """
 
     def __init__(
-        self,
-        patience: Patience,
-        device: torch.device,
-        each: Callable[[], None] | None = None,
+        self, patience: Patience, device: torch.device, each: Callable[[], None] | None = None
     ) -> None:
         self._patience = patience
         self._each = each

@@ -200,22 +200,18 @@ def _connected(address: str) -> Iterator[Any]:
     # What goes wrong is said by our errors; Dask's log would print tracebacks over them.
     with silence_logging_cmgr(logging.CRITICAL):
         try:
-            _wait_for_a_worker(client, address)
+            try:
+                client.wait_for_workers(1, timeout=PATIENCE_SECONDS)
+            except OSError as error:  # TimeoutError, and a connection that was lost
+                raise InputError(
+                    f"the Dask scheduler at {address} has had no worker for {PATIENCE_SECONDS:g} s.",
+                    "at least one worker",
+                    command("dask", "worker", address),
+                ) from error
             yield client
         finally:
             with contextlib.suppress(OSError):  # a scheduler that is gone needs no good-bye
                 client.close(timeout=_CONNECT_SECONDS)
-
-
-def _wait_for_a_worker(client: Any, address: str) -> None:
-    try:
-        client.wait_for_workers(1, timeout=PATIENCE_SECONDS)
-    except OSError as error:  # TimeoutError, and a connection that was lost
-        raise InputError(
-            f"the Dask scheduler at {address} has had no worker for {PATIENCE_SECONDS:g} s.",
-            "at least one worker",
-            command("dask", "worker", address),
-        ) from error
 
 
 def _ask_workers(client: Any, alive: Path | None, inputs: list[str]) -> dict[str, dict[str, Any]]:

@@ -219,7 +219,13 @@ def _keep_part(
         for row in np.flatnonzero(touched & ~dropped):
             reasons[int(row)] = f"{name}: {what}"
         dropped |= touched
-    rows = _input_rows(part)
+    gone = {
+        refusal.line
+        for refusal in part.refused
+        if refusal.unit == "row" and refusal.line is not None
+    }
+    total = part.shard.num_samples + len(gone)
+    rows = [row for row in range(part.first_row, part.first_row + total) if row not in gone]
     refused = [
         Refusal(
             part.file or part.label,
@@ -231,14 +237,3 @@ def _keep_part(
         for row in sorted(reasons)
     ]
     return {name: data.keep(~dropped) for name, data in fields.items()}, refused
-
-
-def _input_rows(part: StagedPart) -> list[int]:
-    """Return the row of the input file that each sample of the part came from."""
-    gone = {
-        refusal.line
-        for refusal in part.refused
-        if refusal.unit == "row" and refusal.line is not None
-    }
-    total = part.shard.num_samples + len(gone)
-    return [row for row in range(part.first_row, part.first_row + total) if row not in gone]

@@ -217,10 +217,7 @@ def _picture_facts(images: Sequence[Array]) -> dict[str, str]:
     size = " to ".join(
         f"{height} x {width}" for height, width in dict.fromkeys(sizes[:: max(1, len(sizes) - 1)])
     )
-    shown = {
-        "pictures": f"{size}, {channels} channels",
-        "pixel values": "; ".join(ranges),
-    }
+    shown = {"pictures": f"{size}, {channels} channels", "pixel values": "; ".join(ranges)}
     for name, value in (("white", 255), ("black", 0)):
         count = sum(bool((image == value).mean() >= _ONE_COLOUR) for image in images)
         if count:
@@ -292,20 +289,16 @@ def samples_section(samples: Samples) -> page.Section | None:
     if samples.mask_counts:
         parts.append(_legend(samples))
     if samples.label_counts:
-        parts.append(_class_table(samples))
+        names, counts = _names(samples), samples.label_counts
+        total = max(1, sum(counts.values()))
+        rows = [
+            (page.name(_class_name(value, names)), f"{count:,}", f"{count / total:.1%}")
+            for value, count in sorted(counts.items())[:200]
+        ]
+        parts.append(page.table(("class", "samples", "share"), rows, key="classes", numeric=(1, 2)))
     has_windows = any(info.kind == "series" for info in samples.fields.values())
     grid = chart_grid(figures) if has_windows else page.grid(figures)
     return page.Section("samples", "Samples", page.join([*parts, grid]))
-
-
-def _class_table(samples: Samples) -> Html:
-    names, counts = _names(samples), samples.label_counts
-    total = max(1, sum(counts.values()))
-    rows = [
-        (page.name(_class_name(value, names)), f"{count:,}", f"{count / total:.1%}")
-        for value, count in sorted(counts.items())[:200]
-    ]
-    return page.table(("class", "samples", "share"), rows, key="classes", numeric=(1, 2))
 
 
 def _legend(samples: Samples) -> Html:

@@ -166,7 +166,9 @@ def window_figure(
             targets = row.get("targets") if name == base else None
             drawn += [_label(name, window, _SHOWN_BARS), _candles(bars, window.length, targets)]
         elif window.rows.dtype.kind in "iu" and window.rows.ndim == 1:
-            drawn.append(_tokens(window))
+            values = window.rows[: window.length].tolist()
+            more = f" … {len(values):,} in all" if len(values) > _MOST_TOKENS else ""
+            drawn.append(page.paragraph(" ".join(map(str, values[:_MOST_TOKENS])) + more))
         else:
             drawn += [_label(name, window, _SHOWN_ROWS), _lines(window, columns)]
     about = []
@@ -264,12 +266,6 @@ def _lines(window: Window, columns: Sequence[str]) -> Html:
         named.append(f"{name} {page.format_number(low)} to {page.format_number(high)}")
     more = f"; {rows.shape[1] - _MOST_LINES} more columns" if rows.shape[1] > _MOST_LINES else ""
     return _drawn("".join(parts), "columns of the window", f"{'; '.join(named)}{more}")
-
-
-def _tokens(window: Window) -> Html:
-    values = window.rows[: window.length].tolist()
-    more = f" … {len(values):,} in all" if len(values) > _MOST_TOKENS else ""
-    return page.paragraph(" ".join(map(str, values[:_MOST_TOKENS])) + more)
 
 
 def _drawn(inside: str, label: str, ends: str) -> Html:

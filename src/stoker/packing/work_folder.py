@@ -337,7 +337,17 @@ class WorkFolder:
         except OSError as error:
             raise unwritable(self.folder, error) from error
         try:
-            self._sort_leftovers()
+            if foreign := foreign_entries(self.folder, _is_work):
+                raise refused(self.folder, "it is removed when the pack is done", foreign)
+            reason = self._difference_to_leftovers()
+            keep = ["scratch/", f"built-{self.job}/"] if reason == "" else []
+            if reason:
+                self._say(f"dropped the leftovers of an earlier pack: {reason}")
+            self._clear(keep=[*keep, _LOCK, _JOB])
+            if keep and (built := self.folder / keep[1]).is_dir():
+                remove_temporaries(built)
+            if reason != "":
+                write_text(self.folder / _JOB, self._provenance.model_dump_json(), always)
         except BaseException:
             os.close(self._lock)
             raise
@@ -350,19 +360,6 @@ class WorkFolder:
                 self._clear(keep=[f"built-{self.job}/", _LOCK, _JOB])
         finally:
             os.close(self._lock)
-
-    def _sort_leftovers(self) -> None:
-        if foreign := foreign_entries(self.folder, _is_work):
-            raise refused(self.folder, "it is removed when the pack is done", foreign)
-        reason = self._difference_to_leftovers()
-        keep = ["scratch/", f"built-{self.job}/"] if reason == "" else []
-        if reason:
-            self._say(f"dropped the leftovers of an earlier pack: {reason}")
-        self._clear(keep=[*keep, _LOCK, _JOB])
-        if keep and (built := self.folder / keep[1]).is_dir():
-            remove_temporaries(built)
-        if reason != "":
-            write_text(self.folder / _JOB, self._provenance.model_dump_json(), always)
 
     def _difference_to_leftovers(self) -> str | None:
         """Return how the job that left something here differs; "" when not at all, None without one."""

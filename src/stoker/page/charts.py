@@ -19,19 +19,9 @@ from stoker.page import Html, escape, format_number, join, shorten
 from stoker.page._style import COLOURS
 
 __all__ = [
-    "COLOURS",
-    "MAX_POINTS",
-    "Chart",
-    "Line",
-    "Mark",
-    "Points",
-    "Scale",
-    "Style",
-    "chart_grid",
-    "line_chart",
-    "round_ticks",
-    "thin",
-]
+    "COLOURS", "MAX_POINTS", "Chart", "Line", "Mark", "Points", "Scale", "Style", "chart_grid",
+    "line_chart", "round_ticks", "thin",
+]  # fmt: skip
 
 Points = Sequence[tuple[float, float | None]]
 Scale = Literal["time", "count"]

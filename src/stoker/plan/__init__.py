@@ -16,14 +16,8 @@ Files: `facts.py` bytes of stores and models, `budget.py` what fits at a batch s
 
 from __future__ import annotations
 
-from stoker.plan.budget import MIN_CHUNK_BATCHES, TIERS, PlanLine, Tier, Where
-from stoker.plan.decision import (
-    FALLBACK_SHARE,
-    GPU_SHARE,
-    Plan,
-    make_plan,
-    recommended_batch_size,
-)
+from stoker.plan.budget import MIN_CHUNK_BATCHES, TIERS, Tier
+from stoker.plan.decision import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
 from stoker.plan.facts import (
     FieldFacts,
     ModelCost,
@@ -34,20 +28,6 @@ from stoker.plan.facts import (
 )
 
 __all__ = [
-    "FALLBACK_SHARE",
-    "GPU_SHARE",
-    "MIN_CHUNK_BATCHES",
-    "TIERS",
-    "FieldFacts",
-    "ModelCost",
-    "Plan",
-    "PlanLine",
-    "StoreFacts",
-    "Tier",
-    "Where",
-    "array_facts",
-    "estimate_model",
-    "make_plan",
-    "recommended_batch_size",
-    "store_facts",
-]
+    "FALLBACK_SHARE", "GPU_SHARE", "MIN_CHUNK_BATCHES", "TIERS", "FieldFacts", "ModelCost", "Plan",
+    "StoreFacts", "Tier", "array_facts", "estimate_model", "make_plan", "store_facts",
+]  # fmt: skip

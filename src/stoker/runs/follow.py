@@ -17,7 +17,7 @@ from stoker.display import look_in
 from stoker.errors import InputError
 from stoker.report import LOG_NAME, LogLine, RunEnd, parse_line
 from stoker.runs.reading import is_going, lock_holder, read_settings
-from stoker.runs.record import as_mapping, as_number
+from stoker.runs.record import as_mapping, as_number, as_whole
 from stoker.runs.telemetry import TELEMETRY_NAME
 
 _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
@@ -197,7 +197,7 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
     if line.event == "steps":
         return {
             "loss": as_number(values.get("loss")),
-            "step": _whole(line.step),
+            "step": as_whole(line.step),
             "epoch": _from_one(line.epoch),
         }
     if line.event == "epoch":
@@ -206,9 +206,9 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
         told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
         return told | {"epoch": _from_one(values.get("epoch"))}
     if line.event == "fit":
-        return {"num_epochs": _whole(values.get("epochs"))}
+        return {"num_epochs": as_whole(values.get("epochs"))}
     if line.event == "config":
-        return {"num_epochs": _whole(read_settings(values).get("training.epochs"))}
+        return {"num_epochs": as_whole(read_settings(values).get("training.epochs"))}
     if line.event == "note" and isinstance(values.get("text"), str):
         return {"note": values["text"]}
     return {}
@@ -218,19 +218,14 @@ def _from_telemetry(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from _numbers(run, ("samples_per_second", "wait_share", "loss")).items()
     yield "epoch", _from_one(run.get("epoch"))
     for name in ("allocated_bytes", "reserved_bytes"):
-        yield name, _whole(run.get(name))
+        yield name, as_whole(run.get(name))
 
 
 def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: as_number(values.get(name)) for name in names}
 
 
-def _whole(value: Any) -> int | None:
-    number = as_number(value)
-    return None if number is None else int(number)
-
-
 def _from_one(epoch: Any) -> int | None:
     """Return an epoch as people count; logs count from 0."""
-    number = _whole(epoch)
+    number = as_whole(epoch)
     return None if number is None else number + 1

@@ -208,6 +208,12 @@ def as_number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def as_whole(value: Any) -> int | None:
+    """Return a finite number without its fraction; None for anything else."""
+    number = as_number(value)
+    return None if number is None else int(number)
+
+
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return a mapping; an empty one for anything else."""
     return value if isinstance(value, Mapping) else {}

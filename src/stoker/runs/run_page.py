@@ -22,6 +22,7 @@ from stoker.runs.record import (
     as_mapping,
     as_mappings,
     as_number,
+    as_whole,
     format_rate,
     format_share,
     ratio,
@@ -226,11 +227,13 @@ def _data(run: RunRecord, key: str) -> Html | None:
     """Return the splits, and every piece of input that is in none of them, with its reason."""
     if not run.data:
         return None
-    splits = {name: format_count(_int(n)) for name, n in as_mapping(run.data.get("splits")).items()}
+    splits = {
+        name: format_count(as_whole(n)) for name, n in as_mapping(run.data.get("splits")).items()
+    }
     parts = [page.facts({"Store": str(run.data.get("store", "")), **splits})]
     counts = as_mapping(run.data.get("counts"))
     rows = [
-        (page.name(str(reason)), format_count(_int(count)), kind)
+        (page.name(str(reason)), format_count(as_whole(count)), kind)
         for kind in ("refused", "ignored")
         for reason, count in as_mapping(counts.get(kind)).items()
     ]
@@ -248,11 +251,6 @@ def _data(run: RunRecord, key: str) -> Html | None:
         if isinstance(made, list)
     ]
     return page.join([*parts, *([_listed("Repaired", repairs)] if repairs else [])])
-
-
-def _int(value: Any) -> int | None:
-    number = as_number(value)
-    return None if number is None else int(number)
 
 
 def _since(run: RunRecord, before: RunRecord) -> Html:

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -243,22 +243,12 @@ class Meter:
         received, sent = self._pcie_rates(gpu)
         if gpu.pcie_received_bytes is None and gpu.pcie_sent_bytes is None:
             received, sent = self._reader.sample_traffic(gpu.index)
+        names = (each.name for each in fields(GpuReading))
         return GpuReading(
-            gpu.index,
-            gpu.name,
-            gpu.uuid,
-            None if total is None or free is None else total - free,
-            total,
-            gpu.utilization_percent,
-            gpu.memory_utilization_percent,
-            gpu.power_watts,
-            gpu.power_limit_watts,
-            gpu.temperature_celsius,
-            gpu.throttle_reasons,
-            gpu.pcie_generation,
-            gpu.pcie_width,
-            received,
-            sent,
+            **{name: getattr(gpu, name) for name in names if hasattr(gpu, name)},
+            memory_used_bytes=None if total is None or free is None else total - free,
+            pcie_received_bytes_per_second=received,
+            pcie_sent_bytes_per_second=sent,
         )
 
     def _pcie_rates(self, gpu: Gpu) -> tuple[float | None, float | None]:

@@ -333,10 +333,7 @@ def _stored_rows(store: Store, name: str) -> _Rows:
 
 
 def _selected(
-    path: Path,
-    archive: zipfile.ZipFile,
-    members: Mapping[str, zipfile.ZipInfo],
-    chosen: Selection,
+    path: Path, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], chosen: Selection
 ) -> Mapping[str, zipfile.ZipInfo]:
     """Return the members that were chosen, by their names inside the group; others are not unpacked."""
     if chosen == Selection():

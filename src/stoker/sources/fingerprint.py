@@ -82,9 +82,7 @@ def difference(old: Provenance, new: Provenance) -> str:
 def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
     if not path.exists():
         raise SourceError(
-            f"source {str(path)!r} does not exist.",
-            "an existing file or folder",
-            look_for(path),
+            f"source {str(path)!r} does not exist.", "an existing file or folder", look_for(path)
         )
     if path.is_dir():
         return _describe_folder(path)

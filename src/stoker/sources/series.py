@@ -47,17 +47,8 @@ from stoker.store.zarr import is_zarr
 
 _ARRAYS = {".npy", ".npz", ".h5", ".hdf5", ".zarr"}
 _TYPES = (
-    "uint8",
-    "uint16",
-    "uint32",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
+    "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
+)  # fmt: skip
 _PURGED = 3
 
 

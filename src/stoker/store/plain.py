@@ -7,7 +7,7 @@ that were never written, groups without end) is refused by `stoker.bounds` befor
 
 Which dimension counts samples is never guessed: arrays of several lengths are refused with the candidates,
 unless one is called `features`, or one length is the longest and has 99 % of the bytes. Files of other programs,
-whose first dimension means something else, are recognised by `foreign.py`.
+whose first dimension means something else, are recognised (`recognise`).
 """
 
 from __future__ import annotations
@@ -405,10 +405,7 @@ def _find_arrays(
 
 
 def _add_aliases(
-    path: Path,
-    arrays: dict[str, tuple[Shape, str]],
-    aliases: Mapping[str, str],
-    chosen: Selection,
+    path: Path, arrays: dict[str, tuple[Shape, str]], aliases: Mapping[str, str], chosen: Selection
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Add the arrays that the chosen group or fields have by a second name: a soft link, or a second hard link.
 

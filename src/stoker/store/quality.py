@@ -48,17 +48,9 @@ from stoker.units import format_count
 Json = Any
 Severity = Literal["refuse", "warn", "note"]
 FindingName = Literal[
-    "nan",
-    "inf",
-    "extreme",
-    "overflows-fp16",
-    "time-backwards",
-    "time-repeats",
-    "constant",
-    "duplicate-rows",
-    "label-leak",
-    "denormal",
-]
+    "nan", "inf", "extreme", "overflows-fp16", "time-backwards", "time-repeats", "constant",
+    "duplicate-rows", "label-leak", "denormal",
+]  # fmt: skip
 
 SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")
 LEAK_CORRELATION = 0.9999

@@ -24,11 +24,7 @@ NUM_BARS = 32
 # A range of 2^12 and more no longer shows in a plain histogram: draw the magnitudes as well.
 _WIDE_OCTAVES = 12
 
-_MEANING = {
-    "refuse": "stops a pack",
-    "warn": "packs, but look at it",
-    "note": "for completeness",
-}
+_MEANING = {"refuse": "stops a pack", "warn": "packs, but look at it", "note": "for completeness"}
 
 
 def quality_page(
@@ -60,14 +56,10 @@ def quality_page(
 def _verdict(findings: Sequence[Finding]) -> str:
     by = Counter(finding.severity for finding in findings)
     if by["refuse"]:
-        return f"{_plural(by['refuse'], 'finding')} would stop a pack."
+        return f"{format_count(by['refuse'], 'finding')} would stop a pack."
     if by["warn"]:
-        return f"Nothing stops a pack; {_plural(by['warn'], 'warning')} to look at."
+        return f"Nothing stops a pack; {format_count(by['warn'], 'warning')} to look at."
     return "Nothing wrong was found."
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def _summary(
@@ -107,7 +99,7 @@ def _findings(findings: Sequence[Finding]) -> Html:
     header = ("finding", "where", "evidence", "what to do")
     table = page.table(header, rows, key="findings-table", labels=(0,), wide=(2, 3))
     left = len(findings) - len(rows)
-    more = page.paragraph(f"{_plural(left, 'finding')} more, not listed.", quiet=True)
+    more = page.paragraph(f"{format_count(left, 'finding')} more, not listed.", quiet=True)
     return page.join([table, more] if left else [table])
 
 
@@ -136,7 +128,7 @@ def _shapes(table: TableStats, findings: Iterable[Finding], number: int) -> Html
     parts = [page.paragraph(told, quiet=True), page.grid(figures)]
     left = len(table.columns) - len(drawn)
     if left:
-        note = f"{_plural(left, 'column')} more, not drawn; those with findings come first."
+        note = f"{format_count(left, 'column')} more, not drawn; those with findings come first."
         parts.insert(1, page.paragraph(note, quiet=True))
     return page.join(parts)
 
@@ -246,7 +238,7 @@ def _numbers(table: TableStats, number: int) -> Html:
     header = ("column", "min", "median", "max", "mean", "std", "zeros", "NaN", "inf")
     shown = page.table(header, rows, key=f"numbers-{number}", numeric=range(1, 9))
     left = len(table.columns) - len(rows)
-    more = page.paragraph(f"{_plural(left, 'column')} more, not listed.", quiet=True)
+    more = page.paragraph(f"{format_count(left, 'column')} more, not listed.", quiet=True)
     return page.join([shown, more] if left else [shown])
 
 

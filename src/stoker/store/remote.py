@@ -39,12 +39,7 @@ from stoker.ownership import (
     rename_over,
     write_text,
 )
-from stoker.store.manifest import (
-    MANIFEST_NAME,
-    ShardInfo,
-    parse_manifest,
-    read_manifest,
-)
+from stoker.store.manifest import MANIFEST_NAME, ShardInfo, parse_manifest, read_manifest
 from stoker.store.remote_cache import (
     ORIGIN_NAME,
     Cache,

@@ -97,7 +97,7 @@ class ZarrArray:
 
 @dataclass(frozen=True)
 class _Node:
-    """A group or array with its attributes: what `foreign.py` looks at."""
+    """A group or array with its attributes: what `plain.find_sparse` looks at."""
 
     attrs: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,14 +21,7 @@ import torch
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.measure.search import (
-    LEAST_GAIN,
-    UpdateShape,
-    choose,
-    climb,
-    keeps_update,
-    shape_ladder,
-)
+from stoker.measure.search import LEAST_GAIN, UpdateShape, choose, climb, keeps_update, shape_ladder
 from stoker.recipes.run import open_run
 from stoker.report import Progress, Silent
 from stoker.tune.trial import Effort, JobBench, Measured

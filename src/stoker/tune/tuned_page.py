@@ -15,16 +15,9 @@ from stoker.tune.trial import Measured
 from stoker.units import GIB, format_bytes
 
 CURVE_HEADER = (
-    "batch",
-    "accumulate",
-    "per update",
-    "samples/s",
-    "spread",
-    "× configured",
-    "peak memory",
-    "may use",
-    "remark",
-)
+    "batch", "accumulate", "per update", "samples/s", "spread", "× configured", "peak memory",
+    "may use", "remark",
+)  # fmt: skip
 OPTION_HEADER = ("option", "value", "samples/s", "spread", "× configured", "remark")
 
 

@@ -179,7 +179,11 @@ class _Work:
             self._take_option(path, ".".join(path[2:]), value)
             return
         target = find_target(path)
-        option = self._find_option(path)
+        option = (
+            None
+            if self.recipe is None or not _is_about_training(path)
+            else RECIPE_OPTIONS.get(self.recipe, {}).get(path[-1].lower())
+        )
         if target is None and option is not None:
             self._take_option(path, option, value)
         elif target is None:
@@ -212,11 +216,6 @@ class _Work:
             self._drop(path, value, _compare(made, self.options[option]))
         else:
             self.options[option] = made
-
-    def _find_option(self, path: KeyPath) -> str | None:
-        if self.recipe is None or not _is_about_training(path):
-            return None
-        return RECIPE_OPTIONS.get(self.recipe, {}).get(path[-1].lower())
 
     def _find_reason(self, path: KeyPath) -> str:
         name = path[-1].lower()

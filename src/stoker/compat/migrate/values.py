@@ -16,12 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stoker.config.load import (
-    _NUMBER,
-    _RANGE,
-    _describe_given,
-    _yaml_word,
-)
+from stoker.config.load import _NUMBER, _RANGE, _describe_given, _yaml_word
 from stoker.config.names import SYNONYMS
 from stoker.config.options import describe_allowed
 from stoker.config.resolve import AUGMENT, PLACES

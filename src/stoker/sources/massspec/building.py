@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,12 +24,7 @@ from stoker.sources.massspec.conditions import (
     conditions_in,
     encode_conditions,
 )
-from stoker.sources.massspec.structures import (
-    INCHIKEY,
-    healed,
-    mismatch,
-    own_structure,
-)
+from stoker.sources.massspec.structures import INCHIKEY, healed, mismatch, own_structure
 from stoker.sources.molecules.files import MolPlaces, MolReader
 from stoker.sources.molecules.packed import (
     Mol,
@@ -39,10 +34,12 @@ from stoker.sources.molecules.packed import (
     pack_molecule,
     read_structure,
 )
-from stoker.sources.msp import MspRange, Record, SpectrumBatch
+from stoker.sources.msp import MspRange, Record, Rounding, SpectrumBatch
 from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
 from stoker.store.row_sketch import scramble
 
+Structures = Literal["auto", "mol", "smiles", "none"]
+Spectra = Literal["auto", "ei", "msms", "ms1", "all"]
 SPLIT_NAMES = ("train", "val", "test")
 LINE_IN_RECORD = "line in a record"
 NO_PEAKS = "no peaks"
@@ -98,48 +95,43 @@ class Payload:
     before: Mapping[str, Json] = field(default_factory=dict)
 
 
-class Options(Protocol):
-    """What a part needs to know of its `MassSpecSource`, which imports this module."""
+@dataclass(frozen=True)
+class Options:
+    """What a `MassSpecSource` is given, and a part needs to know.
 
-    @property
-    def msp(self) -> Path:
-        """The library as it was given."""
+    Attributes:
+        msp: The library in any format that `formats` reads, plain or gzipped, or a folder.
+        mol_dir: A folder of MOL files, a zip of them, or one SDF; None takes SMILES only.
+        max_mz: Highest bin; a record with nothing at or below it is refused.
+        max_samples: Stop after this many records that have a structure; None takes all.
+        structures: "mol" takes MOL files only, "smiles" only the record's SMILES or InChI, "auto" the MOL
+            file and else these; "none" packs spectra without structures.
+        rounding: How an m/z finds its bin.
+        molecules_per_part: Records per shard.
+        row_limit_seconds: A molecule that takes longer is refused; RDKit can hang.
+        train_ratio: Expected share of compounds in training.
+        val_ratio: Expected share in validation; the rest is test.
+        seed: Of the split.
+        spectra: Kinds of spectra to take: "ei", "msms", "ms1", "all"; "auto" takes the kind that at least 90 % of the
+            records have, ignores the others with a word, and refuses a library that mixes them.
+        without_spectra: Keep records without peaks, for prediction.
+        structure_advice: What to type where records have no structure; callers other than `stoker pack` have their own.
+    """
 
-    @property
-    def mol_dir(self) -> Path | None:
-        """Where its structures are."""
-
-    @property
-    def max_mz(self) -> int:
-        """Highest bin."""
-
-    @property
-    def structures(self) -> str:
-        """Either "mol", "smiles", "auto" or "none"."""
-
-    @property
-    def rounding(self) -> str:
-        """How an m/z finds its bin."""
-
-    @property
-    def train_ratio(self) -> float:
-        """Expected share of compounds in training."""
-
-    @property
-    def val_ratio(self) -> float:
-        """Expected share in validation."""
-
-    @property
-    def seed(self) -> int:
-        """Of the split."""
-
-    @property
-    def without_spectra(self) -> bool:
-        """Whether records without peaks are kept."""
-
-    @property
-    def structure_advice(self) -> str:
-        """What to type where records have no structure."""
+    msp: Path
+    mol_dir: Path | None = None
+    max_mz: int = 500
+    max_samples: int | None = None
+    structures: Structures = "auto"
+    rounding: Rounding = "nearest"
+    molecules_per_part: int = 5000
+    row_limit_seconds: float | None = 10.0
+    train_ratio: float = 0.8
+    val_ratio: float = 0.1
+    seed: int = 42
+    spectra: Spectra = "auto"
+    without_spectra: bool = False
+    structure_advice: str = "--structures none"
 
 
 @dataclass

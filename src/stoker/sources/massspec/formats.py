@@ -44,29 +44,15 @@ _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
 _PEAKS_ITEM = "mass spectral peaks"
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _MGF_KEYS = {
-    "pepmass": "precursor_mz",
-    "spectrumid": "id",
-    "spectrum_id": "id",
-    "identifier": "id",
-    "feature_id": "id",
-    "inchiaux": "inchikey",
-    "mslevel": "ms_level",
-    "ionmode": "ion_mode",
-    "source_instrument": "instrument",
-    "compound_name": "name",
-    "parent_mass": "parent_mass",
-}
+    "pepmass": "precursor_mz", "spectrumid": "id", "spectrum_id": "id", "identifier": "id",
+    "feature_id": "id", "inchiaux": "inchikey", "mslevel": "ms_level", "ionmode": "ion_mode",
+    "source_instrument": "instrument", "compound_name": "name", "parent_mass": "parent_mass",
+}  # fmt: skip
 _MASSBANK_KEYS = {
-    "ACCESSION": "id",
-    "CH$FORMULA": "formula",
-    "CH$EXACT_MASS": "exact_mass",
-    "CH$SMILES": "smiles",
-    "CH$IUPAC": "inchi",
-    "AC$INSTRUMENT": "instrument",
-    "AC$INSTRUMENT_TYPE": "instrument_type",
-    "PK$SPLASH": "splash",
-    "COMMENT": "comment",
-}
+    "ACCESSION": "id", "CH$FORMULA": "formula", "CH$EXACT_MASS": "exact_mass",
+    "CH$SMILES": "smiles", "CH$IUPAC": "inchi", "AC$INSTRUMENT": "instrument",
+    "AC$INSTRUMENT_TYPE": "instrument_type", "PK$SPLASH": "splash", "COMMENT": "comment",
+}  # fmt: skip
 _MASSBANK_SUBKEYS = {
     "CH$LINK INCHIKEY": "inchikey",
     "CH$LINK CAS": "cas",
@@ -458,13 +444,8 @@ def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatc
 def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
     number = 0
     try:
-        for number, spectrum in enumerate(read_spectra(plain), 1):
-            draft = _Draft(number, mz=spectrum.mz, intensity=spectrum.intensity)
-            draft.problem = spectrum.problem
-            draft.add("name", spectrum.identifier or f"spectrum {number}")
-            draft.add("id", spectrum.identifier)
-            for key, value in spectrum.meta.items():
-                draft.add(key, value)
+        for draft in _mzml_drafts(plain):
+            number = draft.line
             yield from _taken(draft, path, made)
     except SourceError:
         raise
@@ -530,27 +511,8 @@ Terms = dict[str, tuple[str, str]]
 """Accession to value and unit."""
 
 
-@dataclass
-class MzmlSpectrum:
-    """One spectrum.
-
-    Attributes:
-        identifier: Its native id.
-        meta: Conditions, by the keys of MSP metadata.
-        mz: m/z of the peaks.
-        intensity: Beside them.
-        problem: Why the peaks cannot be used; empty when they can.
-    """
-
-    identifier: str
-    meta: dict[str, str] = field(default_factory=dict)
-    mz: list[float] = field(default_factory=list)
-    intensity: list[float] = field(default_factory=list)
-    problem: str = ""
-
-
-def read_spectra(path: Path) -> Iterator[MzmlSpectrum]:
-    """Read a file from first to last.
+def _mzml_drafts(path: Path) -> Iterator[_Draft]:
+    """Read a file from first to last; the line of a draft is the number of its spectrum.
 
     Raises:
         ElementTree.ParseError: It is not whole XML.
@@ -559,7 +521,7 @@ def read_spectra(path: Path) -> Iterator[MzmlSpectrum]:
     """
     groups: dict[str, Terms] = {}
     parent: ElementTree.Element | None = None
-    ionization = ""
+    ionization, number = "", 0
     for event, element in ElementTree.iterparse(path, events=("start", "end")):
         tag = element.tag.rpartition("}")[2]
         if event == "start":
@@ -569,10 +531,8 @@ def read_spectra(path: Path) -> Iterator[MzmlSpectrum]:
         if tag == "referenceableParamGroup":
             groups[element.get("id", "")] = _own_terms(element, {})
         elif tag == "spectrum":
-            made = _spectrum(element, groups)
-            if ionization:
-                made.meta["ionization"] = ionization
-            yield made
+            number += 1
+            yield _spectrum(element, groups, number, ionization)
             if parent is not None:
                 parent.clear()  # or every spectrum stays in memory
         elif tag == "instrumentConfiguration":
@@ -594,10 +554,13 @@ def _own_terms(element: ElementTree.Element, groups: Mapping[str, Terms]) -> Ter
     return terms
 
 
-def _spectrum(element: ElementTree.Element, groups: Mapping[str, Terms]) -> MzmlSpectrum:
-    made = MzmlSpectrum(element.get("id", ""))
+def _spectrum(
+    element: ElementTree.Element, groups: Mapping[str, Terms], number: int, ionization: str
+) -> _Draft:
+    made, identifier = _Draft(number), element.get("id", "")
     length = int(element.get("defaultArrayLength") or 0)
-    RECORD.check(8 * length, f"the spectrum {made.identifier!r}")
+    RECORD.check(8 * length, f"the spectrum {identifier!r}")
+    meta = {"name": identifier or f"spectrum {number}", "id": identifier}
     arrays: dict[str, list[float]] = {}
     for each in element.iter():
         terms = _own_terms(each, groups)
@@ -611,9 +574,9 @@ def _spectrum(element: ElementTree.Element, groups: Mapping[str, Terms]) -> Mzml
         for accession, (value, unit) in terms.items():
             if accession in _TERMS and value:
                 key = _TERMS[accession]
-                made.meta.setdefault(key, f"{value} {unit}".strip() if key in _WITH_UNIT else value)
+                meta.setdefault(key, f"{value} {unit}".strip() if key in _WITH_UNIT else value)
             elif accession in _MODES:
-                made.meta["ion_mode"] = _MODES[accession]
+                meta["ion_mode"] = _MODES[accession]
             elif accession == _PROFILE:
                 made.problem = "it is a profile spectrum: peaks must be picked first"
     made.mz, made.intensity = arrays.get(_MZ, []), arrays.get(_INTENSITY, [])
@@ -621,6 +584,8 @@ def _spectrum(element: ElementTree.Element, groups: Mapping[str, Terms]) -> Mzml
         made.problem = (
             made.problem or f"it has {len(made.mz)} m/z and {len(made.intensity)} intensities"
         )
+    for key, value in (*meta.items(), ("ionization", ionization)):
+        made.add(key, value)
     return made
 
 

@@ -40,7 +40,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 
@@ -55,7 +55,15 @@ from stoker.sources.contract import (
     Preparation,
     recorded_options,
 )
-from stoker.sources.massspec.building import LINE_IN_RECORD, SPLIT_NAMES, Building, Payload
+from stoker.sources.massspec.building import (
+    LINE_IN_RECORD,
+    SPLIT_NAMES,
+    Building,
+    Options,
+    Payload,
+    Spectra,
+    Structures,
+)
 from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_of, spectrum_kind
 from stoker.sources.massspec.formats import as_msp
 from stoker.sources.massspec.structures import own_structure
@@ -72,8 +80,6 @@ from stoker.sources.molecules.packed import (
 from stoker.sources.msp import MspRange, Rounding, read_range, split_msp
 from stoker.store.fields import Array
 
-Structures = Literal["auto", "mol", "smiles", "none"]
-Spectra = Literal["auto", "ei", "msms", "ms1", "all"]
 _NEARLY_ALL = 0.9
 _BY_OPTION: dict[str, tuple[SpectrumKind, ...]] = {
     "ei": ("EI",),
@@ -112,42 +118,8 @@ class _Survey:
 
 
 @dataclass(frozen=True)
-class MassSpecSource:
-    """A spectrum library and its structures.
-
-    Attributes:
-        msp: The library in any format that `formats` reads, plain or gzipped, or a folder.
-        mol_dir: A folder of MOL files, a zip of them, or one SDF; None takes SMILES only.
-        max_mz: Highest bin; a record with nothing at or below it is refused.
-        max_samples: Stop after this many records that have a structure; None takes all.
-        structures: "mol" takes MOL files only, "smiles" only the record's SMILES or InChI, "auto" the MOL
-            file and else these; "none" packs spectra without structures.
-        rounding: How an m/z finds its bin.
-        molecules_per_part: Records per shard.
-        row_limit_seconds: A molecule that takes longer is refused; RDKit can hang.
-        train_ratio: Expected share of compounds in training.
-        val_ratio: Expected share in validation; the rest is test.
-        seed: Of the split.
-        spectra: Kinds of spectra to take: "ei", "msms", "ms1", "all"; "auto" takes the kind that at least 90 % of the
-            records have, ignores the others with a word, and refuses a library that mixes them.
-        without_spectra: Keep records without peaks, for prediction.
-        structure_advice: What to type where records have no structure; callers other than `stoker pack` have their own.
-    """
-
-    msp: Path
-    mol_dir: Path | None = None
-    max_mz: int = 500
-    max_samples: int | None = None
-    structures: Structures = "auto"
-    rounding: Rounding = "nearest"
-    molecules_per_part: int = 5000
-    row_limit_seconds: float | None = 10.0
-    train_ratio: float = 0.8
-    val_ratio: float = 0.1
-    seed: int = 42
-    spectra: Spectra = "auto"
-    without_spectra: bool = False
-    structure_advice: str = "--structures none"
+class MassSpecSource(Options):
+    """A spectrum library and its structures; see `Options` for what may be given."""
 
     kind: ClassVar[str] = "massspec"
     version: ClassVar[int] = 2

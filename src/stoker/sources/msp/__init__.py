@@ -4,9 +4,6 @@
 """
 
 from stoker.sources.msp.library import (
-    Binned,
-    Engine,
-    Merge,
     MspRange,
     Rounding,
     SpectrumBatch,
@@ -19,17 +16,6 @@ from stoker.sources.msp.library import (
 from stoker.sources.msp.text import LineTally, Record
 
 __all__ = [
-    "Binned",
-    "Engine",
-    "LineTally",
-    "Merge",
-    "MspRange",
-    "Record",
-    "Rounding",
-    "SpectrumBatch",
-    "bin_spectrum",
-    "read_msp",
-    "read_range",
-    "split_msp",
-    "write_msp",
-]
+    "LineTally", "MspRange", "Record", "Rounding", "SpectrumBatch", "bin_spectrum", "read_msp",
+    "read_range", "split_msp", "write_msp",
+]  # fmt: skip

@@ -21,14 +21,7 @@ import numpy as np
 from stoker.bounds import RECORD
 from stoker.display import command
 from stoker.errors import Refusal
-from stoker.sources.msp.keys import (
-    COUNT,
-    WHITESPACE,
-    flags_of,
-    fold_header,
-    is_field_key,
-    spell,
-)
+from stoker.sources.msp.keys import COUNT, WHITESPACE, flags_of, fold_header, is_field_key, spell
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -193,17 +186,9 @@ class _Draft:
     """A record that is being read."""
 
     __slots__ = (
-        "count_line",
-        "declared",
-        "flags",
-        "header",
-        "in_peaks",
-        "intensity",
-        "line",
-        "mz",
-        "named",
+        "count_line", "declared", "flags", "header", "in_peaks", "intensity", "line", "mz", "named",
         "psi",
-    )
+    )  # fmt: skip
 
     def __init__(self, line: int) -> None:
         self.line = line
