@@ -119,8 +119,9 @@ class SpectrumJudge:
         """Take spectra, predicted and measured."""
         known = truth.any(axis=1)  # zeros where the input has no spectrum
         if known.any():
-            rows = (torch.from_numpy(each[known]) for each in (columns["spectrum"], truth))
-            self._values.append(similarities(*rows, self._power))
+            predicted = torch.from_numpy(columns["spectrum"][known])
+            measured = torch.from_numpy(truth[known])
+            self._values.append(similarities(predicted, measured, self._power))
 
     def evaluate(self) -> Evaluation | None:
         """Return the mean similarities."""
