@@ -86,3 +86,23 @@ def test_answers_without_a_known_truth_are_not_evaluated():
     assert judge.evaluate() is None
     judge.update({"probability": np.eye(2)}, np.array([0, -1]))
     assert judge.evaluate().num_samples == 1
+
+
+def test_measured_spectra_in_a_library_are_compared(tmp_path):
+    """The library that was packed, raw: the same similarities as of its store."""
+    store = make_store("massspec", tmp_path / "store")
+    settings = settings_for("massspec", store.path, tmp_path / "run", "training.epochs=1")
+    trained = load_trained(run_recipe(settings, device="cpu").best)
+    raw, packed = (
+        predict_file(trained, tmp_path / name, tmp_path / f"{name}.parquet", device="cpu")
+        for name in ("store.msp", "store")
+    )
+    assert raw.evaluation.num_samples == packed.evaluation.num_samples == store.num_samples
+    assert raw.evaluation.metrics == pytest.approx(packed.evaluation.metrics, rel=1e-3)
+    assert any("with a measured spectrum" in note for note in raw.notes)
+    report = predict_file(trained, tmp_path / "store.msp", tmp_path / "out.msp", device="cpu")
+    assert report.evaluation.metrics == raw.evaluation.metrics
+    assert "\n0.0 " not in (tmp_path / "out.msp").read_text()  # no ion has a mass of 0
+    (tmp_path / "new.smi").write_text("CCO ethanol\n")
+    bare = predict_file(trained, tmp_path / "new.smi", tmp_path / "bare.csv", device="cpu")
+    assert bare.evaluation is None

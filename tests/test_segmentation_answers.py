@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import math
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -394,3 +395,14 @@ def test_names_in_a_store_stay_below_the_folder_of_masks():
     names = ["../../a.png", "/etc/a.png", "..", "a.png", "a.png", "a.png"]
     made = [free_mask_name(name, used) for name in names]
     assert made == ["a.png", "etc/a.png", "mask.png", "a.png.png", "a.png-2.png", "a.png-3.png"]
+
+
+def test_masks_beside_the_images_are_not_predicted(trained, tmp_path):
+    root, _ = trained
+    for kind in ("images", "masks"):
+        (tmp_path / "new" / kind).mkdir(parents=True)
+        for name in ("1.png", "2.png"):
+            shutil.copy(root / kind / name, tmp_path / "new" / kind / name)
+    told = run("predict", root / "run" / "best.pt", tmp_path / "new", tmp_path / "out", *ON_CPU)
+    assert "masks holds masks: not predicted" in told
+    assert "2 rows of mask" in told

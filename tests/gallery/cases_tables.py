@@ -154,7 +154,7 @@ CASES = [
     Case("dates that read both ways", "refused; `--dtype NAME=day-first` decides", rows("when,x", lambda n: f"{n % 9 + 1:02d}/02/2020,{n}.5"), code=2,
          says=["read day-first and month-first", "--dtype when=day-first"]),
     Case("milliseconds, ids: whole numbers above 2^24", "the table is float64, and it is said", rows("ts,x", lambda n: f"{MS[n][0]},{n * n}"),
-         says=["column 'ts' needs float64", "stored as float64"], fields={"features": [[ms, square] for ms, (_, square) in MS]}),
+         says=["ts needs float64", "stored as float64"], fields={"features": [[ms, square] for ms, (_, square) in MS]}),
     Case("whole numbers above 2^53", "refused by name", rows("k,x", lambda n: f"{2**60 + n},{n}.5"), code=2, says=["'k' holds whole numbers above 2**53", "--drop k"]),
     Case("the same, `--dtype k=codes`", "a code for each value", rows("k,x", lambda n: f"{2**60 + n},{n}.5"), ["--dtype", "k=codes"], columns=["k", "x"], fields={"features": [[1, 0.5], [2, 1.5]]}),
     Case("a column of the result is dropped (`Sex=male`)", "left out", rows("Sex,x", lambda n: f"{('male', 'female')[n % 2]},{n}.5"), ["--drop", "Sex=male"], columns=["Sex=female", "x"]),

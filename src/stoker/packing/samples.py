@@ -307,7 +307,7 @@ def _legend(samples: Samples) -> Html:
     labels = [
         Html(
             f'<span class="badge plain"><svg width="12" height="12" style="display:inline;width:12px;height:12px">'
-            f'<rect width="12" height="12" fill="rgb{colour_of(value)}"/></svg> '
+            f'<rect width="12" height="12" fill="rgb{colour_of(value)}" stroke="#808080"/></svg> '
             f"{page.escape(_class_name(value, names))} {count / total:.1%}</span>"
         )
         for value, count in sorted(samples.mask_counts.items())[:64]

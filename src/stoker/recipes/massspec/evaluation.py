@@ -117,8 +117,11 @@ class SpectrumJudge:
 
     def update(self, columns: Mapping[str, Array], truth: Array) -> None:
         """Take spectra, predicted and measured."""
-        rows = torch.from_numpy(columns["spectrum"]), torch.from_numpy(truth)
-        self._values.append(similarities(*rows, self._power))
+        known = truth.any(axis=1)  # zeros where the input has no spectrum
+        if known.any():
+            predicted = torch.from_numpy(columns["spectrum"][known])
+            measured = torch.from_numpy(truth[known])
+            self._values.append(similarities(predicted, measured, self._power))
 
     def evaluate(self) -> Evaluation | None:
         """Return the mean similarities."""
@@ -332,6 +335,7 @@ def _by_label(labels: Array, values: Mapping[str, Array]) -> dict[str, dict[str,
 def peak_list(root: Tensor, most: int = _SHOWN_PEAKS) -> list[tuple[float, float]]:
     """Return the largest peaks of a root spectrum as (m/z, intensity), base peak 999, rising in m/z."""
     intensity = root.clamp(min=0).double() ** 2
+    intensity[:1] = 0.0  # no ion has a mass of 0
     top = float(intensity.max()) if len(intensity) else 0.0
     if top <= 0:
         return []

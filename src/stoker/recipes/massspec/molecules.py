@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,7 @@ from stoker.errors import InputError, Refusal, SourceError, unwritable
 from stoker.ownership import SIGNATURE, has_signature, temporary_folder, writing
 from stoker.recipes.contract import RawBatch
 from stoker.recipes.massspec.evaluation import peak_list
+from stoker.recipes.massspec.metrics import root_spectra
 from stoker.recipes.raw_tables import as_frame
 from stoker.sources.massspec.conditions import (
     Ranges,
@@ -51,9 +53,10 @@ from stoker.sources.molecules.packed import (
     pack_molecule,
     read_structure,
 )
-from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
+from stoker.sources.msp import Record, Rounding, SpectrumBatch, bin_spectrum, read_msp, write_msp
 from stoker.sources.msp.keys import spell
 from stoker.sources.msp.text import NO_RECORD
+from stoker.store.fields import Array
 from stoker.train.predict import Predicted
 from stoker.units import format_count
 
@@ -88,12 +91,14 @@ class ModelInputs:
         max_mz: Its highest bin.
         usual: The commonest conditions of training; empty where the model reads none.
         ranges: Lowest and highest of each condition in training; empty where the checkpoint does not say.
+        rounding: How an m/z finds its bin.
     """
 
     graphs: bool
     max_mz: int
     usual: Sequence[float] = ()
     ranges: Ranges = ()
+    rounding: Rounding = "nearest"
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class Wanted:
         why: Why there is no structure.
         meta: What the input says of the spectrum.
         is_unnamed: Whether the name is a place in the file.
+        peaks: m/z and intensities of the measured spectrum, where the input has one.
     """
 
     name: str
@@ -115,6 +121,7 @@ class Wanted:
     why: str = ""
     meta: Mapping[str, str] = field(default_factory=dict)
     is_unnamed: bool = False
+    peaks: tuple[Array, Array] | None = None
 
 
 class MoleculeReader:
@@ -127,7 +134,7 @@ class MoleculeReader:
     ) -> None:
         self._molecules, self._source = molecules, source
         self._model, self._batch_size = model, batch_size
-        self._num_usual = self._num_refused = self._num_odd = 0
+        self._num_usual = self._num_refused = self._num_odd = self._num_measured = 0
         self.num_rows: int | None = None
 
     @classmethod
@@ -197,7 +204,21 @@ class MoleculeReader:
             np.array([each is not None for each in packed]),
             reasons,
             {name: np.array(texts, dtype=object) for name, texts in labels.items()},
+            self._measured(wanted),
         )
+
+    def _measured(self, wanted: Sequence[Wanted]) -> Array | None:
+        """Return the root spectra of the input, zeros where it has none; None where it has none at all."""
+        if all(each.peaks is None for each in wanted):
+            return None
+        peaks = [each.peaks or (np.zeros(0), np.zeros(0, np.float32)) for each in wanted]
+        offsets = np.cumsum([0, *(len(mz) for mz, _ in peaks)])
+        mz, intensity = (np.concatenate(parts) for parts in zip(*peaks, strict=True))
+        made = bin_spectrum(
+            mz, intensity, offsets, self._model.max_mz, rounding=self._model.rounding
+        )
+        self._num_measured += sum(len(each) > 0 for each, _ in peaks)
+        return root_spectra(torch.from_numpy(made.spectra)).numpy()
 
     def _conditions(self, meta: Mapping[str, str], counted: bool) -> tuple[list[float], str]:
         """Return the conditions of a molecule, and what of them the model was not trained on."""
@@ -239,6 +260,11 @@ class MoleculeReader:
         if self._num_refused:
             count = format_count(self._num_refused, "molecule")
             notes.append(f"{count} without a spectrum; see 'reason'")
+        if self._num_measured:
+            count = format_count(self._num_measured, "record")
+            notes.append(
+                f"{count} with a measured spectrum: compounds of training may be among them"
+            )
         if self._num_odd:
             count = format_count(self._num_odd, "molecule")
             notes.append(f"{count} with a remark; see 'reason'")
@@ -406,6 +432,10 @@ def _from_spectra(path: Path) -> Iterator[Wanted]:
         made = as_msp(path, scratch)
         unread = [each for each in made.refused if each.kind == UNREADABLE]
         for batch in read_msp(made.path):
+            peaks = {
+                id(each): (batch.mz[low:high], batch.intensity[low:high])
+                for each, (low, high) in zip(batch.records, pairwise(batch.offsets), strict=True)
+            }
             found = [(int(each.meta.get("source_line", each.line)), each) for each in batch.records]
             lost = [each for each in batch.refused if each.kind == NO_RECORD]
             # Of the lines of one such record the first stands for all.
@@ -414,7 +444,7 @@ def _from_spectra(path: Path) -> Iterator[Wanted]:
             rows: list[tuple[int, Record | Refusal]] = [*found]
             rows += [(each.line or 0, each) for each in lost]
             for line, each in sorted(rows, key=itemgetter(0)):
-                yield _of_record(line, each)
+                yield replace(_of_record(line, each), peaks=peaks.get(id(each)))
         for refusal in unread:
             yield _of_record(refusal.line or 0, refusal)
 

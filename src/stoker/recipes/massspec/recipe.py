@@ -216,6 +216,7 @@ class _SpectrumRecipe(Recipe):
         return {
             "inputs": ["ecfp_bits", "ecfp_counts", "mol_weight", *graphs, *bins.condition_fields],
             "num_bins": int(cast(Any, job.model).num_bins),
+            "rounding": bins.rounding,
             "usual_conditions": list(bins.usual_conditions),
             "condition_ranges": [list(pair) for pair in bins.condition_ranges],
         }
@@ -285,6 +286,7 @@ class _SpectrumRecipe(Recipe):
             int(facts["num_bins"]) - 1,
             facts.get("usual_conditions", ()),
             facts.get("condition_ranges", ()),
+            facts.get("rounding", "nearest"),
         )
         return MoleculeReader.open(given, reads, int(told.get("batch_size", 256)))
 

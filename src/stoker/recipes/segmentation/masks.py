@@ -93,14 +93,21 @@ class ScenePictures(FolderPictures):
         pictures: Of the user.
         scale: Of training.
         is_table: Whether answers become rows of one table, which needs masks of one size.
+        skipped: What was left out of the folder, in words; "" for nothing.
         more: As for `FolderPictures`.
     """
 
     def __init__(
-        self, pictures: GivenPictures, *, scale: Scale, is_table: bool, **more: Any
+        self,
+        pictures: GivenPictures,
+        *,
+        scale: Scale,
+        is_table: bool,
+        skipped: str = "",
+        **more: Any,
     ) -> None:
         super().__init__(pictures, **more)
-        self._scale, self._is_table = scale, is_table
+        self._scale, self._is_table, self._skipped = scale, is_table, skipped
         self._num_tiled = 0
 
     def __iter__(self) -> Iterator[RawBatch]:
@@ -146,7 +153,8 @@ class ScenePictures(FolderPictures):
         """Return what was cut into tiles and what was left out."""
         tiled, (high, wide) = self._num_tiled, self._scale.size
         words = f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"
-        return [*self._pictures.told, *([words] if tiled else []), *self._left_out("a mask")]
+        told = [*self._pictures.told, *([self._skipped] if self._skipped else [])]
+        return [*told, *([words] if tiled else []), *self._left_out("a mask")]
 
 
 def _as_batch(held: Sequence[tuple[Any, Array, Size]]) -> Iterator[RawBatch]:

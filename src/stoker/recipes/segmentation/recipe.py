@@ -72,6 +72,7 @@ from stoker.recipes.segmentation.evaluation import (
 )
 from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
 from stoker.recipes.segmentation.network import Four, MicroSegFormer
+from stoker.sources.images import find_scenes
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.predict import Predicted
@@ -328,8 +329,14 @@ class SegmentationRecipe(Recipe):
             if sizes is None
             else Scale(size, tuple(sizes["most"]), tuple(sizes["scale"]))
         )
+        skipped = ""
+        if isinstance(given, str | Path) and Path(given).is_dir():
+            found = find_scenes(Path(given))
+            if found.masks != Path(given):  # a folder as for training: its masks are no pictures
+                given, skipped = found.images, f"{found.masks} holds masks: not predicted"
         return ScenePictures.open(
             given,
+            skipped=skipped,
             scale=scale,
             channels=facts["channels"],
             value_range=None if span is None else (span[0], span[1]),

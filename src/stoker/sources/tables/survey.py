@@ -228,14 +228,18 @@ class Survey:
             raise _problem_error(self._path, problems, blank, len(rows), table.num_rows)
         if not self._columns:
             raise self._nothing_left()
-        for name, column in self._columns.items():
+        wide = [
+            name for name, each in self._columns.items() if each.kind == "number" and each.is_wide
+        ]
+        if wide:
+            needs = "needs" if len(wide) == 1 else "need"
+            self.notes.append(
+                f"{shown_names(wide, _LISTED)} {needs} float64: float32 would lose some of the values"
+            )
+        for name in self._columns:
             if name in self._whole and _counts_rows(sample.column(name), name, decimal, rows):
                 self.notes.append(
                     f"column {name!r} counts the rows: if it is a number of the row, --drop {quoted(name)}"
-                )
-            elif column.kind == "number" and column.is_wide:
-                self.notes.append(
-                    f"column {name!r} needs float64: float32 would lose some of its values"
                 )
 
     def _judge_target(self, column: Any, decimal: str) -> list[Unusable]:
