@@ -102,6 +102,14 @@ def test_a_step_that_is_mostly_the_model_is_healthy():
     assert judged(measured({"model": 95, "between": 5})).verdict == "nothing to fix"
 
 
+@pytest.mark.parametrize(("share", "is_told"), [(5, False), (9, True), (30, False)])
+def test_what_is_too_little_for_a_finding_is_told(share, is_told):
+    found = measured({"model": 100 - share, "between": share}, {"a.py:5": share})
+    told = [note for note in found.notes if "as fast at most" in note]
+    assert bool(told) == is_told
+    assert all("9% of a step" in note and "a.py:5" in note and "× 1.10" in note for note in told)
+
+
 @pytest.mark.parametrize(
     ("training", "told"),
     [

@@ -236,3 +236,11 @@ def test_logging_is_left_out_and_loading_is_divided():
     assert loads.gain.likely < 2.6
     assert "DataLoader" in loads.remedy
     assert "DataLoader" not in logs.remedy + logs.patch.script, "there is nothing to load"
+
+
+def test_waiting_for_a_core_is_no_python_code_of_the_model(monkeypatch):
+    """A masked autoencoder beside other programs: "15% of a step is Python code" at a line of two operators."""
+    monkeypatch.setattr(operators, "_gap_seconds", lambda *_: (0.004, 0.003))
+    for queued, left in (([0.0, 0.002, 0.005], 0.0), ([1.0, 1.001, 1.0025], 0.0015), (None, 0.003)):
+        seen = operators.summarise([], [0, 10 * MS, 20 * MS], [], queued)
+        assert seen["python_seconds"] == pytest.approx(left)

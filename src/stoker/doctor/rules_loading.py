@@ -32,15 +32,13 @@ from stoker.doctor.gains import (
     suggested_workers,
     worth,
 )
-from stoker.doctor.measurements import Hdf5Facts, LoaderFacts
+from stoker.doctor.measurements import NOTABLE_BETWEEN, Hdf5Facts, LoaderFacts
 from stoker.units import MB, format_bytes, format_count
 
 _CAUTIOUS, _LIKELY = 0.30, 0.05
 """Shares of a removed cost that remain: cautious and likely estimates."""
 _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
-_NOTABLE_BETWEEN = 0.12
-"""Share of a step spent between the model's calls from which it is a finding."""
 _NOTABLE_LINE = 0.03
 """Share of a step below which the costliest line is none that a person could mend."""
 _OWN_DATA = (
@@ -281,7 +279,7 @@ def hdf5_chunks(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
 def slow_between_steps(case: Case) -> Finding | None:
     """Code between the model's calls, such as a hand-made `get_batch`, takes a notable part of the step."""
     between, pace = case.measured.between_seconds, case.pace
-    if between is None or pace is None or case.share_of_step(between) < _NOTABLE_BETWEEN:
+    if between is None or pace is None or case.share_of_step(between) < NOTABLE_BETWEEN:
         return None
     if not case.measured.between_loads and case.measured.between:
         costliest = case.measured.between[0].seconds_per_step

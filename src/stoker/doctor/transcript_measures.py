@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from stoker.doctor.measurements import (
+    NOTABLE_BETWEEN,
     AllocatorFacts,
     BadValues,
     DeviceCopy,
@@ -124,6 +125,14 @@ def measure(
             "host": usual_host,
         }.get(family, 0.0)
     between, between_seconds, unjudged = _between(state, step, waited + timed)
+    if between and between_seconds and step:
+        share = between_seconds / step.median
+        if NOTABLE_BETWEEN / 2 <= share < NOTABLE_BETWEEN:
+            said.append(
+                f"{share:.0%} of a step is code between the model's calls, mostly at {between[0].where}; below "
+                f"{NOTABLE_BETWEEN:.0%} that is no finding: without it a step would be × {1 / (1 - share):.2f} as "
+                "fast at most"
+            )
     if not rows:
         unjudged = [
             "too few training steps ended to measure one: let it run for longer (--seconds)"

@@ -87,6 +87,8 @@ _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 
 _profiler: Any = None
 _marks: list[int] = []
+_queued: list[float] = []
+"""Seconds that the training thread had queued for a core, at each mark."""
 _backwards: list[tuple[int, int]] = []
 _num_steps = 0
 _was_used = False
@@ -127,6 +129,7 @@ def _giving_way(original: Any) -> Any:
 def _step(seen: Any) -> None:
     if _profiler is not None:
         _marks.append(time.time_ns())
+        _queued.append(clocks.run_delay())
         if len(_marks) > _num_steps:
             _stop(seen, keep=True)
     elif not seen.profile and _is_due(seen):
@@ -163,6 +166,7 @@ def _start(seen: Any) -> None:
     _was_used = True
     _profiler = profiler  # set last: from here on, any new profiler is the script's
     _marks[:] = [time.time_ns()]
+    _queued[:] = [clocks.run_delay()]
     _backwards.clear()
     # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
@@ -216,7 +220,8 @@ def _stop(seen: Any, keep: bool) -> None:
     seen.profile["steps"] = max(1, len(_marks) - 1)
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
-        seen.profile.update(summarise(list(events)[:_MOST_EVENTS], list(_marks), list(_backwards)))
+        taken = list(events)[:_MOST_EVENTS]
+        seen.profile.update(summarise(taken, list(_marks), list(_backwards), list(_queued)))
     if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
         with recorder.guarded("pinned copy"):
             seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
@@ -248,11 +253,15 @@ def note_backward(seconds: float) -> None:
 
 
 def summarise(
-    events: list[Any], marks: list[int], backwards: list[tuple[int, int]]
+    events: list[Any],
+    marks: list[int],
+    backwards: list[tuple[int, int]],
+    queued: list[float] | None = None,
 ) -> dict[str, Any]:
     """Return totals of the profiler's raw events; `marks` are the ends of the steps in ns, `backwards` their passes.
 
-    Host totals are those of the fastest step: an operator that lost its core is not a slow operator.
+    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it Python
+    code of the model that the thread waits for a core between two operators: `queued` has its seconds at each mark.
     """
     host, device = [], []
     annotations = set()
@@ -280,8 +289,13 @@ def summarise(
     quietest = min(
         totals, key=lambda one: sum(one["matmul_seconds"].values()) + one["work_seconds"]
     )
+    waits = [after - before for before, after in itertools.pairwise(queued or [0.0] * len(marks))]
     gaps = [_gap_seconds(host, *step, backwards) for step in itertools.pairwise(marks)]
-    known = [gap for gap in gaps if gap is not None]
+    known = [
+        (gap[0], max(0.0, gap[1] - waited))
+        for gap, waited in zip(gaps, waits, strict=True)
+        if gap is not None
+    ]
     between = {
         "gap_seconds": max((gap for gap, _ in known), default=0.0),
         "python_seconds": min((python for _, python in known), default=0.0),
