@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from stoker.display import quoted
-from stoker.errors import InputError, StokerError, unwritable
+from stoker.errors import InputError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
 from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
@@ -187,7 +187,7 @@ class CsvLog:
             self._file.seek(0)
             header = self._file.readline()
         except OSError as error:
-            raise self._refused(error) from error
+            raise unwritable(self.path, error) from error
         self._rows = csv.writer(self._file)
         if not header:
             self._append([CSV_COLUMNS])
@@ -212,10 +212,7 @@ class CsvLog:
             self._rows.writerows(rows)
             self._file.flush()
         except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> StokerError:
-        return unwritable(self.path, error)
+            raise unwritable(self.path, error) from error
 
     def __enter__(self) -> Self:
         return self

@@ -197,16 +197,10 @@ def bench_memory(
     num_samples: int = 1000,
     say: Callable[[str], None] = lambda _: None,
 ) -> MemoryReport:
-    """Measure with some samples of a library, and project.
+    """Measure with the first samples of a library, and project to the documents' sizes.
 
-    Args:
-        msp: The library.
-        mol_dir: Its structures: a folder of MOL files, a zip of them, or one SDF; None takes the
-            library's SMILES.
-        mode: What to report, one of `MODES`. "estimate" and "all" need every measurement.
-        ram_bytes: Of the machine that the projections are judged for.
-        num_samples: Samples to measure with; the first of the library.
-        say: Told of every stage.
+    Structures are in `mol_dir`, or are the library's SMILES. `mode` is one of `MODES`; "estimate" and "all" need every
+    measurement. The projections are judged for a machine with `ram_bytes`.
     """
     if mode not in MODES:
         raise InputError(f"--mode is {mode!r}.", ", ".join(MODES), "--mode all")
@@ -319,17 +313,11 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
     if in_parts is not None:
         (few, at_few), (many, at_many) = (_overhead(path, kind) for path in (store, in_parts))
         shard_bytes = max(0.0, (at_many - at_few) / max(1, many - few))
-    return {
-        "num_samples": len(dataset),
-        "num_shards": num_shards,
-        "before_bytes": before,
-        "after_init_bytes": after_init,
-        "after_access_bytes": after_access,
-        "num_accessed": num_accessed,
-        "resident_bytes": resident,
-        "shard_bytes": shard_bytes,
-        "loader_bytes": _loader_bytes(dataset),
-    }
+    use = DatasetUse(
+        len(dataset), num_shards, before, after_init, after_access, num_accessed, resident, shard_bytes,
+        _loader_bytes(dataset),
+    )  # fmt: skip
+    return asdict(use)
 
 
 def _overhead(store: str, kind: Kind) -> tuple[int, float]:

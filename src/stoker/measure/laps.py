@@ -136,8 +136,7 @@ class Stopwatch:
     def laps(self, *, with_epoch_ends: bool = True) -> list[Lap]:
         """Return the laps after the warm-up; waits for the device.
 
-        Args:
-            with_epoch_ends: Whether the time between two epochs counts for the step before it.
+        `with_epoch_ends`: whether the time between two epochs counts for the step before it.
         """
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -177,13 +176,9 @@ def block_rates(
     batches_per_update: int = 1,
     count: Callable[[Lap], int] = lambda lap: lap.num_samples,
 ) -> list[float]:
-    """Return the rates of a few blocks of laps, in order. Unlike a median of steps, slow steps count in full.
+    """Return the rates of at most `num_blocks` blocks of laps, in order; what `count` counts, per second.
 
-    Args:
-        laps: From `Stopwatch.laps`.
-        num_blocks: At most.
-        batches_per_update: Blocks have whole updates of this many batches.
-        count: What to count per second; samples by default.
+    Unlike in a median of steps, slow steps count in full. Blocks have whole updates of `batches_per_update` batches.
     """
     num_updates = len(laps) // batches_per_update
     edges = [

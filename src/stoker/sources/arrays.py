@@ -210,11 +210,7 @@ def opened_arrays(
 ) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.
 
-    Args:
-        source: The files and what was chosen of them.
-        scratch: Where archives are unpacked.
-        in_order: The rows will be read once, from the first to the last.
-        notes: Gets what a user should know about the files.
+    Archives are unpacked into `scratch`, unless rows are read once and `in_order`. `notes` gets what to tell the user.
     """
     paths = source.paths
     if source.chosen != Selection() and len(paths) > 1:

@@ -62,11 +62,9 @@ def form_of(sample: Any) -> Form:
 
 
 def as_array(value: Any, what: str) -> Array | str:
-    """Return a value of a sample as an array, or as text.
+    """Return a value of a sample (a number, an array, a tensor on any device, a picture, text) as an array, or as text.
 
-    Args:
-        value: A number, an array, a tensor on any device, a picture, text.
-        what: Its name in an error: "'label' of sample 3".
+    `what` is its name in an error: "'label' of sample 3".
     """
     if isinstance(value, str):
         return value
@@ -140,12 +138,9 @@ def _advise(value: Any, kind: str) -> str:
 def collect(
     samples: Iterable[Any], first: int = 0, like: Mapping[str, FieldInfo] | None = None
 ) -> dict[str, Dense | Ragged]:
-    """Return the fields of samples, one row each.
+    """Return the fields of samples, one row each; the first sample has the number `first` in errors.
 
-    Args:
-        samples: At least one, unless `like` is given.
-        first: Number of the first of them, for errors.
-        like: What other samples have decided; None decides here.
+    `like` is what other samples have decided; None decides here, and needs one sample at least.
     """
     names = tuple(like or ())
     values: dict[str, list[Array | str]] = {name: [] for name in names}

@@ -344,7 +344,18 @@ class Store:
 
     def gather(self, field: str, indices: Array, out: Array | None = None) -> Array:
         """Read any rows of a dense field, in the order of `indices`."""
-        wanted = self._check_indices(indices)
+        wanted = np.asarray(indices)
+        if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
+            raise InputError(
+                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers", ""
+            )
+        wanted = wanted.astype(np.int64)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
+            raise InputError(
+                f"indices from {wanted.min()} to {wanted.max()}.",
+                f"0 to {self.num_samples - 1}",
+                "",
+            )
         out = self._buffer(field, "dense", len(wanted), out)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         tasks: list[Task] = []
@@ -494,11 +505,7 @@ class Store:
         return sample
 
     def verify(self, advance: Callable[[int], None] = lambda _: None) -> VerifyReport:
-        """Read every byte against its checksum and collect all problems instead of the first.
-
-        Args:
-            advance: Told the bytes of every piece that was read.
-        """
+        """Read every byte against its checksum and collect all problems; `advance` is told the bytes of each read."""
         problems: list[str] = []
         num_bytes = num_blocks = 0
         for shard in self.shards:
@@ -624,21 +631,6 @@ class Store:
                 f"a range within 0 to {self.num_samples}",
                 "",
             )
-
-    def _check_indices(self, indices: Array) -> Array:
-        wanted = np.asarray(indices)
-        if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
-            raise InputError(
-                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers", ""
-            )
-        wanted = wanted.astype(np.int64)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
-            raise InputError(
-                f"indices from {wanted.min()} to {wanted.max()}.",
-                f"0 to {self.num_samples - 1}",
-                "",
-            )
-        return wanted
 
 
 class _JoinedStore(Store):

@@ -125,13 +125,9 @@ class TableStats:
         first_row: int = 0,
         field: str = "features",
     ) -> TableStats:
-        """Scan `values` once.
+        """Scan `values` `(n, ...)` once; see `Layout.of` for what becomes a column. `columns` name the last axis.
 
-        Args:
-            values: `(n, ...)`; see `Layout.of` for what becomes a column.
-            columns: Names of the last axis.
-            first_row: Number of row 0, so that parts report rows of the whole.
-            field: Name of the field, for the findings.
+        `first_row` is the number of row 0, so that parts report rows of the whole; `field` is for the findings.
         """
         values = checked_values(values)
         layout = Layout.of(values, columns)

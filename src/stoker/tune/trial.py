@@ -151,12 +151,7 @@ class JobBench:
         if ranks.are_several:
             each = max(1, settings.training.batch_size // ranks.world_size)
             with Ranks.alone():
-                return self._try_alone(
-                    settings.changed({"training.batch_size": each}), shape, effort
-                )
-        return self._try_alone(settings, shape, effort)
-
-    def _try_alone(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
+                return self._try(settings.changed({"training.batch_size": each}), shape, effort)
         run, steps = self._run, shape.accumulation_steps
         job = replace(run.job, model=copy.deepcopy(run.job.model))
         trial = Run(
