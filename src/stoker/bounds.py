@@ -33,13 +33,7 @@ _ZIP_TAIL_BYTES = 128 * KIB  # a comment of 64 KiB, and the records around it
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit that is the same on every machine.
-
-    Attributes:
-        name: What is limited, as a user reads it.
-        most: The largest size that is accepted.
-        unit: "bytes", or what is counted.
-    """
+    """A limit that is the same on every machine: its `name` as a user reads it, and the most bytes, or `unit`s."""
 
     name: str
     most: int

@@ -48,16 +48,7 @@ class HostReading:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything at one moment.
-
-    Attributes:
-        time: Seconds since 1970.
-        gpus: Those that this process may see.
-        host: The machine.
-        process: The one that works on the run, while it does and is on this host.
-        run: None when no folder was given.
-        notes: What could not be read, and why.
-    """
+    """Everything at one moment, in seconds since 1970; `process` is the one that works on the run, on this host."""
 
     time: float
     gpus: tuple[GpuReading, ...]

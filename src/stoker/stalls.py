@@ -31,9 +31,7 @@ _IDLE_SHARE = 0.01
 class Waiting:
     """Context in which the calling thread waits for a file.
 
-    Args:
-        what: The file, or work on it in words.
-        is_work: It may take long while the processor is busy with it.
+    Work on it (`is_work`) may take long while the processor is busy with it.
     """
 
     __slots__ = ("is_work", "outer", "since", "told_after", "what")

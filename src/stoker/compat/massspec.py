@@ -290,12 +290,7 @@ def _print_line(line: str) -> None:
 
 
 class _BuildLines:
-    """Tells the documented lines while the packer reports its stages.
-
-    Args:
-        say: Gets the lines.
-        is_again: Whether a cache was there before, so that a reason to build it is worth telling.
-    """
+    """Tells the documented lines while the packer reports its stages; where `is_again`, why the cache is built."""
 
     def __init__(self, say: Say, is_again: bool) -> None:
         self._say = say

@@ -95,13 +95,9 @@ class DatasetUse:
 
 @dataclass(frozen=True)
 class TrainingUse:
-    """What training takes, in a process of its own, on the CPU, data in the lazy dataset.
+    """What training the recipe's student takes, in a process of its own, on the CPU, data in the lazy dataset.
 
-    Attributes:
-        peak_bytes: The most that was resident: libraries, dataset, model, gradients, optimizer, batches.
-        num_weights: Of the model, the recipe's student at its defaults.
-        batch_size: Samples at once.
-        num_steps: Steps that were run.
+    `peak_bytes` is the most that was resident: libraries, dataset, model, gradients, optimizer, batches.
     """
 
     peak_bytes: int
@@ -123,14 +119,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All that was measured and projected; parts that were not asked for are None or empty.
+    """All that was measured and projected, for a machine with `ram_bytes`; what was not asked for is None or empty.
 
-    Attributes:
-        ram_bytes: Of the machine in question.
-        uses: Kind to what its dataset takes.
-        training: What training takes.
-        projections: Scenario by scenario.
-        is_of_public_data: Whether nothing was measured now: the figures are those of a public library.
+    `is_of_public_data`: nothing was measured now, and the figures are those of a public library.
     """
 
     ram_bytes: int

@@ -100,12 +100,7 @@ for epoch in range(100):
 
 @dataclass(frozen=True)
 class Examined:
-    """The doctor's findings for two scripts that differ only in their loader.
-
-    Attributes:
-        usual: A DataLoader over written-out windows.
-        ours: stoker's Loader.
-    """
+    """The doctor's findings for two scripts that differ in their loader: a DataLoader over windows, and ours."""
 
     usual: Consultation
     ours: Consultation

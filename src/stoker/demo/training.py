@@ -40,14 +40,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Training:
-    """Measurements of the small forex job, trained in one way.
-
-    Attributes:
-        num_samples: Samples per epoch.
-        seconds: Time of each epoch.
-        wait_shares: Share of each epoch spent waiting for batches.
-        losses: Mean training loss of each epoch.
-    """
+    """Measurements of the small forex job, trained in one way: time, share of waiting and mean loss of each epoch."""
 
     num_samples: int
     seconds: tuple[float, ...]

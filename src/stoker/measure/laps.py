@@ -53,13 +53,9 @@ class Patience:
 
 @dataclass(frozen=True)
 class Lap:
-    """One batch of a loop.
+    """One batch of a loop: asked for at `began` (seconds since the first counted one), there after `wait_seconds`.
 
-    Attributes:
-        began: When it was asked for, in seconds since the first counted batch.
-        wait_seconds: Until it arrived.
-        seconds: Until the next one was asked for.
-        num_samples: Its size.
+    `seconds` go on until the next one is asked for.
     """
 
     began: float
@@ -71,10 +67,7 @@ class Lap:
 class Stopwatch:
     """Times one loop. Not thread safe; make one for each loop.
 
-    Args:
-        patience: How long to measure.
-        device: Where the steps run.
-        each: Called before every batch is asked for, and once more at the end.
+    `each` is called before every batch is asked for, and once more at the end.
     """
 
     def __init__(
@@ -243,13 +236,7 @@ class Phases:
 
 
 class HeldLoader:
-    """A loader that yields one batch on the device repeatedly: for timing a step without loading.
-
-    Args:
-        batch: The batch.
-        stopwatch: Ends the iteration.
-        most: Batches of the only epoch.
-    """
+    """Yields one batch on the device repeatedly, for timing a step without loading. The stopwatch ends it."""
 
     pinned_bytes = 0  # tells the trainer that batches need no prefetching
 

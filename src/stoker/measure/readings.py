@@ -21,14 +21,7 @@ _STEADY_SHARE = 0.08
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated readings of one thing.
-
-    Attributes:
-        median: The middle one.
-        low: A quarter of the readings are below.
-        high: A quarter of the readings are above.
-        count: How many readings.
-    """
+    """Repeated readings of one thing: their median, their quartiles `low` and `high`, and how many there are."""
 
     median: float
     low: float

@@ -41,12 +41,7 @@ OutcomeT = TypeVar("OutcomeT", bound=Outcome)
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """How the samples of one update are divided into batches.
-
-    Attributes:
-        batch_size: Samples per batch.
-        accumulation_steps: Batches per update.
-    """
+    """How the samples of one update are divided into batches."""
 
     batch_size: int
     accumulation_steps: int

@@ -23,14 +23,9 @@ _ASSUMED_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class PictureBytes:
-    """The bytes of pictures, stored either way.
+    """The bytes of pictures, as pixels of `raw_size` and as files; `kind` is how the store has them.
 
-    Attributes:
-        num_pictures: All of the store.
-        kind: How the store has them.
-        raw_bytes: As pixels.
-        raw_size: Height and width that this is for.
-        encoded_bytes: As the bytes of files; None where the store does not say what it was made of.
+    `encoded_bytes` is None where the store does not say what it was made of.
     """
 
     num_pictures: int

@@ -74,13 +74,10 @@ class Selection:
 
 
 class PlainFile(NamedTuple):
-    """A plain file as a store.
+    """A plain file as a store; `notes` tell what else a user should know.
 
-    Attributes:
-        manifest: What it would have.
-        paths: Dataset of a shard to the dataset of the file, where the names differ.
-        aside: Datasets that are no field, by name, and why.
-        notes: What else a user should know.
+    `paths` lead from a dataset of a shard to that of the file, where the names differ; `aside` says why others are
+    none.
     """
 
     manifest: Manifest

@@ -148,13 +148,9 @@ def _shown(name: str, limit: int = 80) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """The magnitudes a pack refuses, per column.
+    """The magnitudes a pack refuses, per column as scanned.
 
-    Attributes:
-        columns: Names of the columns, as scanned.
-        inner: Values of one column per row, as scanned.
-        refuse_from: `(columns,)` float64: this magnitude and above is refused; inf refuses
-            only what is not finite.
+    `refuse_from` is `(columns,)` float64: this magnitude and above is refused; inf refuses only what is not finite.
     """
 
     columns: tuple[str, ...]

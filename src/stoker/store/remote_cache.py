@@ -73,12 +73,7 @@ def _with_home(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of copies, `root/STORE/VERSION/FILE`.
-
-    Attributes:
-        root: As the user or the default gave it.
-        id: Of its mark.
-    """
+    """A folder of copies, `root/STORE/VERSION/FILE`, and the id of its mark."""
 
     root: Path
     id: str

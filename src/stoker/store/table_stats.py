@@ -31,12 +31,7 @@ _CHUNK_ROWS = 2**19
 
 @dataclass(frozen=True)
 class Layout:
-    """How a field becomes a table.
-
-    Attributes:
-        columns: Names of the columns.
-        inner: Values of one column per row: the middle axes, or all axes of a pooled field.
-    """
+    """How a field becomes a table: names of the columns, and how many values of one column a row has (`inner`)."""
 
     columns: tuple[str, ...]
     inner: int

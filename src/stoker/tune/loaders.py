@@ -48,12 +48,7 @@ class LoaderChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTry(Outcome):
-    """One try; `rate` is batches per second.
-
-    Attributes:
-        choice: What was tried.
-        spread: (largest - smallest) / median rate of its slices.
-    """
+    """One try; `rate` is batches per second, `spread` (largest - smallest) / median rate of its slices."""
 
     choice: LoaderChoice
     spread: float
@@ -61,13 +56,7 @@ class LoaderTry(Outcome):
 
 @dataclass(frozen=True)
 class TunedLoader:
-    """Result of a tuning.
-
-    Attributes:
-        choice: The fastest, tried.
-        tries: All of them, in order; the first is the start.
-        reason: Where the search started, and what the choice gains.
-    """
+    """Result of a tuning: the fastest choice that was tried, all tries in order, and what it gains over the first."""
 
     choice: LoaderChoice
     tries: tuple[LoaderTry, ...]
