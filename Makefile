@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 # Four workers for two cores: while some wait for a server or a signal, others compute.
-TESTS := $(BIN)/pytest -q --workers 4 -m "not whole_gpu"
+TESTS := $(BIN)/pytest -q --workers 5 -m "not whole_gpu"
 
 .DEFAULT_GOAL := help
 .PHONY: run test test-gpu lint types check campaign proof exactly-once fuzz kills soak mutate bench audit docs clean help

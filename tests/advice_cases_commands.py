@@ -35,6 +35,8 @@ def own(name, old='', new='', folder='.'):
 write_store(Path('rows'), [{'x': Dense(np.zeros((30, 6), 'f4'))}]).close()
 """
 PART = "from test_recipe_forex import make_fields; write_store(Path('part'), [{name: field for name, field in make_fields(200).items() if name not in %s}]).close()"
+VOC = "from PIL import Image; [(Path('voc', part).mkdir(parents=True, exist_ok=True), Image.new('L', (9, 9)).save(Path('voc', part, 'a.png'))) for part in ('JPEGImages', 'SegmentationClass')]"
+FLAT = "from PIL import Image; Path('flat').mkdir(exist_ok=True); Image.new('L', (9, 9)).save('flat/a.png'); "
 CHECK = ["config", "check", "config.yaml", "--set"]
 
 
@@ -74,6 +76,9 @@ def _tables() -> list[Case]:
         Case([*table, "table.csv", "made", "--drop", "zzz"]),
         Case([*table, "table.csv", "made", "--drop", "label", "--target", "label"]),
         Case([*table, "table.csv", "made", "--dtype", "x"], fill={"NAME=category": "a=codes"}),
+        Case([*table, "table.csv", "made", "--value", "x"], fill={"NAME=None": "label=None"}),
+        Case([*table, "table.csv", "made", "--value", "a=NA", "--dtype", "a=number"]),
+        Case([*table, "damage.csv", "made", "--target", "b"], "open('damage.csv', 'w').write('a,b' + '\\n1,None' * 9 + '\\n2,x' * 3)"),
         Case([*table, "none/none*.csv", "made"]),
         Case([*table, "empty", "made"]),
         Case([*table, "nothing.csv", "made"], "open('nothing.csv', 'w')"),
@@ -121,6 +126,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["monitor", "runn", "--once"], at="runn"),
         Case(["pack", "images", "pictures", "made", "--size", "16x16", "--keep-encoded"]),
         Case(["pack", "images", "pictures", "made", "--max-side", "8"]),
+        Case(["pack", "segmentation", "voc"], VOC),
         Case(["inspect", "table.csv", "--rows", "4"]),
         Case(["pack", "table", "table.csv", "made", "--missing", "x"]),
         Case([*PREVIEW, "--size", "1x1"]),
@@ -142,7 +148,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "q.onnx", "--store", "store", "--split", "val"]),
         Case(["config", "migrate", "config.yaml", "none/new.yaml"]),
         Case(["monitor", "--interval", "0", "--once"]),
-        Case(["monitor", "none/none", "--once"]),
+        Case(["machine", "stor"], at="stor"),
         Case(["inspect", "table.csv", "--html", "empty"]),
         Case(["inspect", "table.csv", "--as", "x"]),
         Case(["inspect", "table.csv", "--html", "none/none/x.html"]),
@@ -167,6 +173,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "table", "dirty.csv", "made"]),
         Case(["pack", "table", "table.csv", "made", "--jobs", "-1"]),
         Case(["pack", "table", "table.csv", "made", "--on-bad", "x"]),
+        Case(["pack", "table", "table.csv", "made", "--on-bad", "quarantine", "--bad-budget", "200%"]),
+        Case(["pack", "table", "table.csv", "made", "--bad-budget", "5%"]),
         Case(["pack", "images", "few", "made", "--size", "8x8"], "import os; os.makedirs('few/cat')"),
         Case(["pack", "images", "pictures", "made", "--size", "8x8"], "open('pictures/cat/0.png', 'w').write('x')"),
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--on-bad", "quarantine", "--bad-budget", "1%"],
@@ -230,6 +238,13 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "images", "pictures", "made", "--size", "0x0"]),
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--channels", "2"]),
         Case(["pack", "images", "none/none", "made", "--size", "8x8"]),
+        Case(["pack", "segmentation", "none/none", "made"], at="none/none"),
+        Case(["pack", "images", "voc", "made", "--size", "8x8"], VOC),
+        Case(["pack", "images", "intel", "made", "--size", "8x8"], "from PIL import Image; [(Path('intel', part, 'sea').mkdir(parents=True), Image.new('L', (9, 9)).save(Path('intel', part, 'sea', 'a.png'))) for part in ('seg_train', 'seg_test', 'seg_pred')]"),
+        Case(["pack", "segmentation", "flat", "made"], FLAT + "Path('flat/x.json').write_text('{\"images\": 3}')"),
+        Case(["pack", "segmentation", "flat", "made"], FLAT + "Path('flat/x.json').write_text('{\"images\": [], \"annotations\": [], \"categories\": []}')"),
+        Case(["pack", "segmentation", "flat", "made"], FLAT + "import json; Path('flat/x.json').write_text(json.dumps({'images': [{'id': 1, 'file_name': 'a.png', 'width': 9, 'height': 9}], 'annotations': [{'image_id': 1, 'category_id': n, 'segmentation': [[0, 0, 5, 0, 5, 5]]} for n in range(300)], 'categories': [{'id': n, 'name': f'c{n}'} for n in range(300)]}))"),
+        Case(["pack", "segmentation", "flat", "made", "--size", "8x8", "--mask-map", "1=1"], FLAT + "Path('flat/x.json').write_text('{\"images\": [{\"id\": 1, \"file_name\": \"a.png\", \"width\": 9, \"height\": 9}], \"annotations\": [{\"image_id\": 1, \"category_id\": 1, \"segmentation\": [[0, 0, 5, 0, 5, 5]]}], \"categories\": [{\"id\": 1, \"name\": \"cat\"}]}')"),
         Case(["pack", "images", "empty", "made", "--size", "8x8"]),
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--range", "x"]),
         Case(["pack", "images", "pictures", "made", "--size", "8x8", "--list", "x"], "open('train.txt', 'w').write('cat/0.png')"),
@@ -357,7 +372,7 @@ COMMANDS: dict[str, list[Case]] = {
              fill={"arrays FILE OUT": "table dirty.csv made"}),
         Case(["predict", "x.safetensors", "store", "x.parquet"], "from safetensors.torch import save_file; save_file({'a': torch.zeros(2)}, 'x.safetensors')"),
         Case(["export", "run/best.pt", "q.pt", "--int8", "--store", "other", "--split", "test"],
-             "f = class_table(40); f['split'] = Dense(np.arange(40) % 2); write_store(Path('other'), [f]).close()"),
+             "f = class_table(40); f['split'] = Dense((np.arange(40) == 39).astype('u1')); write_store(Path('other'), [f]).close()"),
         Case(["train", "--set", "recipe.name=segmentation", "--store", "seg-store", *ON_CPU, "--set", f"recipe.options.ignore_values={[*range(255)]}"]),
         Case([*TRAIN, "--store", "series", "--set", "recipe.options.patch=3", "--set", "recipe.options.stride=1", "--set", "recipe.options.split=distinct"], "from run_makers import make_store; make_store('series', Path('series')).close()"),
         Case([*TRAIN, "--store", "real", "--set", "recipe.options.task=classification"],
@@ -378,6 +393,7 @@ COMMANDS: dict[str, list[Case]] = {
     "store": [
         Case(["inspect", "tabular.yaml"]),
         Case(["inspect", "run/best.pt"]),
+        Case(["inspect", "run"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "clip@aa"]),
         Case(["pack", "table", "table.csv", "made", "--repair", "clp"]),
         Case(["verify", "stor"], at="stor"),
@@ -396,6 +412,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["report", "none/none"]),
         Case(["report", "empty"]),
         Case(["monitor", "table.csv", "--once"]),
+        Case(["monitor", "empty"]),
         Case(["report", "told", "--png", "table.csv"]),
     ],
     "monitor.py": [

@@ -298,6 +298,7 @@ PYTHON: dict[str, list[Case]] = {
     "loader": _refused(
         SERIES,
         "Loader('store', batch_size=0)",
+        "Loader(b'store', 64)",
         "Loader('store', 16, seed='x')",
         "Loader('store', 16, order='x')",
         "Loader('store', 16, device='x')",
@@ -410,6 +411,7 @@ PYTHON: dict[str, list[Case]] = {
         "Loader(long, 32, 'cpu', weights=np.ones(400), data_bytes=11_000)",
         "Loader(mix(shares, per_batch=True), 16, 'cpu', chunk_bytes=2_000)",
         "mix({'store': -1})",
+        "mix(['store'])",
         "Loader(mix({'one': 1, 'two': 1}), 1, samples=[0])",
     )
     + [
@@ -517,6 +519,7 @@ def place(loader):
             "Trainer(model, pairs, None, criterion, optimizer, plateau, config={'monitor': 'x'})",
             "Trainer(model, pairs, None, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3), {'epochs': 3})",
             "Trainer(model, pairs, None, criterion, optimizer, scheduler_interval='batch')",
+            "Trainer(model, pairs, None, criterion=None, optimizer=optimizer)",
         ),
         Case(
             "Trainer(model, pairs, pairs, criterion, optimizer, plateau).train_epoch()",
@@ -607,6 +610,12 @@ def place(loader):
     ),
     "sources": [
         Case("collect([{'a/b': 1}])", SAMPLES, at="{'a/b': 1}"),
+        Case(
+            "stoker.pack_from((x), 'made')",
+            SAMPLES
+            + "; x = type('S', (), {'tocsr': 0, 'toarray': lambda self: np.ones((3, 2))})()",
+            at="(x)",
+        ),
         Case(
             "assert collect([dict(x=(x)) for x in (1, 1.5)])['x'].values[1] == 1.5",
             SAMPLES,
@@ -702,6 +711,7 @@ def place(loader):
             at="(0,)",
         ),
     ],
+    "runs": [Case("Monitor('table.csv')", "from stoker.monitor import Monitor")],
     "monitor.py": [
         Case(
             "next(Monitor().looks(interval_seconds=0, stop=stop))",
@@ -773,10 +783,12 @@ def place(loader):
             "\nsys.modules.setdefault('torchvision', SimpleNamespace())\n"
             "def call(network): make_network(choose_network(network, (32, 32))[0], 3, 3, 4, (32, 32))\n"
             "def split(ratios): split_pictures(pictures, np.zeros(9, 'i8'), ratios, 0)\n"
+            "def fill(ratios): fill_parts({'train': np.arange(1), 'val': np.arange(0), 'test': np.arange(0)}, ratios, 0, None, 'rows')\n"
             "pictures = write_store(Path('pictures-store'), [{'labels': Dense(np.zeros(9, 'i8'))}])",
             "call(network='resnet99x')",
             "call(network='timm/pair')",
             "split(ratios=[0.0, 0.5, 0.5])",
+            "fill(ratios=[0.8, 0.1, 0.1])",
             "load_weights(ResNet9(3, width=4), 'none/weights.pt')",
             "load_weights(ResNet9(3, width=4), 'table.csv')",
         ),

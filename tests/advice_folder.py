@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
+import shutil
+import stat
 from pathlib import Path
 
 import h5py
@@ -83,3 +86,28 @@ def _write_bars(folder: Path) -> None:
         text = "time,open,high,low,close,volume\n" + "\n".join(lines) + "\n"
         (folder / "bars" / f"EURUSD_{name}.csv").write_text(text)
     (folder / "bad_M5.csv.gz").write_bytes(gzip.compress(b"time,open\n" * 99)[:-9] + b"damaged..")
+
+
+def restore(template: Path, copy: Path) -> None:
+    """Make a folder what its template is: what was added goes, what was changed is copied again."""
+    wanted = {entry.name: entry for entry in os.scandir(template)}
+    for entry in list(os.scandir(copy)):
+        meant = wanted.get(entry.name)
+        kind = stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
+        if meant is None or kind != stat.S_IFMT(meant.stat(follow_symlinks=False).st_mode):
+            if kind == stat.S_IFDIR:
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+    for entry in wanted.values():
+        path, was = copy / entry.name, entry.stat(follow_symlinks=False)
+        if entry.is_dir(follow_symlinks=False):
+            path.mkdir(exist_ok=True)
+            restore(template / entry.name, path)
+        elif not os.path.lexists(path) or _marks(path.lstat()) != _marks(was):
+            path.unlink(missing_ok=True)
+            shutil.copy2(entry.path, path, follow_symlinks=False)
+
+
+def _marks(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_size, status.st_mtime_ns, status.st_mode

@@ -21,13 +21,21 @@ TOGETHER = {
     "graphs": ("export", "recipe_images"),  # the exporter is 3 s of imports
 }  # fmt: skip
 LONG_FIRST = (
-    "imports", "augment_fused", "graphs", "ranks", "cluster", "demo",
-    "docs_site", "run", "cli_doctor", "doctor_job", "doctor_cases", "tune", "recipe_massspec",
-    "gallery", "packing", "bounds", "docs_code", "predict", "cli", "compat_massspec", "report_page",
-    "shipped_configs", "msp", "lifetime", "remote_store", "trainer_edges", "recipe_tabular", "recipe_forex",
-    "no_lookahead", "loader_turns", "pack_from", "doctor_benchmark", "update", "elastic", "pictures_loader", "order",
-    "trainer", "massspec_answers", "massspec", "recycled", "recipe_segmentation", "loader_edges", "commit",
-    "tune_command", "secrets", "checkpoint", "cli_train", "foreign_position",
+    "imports", "augment_fused", "graphs", "ranks", "cluster", "demo", "docs_site", "run", "doctor_job", "gallery",
+    "tune", "shipped_configs", "predict", "report_page", "wrong_graphs", "msp", "remote_store", "lifetime",
+    "doctor_cases", "cli", "bounds", "cli_doctor", "recipe_forex", "tune_command", "trainer_edges", "packing",
+    "config_effects", "recipe_massspec", "recipe_tabular", "trainer", "docs_code", "secrets", "monitor",
+    "massspec_answers", "augment_workers", "loader_edges", "capture_function", "update", "staging",
+    "capture_accumulated", "elastic", "plan", "compat_massspec", "recipe_segmentation", "commit", "no_lookahead",
+    "trainer_manners", "forked_workers", "massspec", "compat_basics", "store", "compat_migrate", "order",
+    "quality_page", "completion", "segmentation_answers", "next_commands", "accounts", "stranger_optimizers",
+    "stranger_habits", "gather_ahead", "foreign_position", "checkpoint", "walk_forward", "doctor_page",
+    "proof_campaigns", "config", "augment_ahead", "capture_guards", "doctor_benchmark", "proof_growth", "mutate",
+    "loader", "raw_bars", "cli_train", "pictures_loader", "array_table_sources", "baselines", "stranger_models",
+    "config_mistakes", "documents", "trainer_resuming", "extending", "lanes", "augment_preview", "raw_tables",
+    "quality", "bars", "series_source", "drawing", "split_edges", "compat_chunk_loader", "machine", "answers_bars",
+    "one_plan", "augment_bench", "pack_from", "molecules", "optimizers_captured", "stranger_steps", "loader_turns",
+    "compat_massspec_memory", "pictures_damage",
 )  # fmt: skip
 _SHARES = {
     name: (share, place) for share, names in TOGETHER.items() for place, name in enumerate(names)

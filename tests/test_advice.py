@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 from advice_cases_commands import COMMANDS
 from advice_cases_python import PYTHON, namespace
-from advice_folder import make_folder
+from advice_folder import make_folder, restore
 from advice_sites import PACKAGE, all_sites
 from advice_typing import Case, NotTypedError, ReachedError, recording, type_advice
 from advice_untyped import PENDING, UNTYPED
@@ -73,16 +74,11 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
         self.isolated = False
 
     monkeypatch.setattr(Workers, "__init__", in_this_process)
-    home = Path.cwd()
-    number = 0
+    home, path = Path.cwd(), [*sys.path]
+    copy = tmp_path / "copy"
+    shutil.copytree(template, copy, symlinks=True)
 
     def type_case(case: Case):
-        nonlocal number
-        copy = tmp_path / str(number)
-        if case.setup or not copy.exists():  # what a case has changed is of no use to the next one
-            number += 1
-            copy = tmp_path / str(number)
-            shutil.copytree(template, copy, symlinks=True)
         os.chdir(copy)
         with monkeypatch.context() as patch, recording():
             for name, value in case.env.items():
@@ -90,13 +86,9 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
             try:
                 return type_advice(case, namespace)
             finally:
-                number += bool(case.setup)
-                kept = {path.name for path in template.iterdir()}
-                for new in [path for path in copy.iterdir() if path.name not in kept]:
-                    if new.is_dir() and not new.is_symlink():
-                        shutil.rmtree(new)
-                    else:
-                        new.unlink()
+                os.chdir(home)
+                sys.path[:] = path  # a recipe of one's own is looked for in the folder
+                restore(template, copy)
 
     yield type_case
     os.chdir(home)

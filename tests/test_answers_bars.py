@@ -6,7 +6,9 @@ import re
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import feather
 
 from run_makers import settings_for
 from stoker.errors import InputError, SourceError
@@ -15,6 +17,7 @@ from stoker.recipes.answers import load_model
 from stoker.recipes.forex.labels import describe_cut, plan_labels
 from stoker.recipes.run import run_recipe
 from stoker.sources.bars import BarsSource
+from stoker.sources.bars.reading import read_bars
 from stoker.store.reader import open_store
 from test_bars import WINDOWS, write_symbol
 
@@ -94,3 +97,36 @@ def test_a_header_without_bars_is_called_so(run, tmp_path):
     empty = empty.append_column("time", pa.array([], pa.timestamp("s")))
     with pytest.raises(InputError, match="has a header and no bars"):
         model.predict({("BTC_USDT", name): empty for name in names})
+
+
+@pytest.mark.parametrize("ending", ["parquet", "feather"])
+def test_a_file_without_lines_is_counted_in_rows(tmp_path, ending):
+    """Arrow files have no header line: rows count from 0, and every row is accounted for."""
+    minutes = np.arange(200) * 60 * 10**9
+    high = np.full(200, 2.0)
+    high[7] = 0.5
+    table = pa.table(
+        {
+            "time": pa.array(minutes, pa.timestamp("ns")),
+            "open": np.ones(200),
+            "high": high,
+            "low": np.full(200, 0.9),
+            "close": np.ones(200),
+        }
+    )
+    path = tmp_path / f"EURUSD_M1.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        feather.write_feather(table, path)
+    bars = read_bars(path)
+    assert (bars.num_lines, len(bars), bars.ignored) == (200, 199, {})
+    assert bars.lines.tolist() == [row for row in range(200) if row != 7]
+    assert [str(refusal) for refusal in bars.refused] == [f"{path} row 7: high is below low"]
+    source = BarsSource((path,), windows=(("M1", 8),), horizon=4)
+    kept = PackOptions(jobs=1, on_bad="quarantine")
+    account = pack(source, tmp_path / "store", kept).manifest.attributes["accounts"][0]
+    assert (account["unit"], account["found"]) == ("rows of M1", 200)
+    assert account["found"] == account["packed"] + sum(account["refused"].values()) + sum(
+        account["ignored"].values()
+    )

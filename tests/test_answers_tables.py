@@ -6,9 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stoker.errors import QualityError, SourceError
+from run_makers import settings_for
+from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
-from stoker.sources.tables import TableSource
+from stoker.recipes.answers import load_model
+from stoker.recipes.run import run_recipe
+from stoker.sources.tables import TableSource, parse_words
+from stoker.store.reader import open_store
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -24,8 +28,14 @@ def test_a_class_that_reads_as_missing_is_named(tmp_path, ending):
         pq.write_table(pa.table({"speed": range(20), "damage": damage}), path)
     with pytest.raises(SourceError) as told:
         pack(TableSource((path,), target="damage"), tmp_path / "store", PackOptions(jobs=1))
-    assert "'None' is read as missing, in 18 of 20 rows" in str(told.value)
-    assert "'no None'" in told.value.fix
+    assert "'None' is read as missing (--value damage=None makes it a class), in 18 of" in str(
+        told.value
+    )
+    assert told.value.fix == "--value damage=None"
+    source = TableSource((path,), target="damage", words={"damage": ["None"]})
+    with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
+        assert store.manifest.attributes["classes"] == ["Minor", "None", "Substantial"]
+        assert store.num_samples == 20
 
 
 def test_few_rows_of_such_a_class_say_it_too(tmp_path):
@@ -40,3 +50,42 @@ def test_few_rows_of_such_a_class_say_it_too(tmp_path):
         )
     assert "no value in the target column 'damage': 'None' is read as missing" in str(told.value)
     assert str(told.value).count("is read as missing") == 1  # the empty cell is empty
+
+
+def test_a_word_that_is_a_value_is_one_for_new_rows_too(tmp_path):
+    """In the target and in a feature; of another column, and without the option, it is missing as before."""
+    rows = [f"{n},{'NA' if n % 3 else 'flat'},{'None' if n % 2 else 'Minor'}" for n in range(200)]
+    (tmp_path / "t.csv").write_text("speed,roof,damage\n" + "\n".join(rows))
+    source = TableSource(
+        (tmp_path / "t.csv",),
+        target="damage",
+        words={"damage": ["None"], "roof": ["NA"]},
+    )
+    store = pack(source, tmp_path / "store", PackOptions(jobs=1)).path
+    with open_store(store) as opened:
+        assert opened.fields["features"].columns == ["speed", "roof=NA", "roof=flat"]
+    run = run_recipe(settings_for("tabular", store, tmp_path / "run"), device="cpu")
+    new = {"speed": ["1", "2", "3"], "roof": ["NA", "None", ""], "damage": ["None", "Minor", "NA"]}
+    answers = load_model(run.best).predict(pa.table(new))
+    assert set(answers.column("class").to_pylist()) <= {"Minor", "None"}
+    reasons = answers.column("reason").to_pylist()
+    assert reasons[0] is None
+    assert reasons[1:] == ["no value in roof, which training always had"] * 2
+
+
+@pytest.mark.parametrize("given", ["None", "=None", "damage", "damage=Minor"])
+def test_a_value_that_is_never_missing_is_no_use(given):
+    with pytest.raises(InputError, match="usually read as missing"):
+        parse_words([given])
+
+
+def test_a_word_in_a_column_of_numbers_is_refused(tmp_path):
+    (tmp_path / "t.csv").write_text("speed,x\n" + "1,2\n" * 20)
+    for words, dtypes, said in (
+        ({"x": ["NA"]}, {"x": "number"}, "--dtype x=category"),
+        ({"spede": ["NA"]}, {}, "--value speed=NA"),
+    ):
+        source = TableSource((tmp_path / "t.csv",), words=words, dtypes=dtypes)
+        with pytest.raises(SourceError) as told:
+            pack(source, tmp_path / "store", PackOptions(jobs=1))
+        assert told.value.fix == said

@@ -20,6 +20,11 @@ from store_makers import write_store
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def _as_many_trees_as_a_run_has(monkeypatch):
+    monkeypatch.setattr(baselines, "_ROUNDS", 60)
+
+
 def rings(count: int, seed: int):
     """Two classes that no line can divide."""
     rng = np.random.default_rng(seed)

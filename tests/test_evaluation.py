@@ -168,7 +168,7 @@ def test_an_evaluation_comes_back_from_a_log():
         (Curve("Calibration", "p", "share", {"model": [(0.0, 0.5)]}),), {"age": 0.25},
         (*class_examples(range(60), probabilities, labels, NAMES),
          Example("spectrum", "water", lines={"truth": [(18.0, 999.0)]}, pictures={"a": "data:"})),
-        ("a note",),
+        ("a note",), {"cat": "#aabbcc"},
     )  # fmt: skip
     again = Evaluation.from_json(parse_json(json_text(made.to_json())))
     assert again is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,26 @@ def test_the_section_has_the_verdict_and_all_parts():
     assert "<span>m/z 0</span><span>9</span><span>18</span>" in made  # the axis can be read
     assert "+3 pips" in made
     assert "a &lt;note&gt;" in made
+
+
+def test_pictures_have_captions_and_colours_names():
+    masks = Example("image", "a.png", pictures={"picture": PIXEL, "<truth>": PIXEL})
+    colours = {"<sky>": "#aabbcc", "evil": "#fff;background:url(//example.org)"}
+    made = evaluation_section(replace(MADE, examples=(masks,), colours=colours), "worth")
+    assert ">&lt;truth&gt;</span>" in made
+    assert '<i style="background:#aabbcc"></i>&lt;sky&gt;' in made
+    assert "example.org" not in made
+
+
+def test_runs_side_by_side_have_their_test_metrics_beside_each_other(tmp_path):
+    better = replace(MADE, metrics={"macro_f1": 0.9, "accuracy": 0.95})
+    write_run(tmp_path / "one", 1000.0, 1e-4, "x", MADE)
+    write_run(tmp_path / "two", 2000.0, 5e-4, "y", better)
+    write_run(tmp_path / "none", 3000.0, 5e-4, "y", None)
+    one, two, none = (read_run(tmp_path / name) for name in ("one", "two", "none"))
+    text = re.sub("<[^>]+>", " ", run_page([one, two], None))
+    assert re.search(r"Test macro f1\s+0.5\s+0.9\s+Test accuracy\s+0.6\s+0.95", text)
+    assert "Test macro f1" not in run_page([one, none], None)
 
 
 @pytest.mark.parametrize(

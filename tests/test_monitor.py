@@ -636,8 +636,8 @@ def test_once_as_json_and_as_text(tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("nowhere", "--once"), "there is no folder 'nowhere'"),
-        ((__file__, "--once"), "is a file"),
+        (("nowhere",), "'nowhere' does not exist"),
+        ((__file__, "--once"), "is not the folder of a run"),
         (("--interval", "1ms"), "an interval of 0.001 s"),
         (("--interval", "soon"), "cannot read 'soon'"),
         (("--once", "--interval", "0"), "an interval of 0 s"),
@@ -658,7 +658,7 @@ def test_it_ends_cleanly_when_told_to(tmp_path, number, code):
     (tmp_path / "run").mkdir()
     log = tmp_path / "log.csv"
     process = subprocess.Popen(
-        command("run", "--interval", "100ms", "--csv", log),
+        command("run", "--interval", "100ms", "--wait", "1min", "--csv", log),
         cwd=tmp_path,
         env=ENV,
         stdout=subprocess.PIPE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -57,10 +58,33 @@ def test_a_folder_that_comes_later_is_waited_for_and_said_so(tmp_path):
         assert "later: done" in shown(monitor)
 
 
-def test_once_does_not_wait(tmp_path):
-    result = CliRunner().invoke(app, ["monitor", str(tmp_path / "later"), "--once"])
-    assert isinstance(result.exception, InputError)
-    assert "without --once it is waited for" in str(result.exception)
+@pytest.mark.parametrize("once", [["--once"], []])
+def test_a_run_that_has_not_begun_is_refused_at_once_or_after_the_time_that_was_given(
+    tmp_path, once
+):
+    (tmp_path / "no run").mkdir()
+    for name in ("later", "no run"):
+        for wait in ([], ["--wait", "300ms"]):
+            words = ["monitor", str(tmp_path / name), "--interval", "100ms", *once, *wait]
+            result = CliRunner().invoke(app, words)
+            assert isinstance(result.exception, InputError)
+            assert "--wait 10min waits for one" in str(result.exception)
+            assert ("waiting for its first line" in result.output) == bool(wait and not once)
+
+
+def test_a_run_that_begins_in_time_is_watched(tmp_path, monkeypatch):
+    def sleep(_: float) -> None:
+        write_run(tmp_path / "later", epochs=2)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr("stoker.cli.monitor.time", clock)
+    words = ["monitor", str(tmp_path / "later"), "--once", "--wait", "1min"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0
+    assert "later: done" in result.output
+
+
+def test_a_file_is_no_run(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="is a file"):
         Monitor(tmp_path / "file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,14 +10,17 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
-from stoker.errors import StoreError
+from stoker.errors import SourceError, StoreError
 from stoker.sources.bars import read_bars
-from stoker.sources.tables import TextOptions
+from stoker.sources.tables import TableSource, TextOptions, reading
 from stoker.sources.tables.columns import Column, encode, find_kind
 from stoker.sources.tables.layout import find_layout
+from stoker.sources.tables.reading import TextFault, find_fault
 from stoker.store.fields import Dense
 from stoker.store.inspection import inspect_parts
 from stoker.store.reader import open_store
@@ -98,3 +102,40 @@ def test_columns_that_nobody_chose_are_not_said_to_be_constant():
     assert inspect_parts([{"features": Dense(values, ("ms1", "energy"))}]).findings
     values[3, 1] = np.nan
     assert inspect_parts([{"conditions": Dense(values, ("ms1", "energy"))}]).refused
+
+
+# -- what Arrow cannot read in a text --------------------------------------------------------------
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=4))
+def test_the_line_of_bytes_that_are_not_utf8_is_found_wherever_blocks_end(data, cuts):
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    blocks = [data[start:end] for start, end in itertools.pairwise(places) if start < end]
+    try:
+        data.decode()
+        expected = None
+    except UnicodeDecodeError as error:
+        expected = TextFault(False, data.count(b"\n", 0, error.start) + 1)
+    assert find_fault(blocks, True, 1000) == expected
+    assert find_fault(blocks, False, 1000) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b"1,2\n" * 600 + b'3,"4\n' + b"1,2\n" * 900, "of more than .* begins in line 602"),
+        (b"1,2\n" * 600 + b"caf\xe9,2\n", "holds other bytes in line 602"),
+        (b"1,2\n" * 3 + b"1," + b"2" * 2500 + b"\n", "of more than .* begins in line 5"),
+        (b'"1\n1",2\n' * 600, None),
+    ],
+)
+def test_a_text_that_arrow_refuses_is_refused_with_the_line(tmp_path, monkeypatch, body, fault):
+    monkeypatch.setattr(reading, "CSV_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(reading, "HEAD_BYTES", 40)
+    (tmp_path / "a.csv").write_bytes(b"a,b\n" + body)
+    source = TableSource((tmp_path / "a.csv",))
+    if fault is None:
+        assert source.prepare(tmp_path).parts
+    else:
+        with pytest.raises(SourceError, match=fault):
+            source.prepare(tmp_path)

@@ -60,6 +60,7 @@ def check(path, count):
 @pytest.mark.parametrize(
     "make", [Items, Locked, lambda n: [Items(n)[i] for i in range(n)], lambda n: (Items(n)[i] for i in range(n))]
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:stoker.Loader leaves text out")
 def test_samples_of_any_kind_become_a_store(tmp_path, make):
     result = pack_from(make(200), tmp_path / "store", options=HERE)
     assert result.manifest.num_samples == 200

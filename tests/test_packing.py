@@ -289,7 +289,9 @@ def test_repairs_are_fitted_on_the_training_rows_only(tmp_path):
         ({"on_bad": "ignore"}, "--on-bad is 'ignore'"),
         ({"repairs": ("magic",)}, "magic"),
         ({"on_bad": "quarantine", "bad_budget": "plenty"}, "plenty"),
-        ({"on_bad": "quarantine", "bad_budget": "150%"}, "more than the whole"),
+        ({"on_bad": "quarantine", "bad_budget": "150%"}, "0% to 100%"),
+        ({"bad_budget": "200%"}, "0% to 100%"),
+        ({"bad_budget": "5%"}, "it has no effect"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
@@ -303,4 +305,4 @@ def test_wrong_options_are_refused(options, message):
 )
 def test_a_budget_is_a_number_of_pieces_or_a_share(budget, allowed):
     assert PackOptions(on_bad="quarantine", bad_budget=budget).allowance(1000) == allowed
-    assert PackOptions(on_bad="stop", bad_budget=budget).allowance(1000) == 0
+    assert PackOptions().allowance(1000) == 0

@@ -193,6 +193,23 @@ def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path):
         packed(tmp_path / "in", tmp_path / "s")
 
 
+@pytest.mark.parametrize("keep", [None, KeepEncoded()], ids=["as pixels", "encoded"])
+def test_exif_that_cannot_be_read_is_what_is_refused(tmp_path, keep):
+    home = tmp_path / "in" / "a"
+    home.mkdir(parents=True)
+    (home / "x.jpg").write_bytes(
+        jpeg(smooth(16, 16), dpi=(72, 72), exif=b"Exif\0\0MM\x13*\0\0\0\x08")
+    )
+    cut = io.BytesIO()
+    smooth(64, 64).save(cut, "PNG")  # of a PNG, Pillow reads the pixels first
+    (home / "y.png").write_bytes(cut.getvalue()[:-200])
+    with pytest.raises(QualityError) as caught:
+        pack(ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=keep), tmp_path / "s", ONE)
+    said = str(caught.value)
+    assert "x.jpg: has EXIF data that cannot be read" in said
+    assert "y.png: cannot be decoded" in said
+
+
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "tiff_deflate"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_tiff_is_turned_once(tmp_path, compression, orientation):

@@ -100,8 +100,9 @@ def test_predictions_are_the_models_outputs_in_order_every_sample_once(
     whole = {name: torch.cat([part[name] for part in wanted]) for name in wanted[0]}
     if kind in ("forex", "stateful"):
         chances = whole["direction"].softmax(dim=1).numpy()
-        for place, name in enumerate(("down", "neutral", "up")):
-            np.testing.assert_allclose(got[name], chances[:, place], **close)
+        np.testing.assert_allclose(got["probability"], chances, **close)
+        names = np.array(["down", "neutral", "up"])
+        assert got["class"].tolist() == names[got["probability"].argmax(axis=1)].tolist()
         np.testing.assert_allclose(got["swing"], whole["swing"].numpy(), **close)
     elif kind.startswith("massspec"):
         np.testing.assert_allclose(got["spectrum"], whole["spectrum"].numpy(), **close)
@@ -380,7 +381,7 @@ def test_an_int8_checkpoint_predicts_like_any_other(runs, tmp_path):
     predict_store(trained, store.path, tmp_path / "b.parquet", split="test", device="cpu")
     (_, a), (_, b) = read(tmp_path / "a.parquet"), read(tmp_path / "b.parquet")
     assert a["sample"].tolist() == b["sample"].tolist()
-    assert 0 < np.abs(a["up"] - b["up"]).max() < 0.05
+    assert 0 < np.abs(a["probability"] - b["probability"]).max() < 0.05
     with pytest.raises(InputError, match="int8 weights already"):
         quantize_trained(small, tmp_path / "twice.pt")
     blind, no_metric = quantize_trained(trained, tmp_path / "blind.pt")

@@ -268,8 +268,8 @@ def test_outputs_have_their_shapes_and_bands(device):
         assert outputs[name].shape == (64,)
         assert low <= outputs[name].min() <= outputs[name].max() <= high
     read = model.predict(inputs)
-    total = read["down"] + read["neutral"] + read["up"]
-    torch.testing.assert_close(total, torch.ones(64, device=device))
+    torch.testing.assert_close(read["probability"].sum(dim=1), torch.ones(64, device=device))
+    assert torch.equal(read["class"], outputs["direction"].argmax(dim=1))
     assert torch.equal(read["swing"], outputs["swing"])
 
 

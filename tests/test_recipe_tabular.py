@@ -385,7 +385,7 @@ def test_the_rate_is_scaled_by_samples_that_exist(batch, reference, have, rule):
 @pytest.mark.parametrize("labels", [np.arange(90, dtype="u8") % 3 + 2**63, np.full(90, 1e30)])
 def test_labels_beyond_int64_are_refused_by_name(tmp_path, labels):
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["features"] = np.ones((90, 2), np.float32)
+        file["features"] = np.arange(180, dtype=np.float32).reshape(90, 2)
         file["label"] = labels
     with (
         open_store(tmp_path / "x.h5") as store,

@@ -29,7 +29,7 @@ def test_noise_widens_only_the_tensor_that_is_noisy():
 def test_the_spread_is_that_of_each_pair():
     one = [torch.tensor([1.0, 2.0]), torch.tensor([], dtype=torch.float32), torch.tensor([3])]
     other = [torch.tensor([1.5, 2.0]), torch.tensor([], dtype=torch.float32), torch.tensor([9])]
-    np.testing.assert_allclose(spread(one, other), [0.5, 0.0, 0.0])
+    np.testing.assert_allclose(spread(one, other), [[0.5, 0.0, 0.0], [0.25, 0.0, 0.0]])
 
 
 def test_steps_that_differ_everywhere_cannot_be_judged():

@@ -29,6 +29,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from pathlib import Path
 
 from forked import Forked, begin_as_python_does, has_cuda_in_use
@@ -39,7 +40,15 @@ FIRST_USE = (
     "rich.console", "rich.progress", "rich.table", "typer.rich_utils", "pydantic.type_adapter",
     "stoker.recipes.run", "stoker.report", "stoker.store.inspection", "stoker.store.quality_page",
 )  # fmt: skip
-
+ROOMS = (
+    "stoker.sources.tables", "stoker.sources.bars", "stoker.sources.images", "stoker.sources.massspec",
+    "stoker.recipes.forex", "stoker.recipes.images", "stoker.recipes.massspec", "stoker.recipes.segmentation",
+    "stoker.recipes.tabular.recipe", "stoker.recipes.export.trained", "stoker.recipes.inference", "stoker.monitor",
+    "stoker.packing.samples", "stoker.runs.run_page", "stoker.runs.evaluation_page", "stoker.doctor.scripts",
+    "numpy.ma", "pyarrow.feather", "typer._click.decorators",
+)  # fmt: skip
+_of_rooms: set[str] = set()
+"""What these have imported: forgotten where a module that they need is not to be there."""
 
 ADDRESS = "WARM_STOKER"
 
@@ -87,11 +96,19 @@ def _load():
         verbs = [found.name for found in pkgutil.iter_modules(stoker.cli.__path__, "stoker.cli.")]
         for name in (*FIRST_USE, *verbs):
             importlib.import_module(name)
+        before = {*sys.modules}
+        for name in ROOMS:
+            importlib.import_module(name)
+        _of_rooms.update({*sys.modules} - before)
         torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
     typer.main.get_command = lambda app: whole
     do_not_wait_for_the_disk()
+    grow_few_trees()
     fork_packers()
+    for made_here in list(weakref.finalize._registry):
+        # Thousands of torch's, for its tables of operators: 40 ms of every command, which copies the pages.
+        made_here.atexit = False
     gc.collect()
     gc.freeze()  # a fork that collects would copy all pages
     return stoker.cli.main.run
@@ -100,6 +117,13 @@ def _load():
 def do_not_wait_for_the_disk() -> None:
     """Leave `fsync` out: no test takes the power away, and the suite would wait a minute for it."""
     os.fsync = os.fstat  # which fails for what is no open file, too
+
+
+def grow_few_trees() -> None:
+    """Fit the baselines of tables with 15 rounds instead of 60: most runs of the tests do not look at them."""
+    from stoker.recipes import baselines
+
+    baselines._ROUNDS = 15
 
 
 def _answer(requests, answers, main) -> None:
@@ -199,6 +223,8 @@ def _run(asked: dict, main, streams: list[int]) -> None:
     for option in [*os.environ.get("PYTHONWARNINGS", "").split(","), *asked["warnings"]]:
         if option:
             warnings._setoption(option)
+    for name in _of_rooms if asked["blocked"] else ():
+        del sys.modules[name]
     for name in asked["blocked"]:
         sys.modules[name] = None
     if asked["limit"]:

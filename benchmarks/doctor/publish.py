@@ -248,6 +248,18 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
     for name, row in document["result"].items():
         if row.get("note"):
             lines.append(f"{name}: {row['note']}")
+        if "cpu_overhead" in row:
+            lines.append(
+                f"{name}: the best turns are {percent(row['best_overhead'])} apart, their CPU time "
+                f"{percent(row['cpu_overhead'])}."
+            )
+        if inside := row.get("inside"):
+            lines.append(
+                f"{name}: in one process, with the hooks on and off in turns (`inside.py`), they add "
+                f"{inside['timed_cpu_us']:.0f} µs of CPU time to a step whose calls are timed and "
+                f"{inside['plain_cpu_us']:.0f} µs to the others, {percent(inside['cpu_share'])} of "
+                f"{inside['cpu_ms']:.2f} ms."
+            )
         kept = [one["ms"] for one in row.get("turns", {}).get("cupti_kept", ())]
         if kept:
             lines += [

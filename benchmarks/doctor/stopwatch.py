@@ -4,8 +4,8 @@ Costs a microsecond per update. The file is written after update number `STEPS`,
 A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.stopwatch_note()` after each.
 `STOPWATCH_PROFILE` makes it run torch's profiler over a few updates as well, and write the costliest operators.
 `STOPWATCH_LONGEST` ends the script after so many seconds of updates, if there were `LEAST` of them: long steps need no
-more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock while it trains; the next ones import
-torch and wake the GPU meanwhile.
+more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock from its first update to its last; the
+next ones import torch, wake the GPU, make their data and load their kernels meanwhile.
 `run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
@@ -48,6 +48,8 @@ def queued_seconds():
 
 def note(*_):
     global profiler, queued_before  # noqa: PLW0603  one per process
+    if lock is not None and not times:  # the doctor does not count the first steps
+        fcntl.flock(lock, fcntl.LOCK_EX)
     if len(times) + 1 in (FIRST, int(os.environ.get("STEPS", "120"))):
         await_gpu()
     if len(times) + 1 == FIRST:
@@ -98,7 +100,6 @@ def run(out: str, words: Sequence[str]) -> None:
         torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
         # Inherited by workers, and free when the last of them ends, or at the last update.
         lock = os.open(os.environ["STOPWATCH_LOCK"], os.O_RDWR | os.O_CREAT)
-        fcntl.flock(lock, fcntl.LOCK_EX)
     sys.argv = list(words)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -33,6 +33,10 @@ UNITS = {
     "threads": ("threads", 1, ""),
     "step_ms": ("step, wall time", 1, "ms"),
     "step_cpu_ms": ("step, CPU time", 1, "ms"),
+    "malloc_used_bytes": ("memory that C code has in use", 2**20, "MiB"),
+    "malloc_held_bytes": ("memory that its allocator holds", 2**20, "MiB"),
+    "pinned_bytes": ("pinned memory of torch", 2**20, "MiB"),
+    "python_blocks": ("blocks of Python", 1, ""),
 }
 
 

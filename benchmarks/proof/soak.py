@@ -5,8 +5,8 @@
 Enters: nothing; a store of 24,000 samples is made. Half of the time is one long run of `Trainer.fit` (streamed
 chunks, shuffled, validation every epoch, a checkpoint every 500 steps), ended by SIGTERM as a scheduler would. The
 other half is short runs one after the other, each with new loaders, a new trainer and a new folder, in the same
-process. Leaves: slopes per hour with their 95 % confidence in `benchmarks/results/proof_soak-*.json`. Costs: the
-minutes that it is given.
+process; it is read between two runs, when slabs and threads of both are gone. Leaves: slopes per hour with their 95 %
+confidence in `benchmarks/results/proof_soak-*.json`. Costs: the minutes that it is given.
 
 Contract: a run of this script is one more part of the result file, which it exchanges as a whole every 30 seconds: what
 is killed leaves what it measured so far, and minutes of all parts add up. Slopes are those of one process each.
@@ -16,12 +16,17 @@ losses, 8 MB, which a fast GPU fills in minutes). A slope is that of a straight 
 20 equal stretches of time; its confidence is Student's for that line. `grows` says that the interval lies above zero
 and that the growth over an hour is more than 1 % of the level (of a count: one). The wall time of a step follows
 whatever else the machine does; its CPU time says whether the work of a step grows.
+
+Resident memory may grow without anything being kept. So beside it stand the bytes that C code has in use and those that
+its allocator holds (`mallinfo2`: the difference is fragmentation), torch's pinned blocks, Python's blocks, and at the
+beginning and the end of the part that counts the number of live objects of stoker's and torch's classes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import math
 import os
@@ -34,6 +39,7 @@ import threading
 import time
 import warnings
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,9 +58,54 @@ from stoker.train.trainer import Trainer
 
 SAMPLES, WIDTH, BATCH = 24_000, 256, 64
 STRETCHES = 20
-KEEP_SECONDS = 30.0
+KEEP_SECONDS, COUNT_AFTER_SECONDS = 30.0, 60.0
 # 97.5 % points of Student's t for 18 degrees of freedom (20 stretches, two of them for the line).
 T_95 = 2.101
+
+
+class _Malloc(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+try:
+    _mallinfo2 = ctypes.CDLL(None).mallinfo2
+    _mallinfo2.restype = _Malloc
+except (AttributeError, OSError):
+    _mallinfo2 = None
+
+
+def of_allocators(device: str) -> dict[str, float | None]:
+    """Return the bytes that C code has in use, those that its allocator holds, pinned bytes, and Python's blocks."""
+    found: dict[str, float | None] = dict.fromkeys(("malloc_used_bytes", "malloc_held_bytes"))
+    if _mallinfo2 is not None:
+        told = _mallinfo2()
+        found["malloc_used_bytes"] = float(told.uordblks + told.hblkhd)
+        found["malloc_held_bytes"] = float(told.arena + told.hblkhd)
+    found["pinned_bytes"] = None
+    if device != "cpu" and hasattr(torch.cuda, "host_memory_stats"):
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+        found["pinned_bytes"] = None if pinned is None else float(pinned)
+    found["python_blocks"] = float(sys.getallocatedblocks())
+    return found
+
+
+def count_objects() -> Counter[str]:
+    """Return how many objects there are of every class of stoker's and torch's, and of all others together."""
+    gc.collect()
+    counts: Counter[str] = Counter()
+    for one in gc.get_objects():
+        kind = type(one)
+        ours = str(kind.__module__).partition(".")[0] in ("stoker", "torch")
+        counts[f"{kind.__module__}.{kind.__qualname__}" if ours else "all others"] += 1
+    return counts
 
 
 def measured(device: str) -> dict[str, float | None]:
@@ -70,7 +121,7 @@ def measured(device: str) -> dict[str, float | None]:
     if device != "cpu":
         found["device_bytes"] = float(torch.cuda.memory_allocated())
         found["device_reserved_bytes"] = float(torch.cuda.memory_reserved())
-    return found
+    return found | of_allocators(device)
 
 
 def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
@@ -102,15 +153,16 @@ def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
 HALVES = ("one long run", "short runs")
 READ = (
     "at", "rss_bytes", "device_bytes", "device_reserved_bytes", "files", "threads", "step_ms", "step_cpu_ms",
+    "malloc_used_bytes", "malloc_held_bytes", "pinned_bytes", "python_blocks",
 )  # fmt: skip
 
 
 class Sampler:
-    """Reads every few seconds in a thread.
+    """Reads every few seconds in a thread, or when it is asked to (`in_thread=False`), but no more often.
 
     `steps` are those of the trainer's own count: a captured step calls none of the user's functions.
 
-    Readings are kept as 64 bytes each: as dicts of floats they grew by 1 MiB an hour themselves.
+    Readings are kept as 96 bytes each: as dicts of floats they grew by 1 MiB an hour themselves.
     """
 
     def __init__(
@@ -119,6 +171,7 @@ class Sampler:
         interval: float,
         warm_up: float,
         keep: Callable[[dict[str, Any]], None],
+        in_thread: bool = True,
     ) -> None:
         self.device, self.interval, self.warm_up, self._keep = device, interval, warm_up, keep
         self._steps_before = 0
@@ -126,8 +179,12 @@ class Sampler:
         self.readings = {name: array("d") for name in READ}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self.began = time.monotonic()
-        self._thread.start()
+        self.began = self._kept = time.monotonic()
+        self._before = (self.began, self.steps, time.process_time())
+        self._objects: Counter[str] | None = None
+        self._runs_before = 0
+        if in_thread:
+            self._thread.start()
 
     @property
     def steps(self) -> int:
@@ -140,24 +197,44 @@ class Sampler:
         self._steps_before, self._trainer = self.steps, trainer
 
     def _run(self) -> None:
-        before = (time.monotonic(), self.steps, time.process_time())
-        kept = before[0]
         while not self._stop.wait(self.interval):
-            now = (time.monotonic(), self.steps, time.process_time())
-            taken = now[1] - before[1]
-            times = dict.fromkeys(("step_ms", "step_cpu_ms"))
-            if taken:
-                times = {
-                    "step_ms": 1e3 * (now[0] - before[0]) / taken,
-                    "step_cpu_ms": 1e3 * (now[2] - before[2]) / taken,
-                }
-            read = {"at": now[0] - self.began, **times, **measured(self.device)}
-            for name, value in read.items():
-                self.readings[name].append(math.nan if value is None else value)
-            before = now
-            if now[0] - kept > KEEP_SECONDS:
-                kept = now[0]
-                self._keep(self._slopes())
+            self.read()
+
+    def read(self, runs: int = 0) -> None:
+        """Take a reading, if the last one is long enough ago; `runs` have ended so far."""
+        now = (time.monotonic(), self.steps, time.process_time())
+        if now[0] - self._before[0] < 0.9 * self.interval:
+            return
+        if (
+            runs
+            and self._objects is None
+            and (now[0] - self.began > max(self.warm_up, COUNT_AFTER_SECONDS))
+        ):
+            self._objects, self._runs_before = count_objects(), runs
+        taken = now[1] - self._before[1]
+        times = dict.fromkeys(("step_ms", "step_cpu_ms"))
+        if taken:
+            times = {
+                "step_ms": 1e3 * (now[0] - self._before[0]) / taken,
+                "step_cpu_ms": 1e3 * (now[2] - self._before[2]) / taken,
+            }
+        read = {"at": now[0] - self.began, **times, **measured(self.device)}
+        for name, value in read.items():
+            self.readings[name].append(math.nan if value is None else value)
+        self._before = now
+        if now[0] - self._kept > KEEP_SECONDS:
+            self._kept = now[0]
+            self._keep(self._slopes())
+
+    def _grown(self, runs: int) -> dict[str, Any] | None:
+        """Return the classes of which there are more objects than at the first count, with both numbers."""
+        if self._objects is None or runs <= self._runs_before:
+            return None
+        now = count_objects()
+        more = {name: [self._objects[name], count] for name, count in now.items()
+                if count > self._objects[name]}  # fmt: skip
+        most = sorted(more.items(), key=lambda item: item[1][0] - item[1][1])[:12]
+        return {"runs": runs - self._runs_before, "more_objects": dict(most)}
 
     def _slopes(self) -> dict[str, Any]:
         seconds = time.monotonic() - self.began
@@ -170,11 +247,13 @@ class Sampler:
             found[name] = slope(kept["at"][known].tolist(), kept[name][known].tolist())
         return found
 
-    def end(self) -> None:
-        """Stop, and keep the slopes."""
+    def end(self, runs: int = 0) -> None:
+        """Stop, and keep the slopes, and what there is more of after `runs`."""
         self._stop.set()
-        self._thread.join()
-        self._keep(self._slopes())
+        if self._thread.is_alive():
+            self._thread.join()
+        grown = self._grown(runs)
+        self._keep({**self._slopes(), **({"objects": grown} if grown else {})})
 
 
 def run(folder: Path, name: str, device: str, sampler: Sampler, epochs: int) -> None:
@@ -256,12 +335,15 @@ def main() -> None:
             run(folder, "long", options.device, sampler, 10**6)
         sampler.end()
         gc.collect()
-        sampler = Sampler(options.device, options.interval, options.warm_up, keep_as(HALVES[1]))
+        sampler = Sampler(
+            options.device, options.interval, options.warm_up, keep_as(HALVES[1]), in_thread=False
+        )
         while time.monotonic() - sampler.began < half:
             run(folder, "short", options.device, sampler, 1)
             shutil.rmtree(folder / "short")
             count += 1
-        sampler.end()
+            sampler.read(count)
+        sampler.end(count)
     print(f"{path}: {part['minutes']} minutes, {count} short runs")
 
 

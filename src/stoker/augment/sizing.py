@@ -28,7 +28,7 @@ from stoker.augment.geometry import RandomResizedCrop, Resize
 from stoker.augment.philox import make_counter, uniforms
 from stoker.store.fields import Array
 
-_THREADS = 128
+_COLUMNS, _ROWS = 128, 8  # of the result, that one program of the kernel writes
 
 
 class Sizing:
@@ -149,5 +149,5 @@ def launch_table(addresses: Array, sizes: Array, boxes: Array, out: torch.Tensor
     table[:, 6] = sizes.astype(np.int64).prod(axis=1)
     on_device = torch.from_numpy(table).to(out.device)
     batch, channels, height, width = out.shape
-    tiles = -(-height * width // _THREADS)
-    resample[(tiles, batch)](on_device, out, height, width, C=channels, BLOCK=_THREADS)
+    grid = (-(-width // _COLUMNS), -(-height // _ROWS), batch)
+    resample[grid](on_device, out, height, width, C=channels, ROWS=_ROWS, BLOCK=_COLUMNS)

@@ -51,7 +51,7 @@ class Packing:
         cluster: Build on a Dask cluster: its scheduler's address, such as tcp://10.0.0.1:8786.
         force_recreate: Pack again even when OUT is up to date.
         on_bad: stop: refuse the pack; quarantine: leave bad pieces out and list them.
-        bad_budget: Most that may be left out: a share (1%) or a number.
+        bad_budget: Most that quarantine may leave out: a share (1%) or a number.
     """
 
     jobs: Annotated[int, typer.Option("--jobs", "-j")] = 0
@@ -64,7 +64,10 @@ class Packing:
         """Return the same for `pack`."""
         from stoker.packing import PackOptions
 
-        return PackOptions(**vars(self), repairs=tuple(repairs))
+        given = dict(vars(self))
+        if self.on_bad == "stop" and self.bad_budget == type(self).bad_budget:
+            del given["bad_budget"]  # not asked for, and of no effect
+        return PackOptions(**given, repairs=tuple(repairs))
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class Table:
         keep: Take only such columns, and the target; repeatable.
         dtype: NAME=KIND where the values do not say it: number, float64, bool, category, one-hot, codes, date,
             day-first, month-first, seconds; repeatable.
+        value: NAME=WORD: a text that is a value of that column, though it usually stands for a missing one, such as
+            damage=None; repeatable.
         missing: Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them
             in a column of their own; drop: leave their rows out.
     """
@@ -149,13 +154,14 @@ class Table:
     drop: list[str] | None = None
     keep: list[str] | None = None
     dtype: list[str] | None = None
+    value: list[str] | None = None
     missing: str = "stop"
 
     def source(
         self, paths: tuple[Path, ...], text: Text, split: tuple[float, ...] = ()
     ) -> TableSource:
         """Return the source of these tables."""
-        from stoker.sources.tables import TableSource, parse_dtypes
+        from stoker.sources.tables import TableSource, parse_dtypes, parse_words
 
         allowed = ("stop", "median", "zero", "flag", "drop")
         if self.missing not in allowed:
@@ -171,6 +177,7 @@ class Table:
             dtypes=parse_dtypes(self.dtype or ()),
             missing={"median": "keep", "zero": "keep"}.get(self.missing, self.missing),
             text=text.options(),
+            words=parse_words(self.value or ()),
         )
 
 
@@ -294,6 +301,7 @@ class Masks:
         mask_prefix: What mask names have before the image's.
         mask_map: Class of mask values or colours: 255=1, 0-127=0, #ff0000=2, other=255; or keep. Repeatable.
         mask_colors: Table of colours: r, g, b and a name a line.
+        class_names: Names of the classes 0, 1, 2, ... of masks, by commas.
         mask_orientation: Masks without EXIF beside images with: image (turned like it), upright, or auto by
             size.
     """
@@ -303,8 +311,10 @@ class Masks:
     mask_prefix: str = ""
     mask_map: list[str] | None = None
     mask_colors: Path | None = None
+    class_names: str | None = None
     mask_orientation: str = "auto"
 
     def settings(self) -> dict[str, Any]:
         """Return the same for `SegmentationSource`."""
-        return {**vars(self), "mask_map": tuple(self.mask_map or ())}
+        names = tuple(name.strip() for name in split_names(self.class_names))
+        return {**vars(self), "mask_map": tuple(self.mask_map or ()), "class_names": names}

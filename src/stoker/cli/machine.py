@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.address import shown
 from stoker.cli.options import JsonOption, verb
 from stoker.cli.terminal import make_console, print_json
+from stoker.display import look_for
+from stoker.errors import InputError
 from stoker.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ def machine(
     """
     from stoker.machine import probe
 
+    if not path.exists():  # the disk of another folder would be described
+        raise InputError(f"{shown(path)} does not exist.", "a file or folder", look_for(path))
     found = probe(path, measure=measure_disk)
     if as_json:
         print_json(found.to_json(), indent=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,6 @@ import typer
 from stoker.cli.machine import _or
 from stoker.cli.options import verb
 from stoker.cli.terminal import echo, make_console, print_json, styled
-from stoker.display import look_for
 from stoker.errors import InputError
 from stoker.units import format_bytes, format_rate, format_seconds, local_time, parse_seconds
 
@@ -51,6 +51,7 @@ def monitor(
     once: bool = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
     interval: str = "1",
+    wait: str = "0",
 ) -> None:
     """Watch GPUs and a run: utilization, memory, PCIe, power, temperature, samples/s, waits.
 
@@ -60,6 +61,7 @@ def monitor(
         once: Look once and end.
         as_json: Print JSON: one document with --once, else one per line.
         interval: Time between two looks, such as 1, 500ms or 5s.
+        wait: Time that a run may take to begin, such as 10min.
     """
     from stoker.monitor import LEAST_INTERVAL_SECONDS, CsvLog, Monitor
 
@@ -70,23 +72,34 @@ def monitor(
             f"{LEAST_INTERVAL_SECONDS:g} s or more",
             "--interval 1",
         )
-    if once and run_dir is not None and not run_dir.exists():
-        raise InputError(
-            f"there is no folder {str(run_dir)!r}.",
-            "the folder of a run, as `stoker train` makes it; without --once it is waited for",
-            look_for(run_dir),
-        )
+    begins_by = time.monotonic() + parse_seconds(wait)
+    begun = _has_begun(run_dir, begins_by)  # before a file is made
+    while once and not begun:
+        time.sleep(LEAST_INTERVAL_SECONDS)
+        begun = _has_begun(run_dir, begins_by)
     with contextlib.ExitStack() as stack:
         watching = stack.enter_context(Monitor(run_dir))
         log = None if csv is None else stack.enter_context(CsvLog(csv))
         if once:
             _look_once(watching, log, as_json)
         else:
-            with _until_told_to_stop() as stop, _shown(as_json, watching.history) as show:
-                for snapshot in watching.looks(seconds, stop):
-                    if log is not None:
-                        log.write(snapshot)
-                    show(snapshot)
+            _look_on(watching, log, as_json, seconds, begins_by)
+
+
+def _has_begun(run_dir: Path | None, begins_by: float) -> bool:
+    """Whether there is a run to watch, or none is asked for; one that has not begun by then is refused."""
+    from stoker.runs.reading import lock_holder, run_folder_of
+
+    holder = None if run_dir is None else lock_holder(run_dir)  # the lock comes before the log
+    if run_dir is None or (holder is not None and holder[2] is not False):
+        return True
+    try:
+        run_folder_of(run_dir, "--wait 10min waits for one that has not begun")
+    except InputError:
+        if time.monotonic() >= begins_by:
+            raise
+        return False
+    return True
 
 
 def _look_once(watching: Monitor, log: CsvLog | None, as_json: bool) -> None:
@@ -97,6 +110,19 @@ def _look_once(watching: Monitor, log: CsvLog | None, as_json: bool) -> None:
         print_json(snapshot.to_json(), indent=2)
         return
     make_console().print(view(snapshot))
+
+
+def _look_on(
+    watching: Monitor, log: CsvLog | None, as_json: bool, seconds: float, begins_by: float
+) -> None:
+    begun = False
+    with _until_told_to_stop() as stop, _shown(as_json, watching.history) as show:
+        for snapshot in watching.looks(seconds, stop):
+            if log is not None:
+                log.write(snapshot)
+            show(snapshot)
+            run_dir = None if snapshot.run is None else snapshot.run.folder
+            begun = begun or _has_begun(run_dir, begins_by)
 
 
 @contextlib.contextmanager

@@ -133,10 +133,10 @@ def images(
 @app.command()
 @verb
 def segmentation(
-    out: Out,
+    files: list[Path],
     *,
-    images: Path,
-    masks: Path,
+    images: Path | None = None,
+    masks: Path | None = None,
     size: Annotated[str | None, typer.Option(show_default="512x512")] = None,
     how: Masks,
     pictures: Pictures,
@@ -146,14 +146,28 @@ def segmentation(
     """Pack images and their masks: as uint8, resized once (masks by nearest), or as the bytes of files.
 
     Options:
+        files: OUT with --images and --masks; or FOLDER OUT: of Pascal VOC, of COCO outlines, or with images and masks.
         images: Folder of images.
-        masks: Folder of masks with the same names; may be the same.
+        masks: Folder of masks with the same names, which may be the same; or a COCO file.
         size: Stored HEIGHTxWIDTH.
     """
-    from stoker.sources.images import SegmentationSource
+    from stoker.sources.images import SegmentationSource, find_scenes
 
     settings = how.settings() | pictures.settings(size, "512x512")
-    _pack(SegmentationSource(images=images, masks=masks, **settings), out, packing, as_json)
+    if (images is None) != (masks is None) or len(files) != (2 if images is None else 1):
+        raise InputError(
+            f"{format_count(len(files), 'path')}, and {'no' if images is None else 'an'} --images and "
+            f"{'no' if masks is None else 'a'} --masks.",
+            "one folder of images and masks, then the store's folder; or --images, --masks and the store's folder",
+            command("stoker", "pack", "segmentation", images or files[0], "OUT"),
+        )
+    if images is None or masks is None:
+        found = find_scenes(files[0])
+        images, masks = found.images, found.masks
+        settings["lists"] = settings["lists"] or found.lists
+        if found.said and not as_json:
+            make_console(stderr=True).print(f"{files[0]}: {found.said}", markup=False)
+    _pack(SegmentationSource(images=images, masks=masks, **settings), files[-1], packing, as_json)
 
 
 @app.command()

@@ -98,4 +98,7 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "n/a" if value is None or math.isnan(value) else f"{value:.4g}"
+    if value is None or math.isnan(value):
+        return "n/a"
+    # Counts of samples and trades stand among shares: 16,210, not 1.621e+04.
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -176,7 +176,7 @@ def _syntax_problem(error: yaml.YAMLError, text: str, file: str) -> Problem:
             "spaces",
             command("expand", "-t", "2", Path(file)),
         )
-    if "single document" in str(getattr(error, "context", "")):
+    if isinstance(error, yaml.composer.ComposerError) and text.startswith("---", mark.index):
         given = "a second document begins here"
         return Problem(place, "", given, "one document per file", "delete the line '---'")
     return Problem(place, "", f"not YAML: {given}", "key: value lines", _LOOK)

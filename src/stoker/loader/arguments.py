@@ -6,6 +6,7 @@ Costs: nothing for stores and files; arrays in memory are used as they are, and 
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from stoker.display import nearest
 from stoker.errors import InputError, StoreError
 from stoker.loader.drawing import Mixture
 from stoker.loader.gather import Augments
+from stoker.sources.dataset import SamplesSource
 from stoker.sources.samples import (
     are_arrays,
     as_array,
@@ -37,6 +39,8 @@ from stoker.sources.samples import (
     field_names,
     form_of,
     named_values,
+    plain_column,
+    plain_data,
     tuple_names,
 )
 from stoker.store.fields import Dense, FieldData
@@ -285,6 +289,9 @@ def open_data(
                 chosen = open_store(data, group=group, rows=rows, fields=named)
                 store.close()
                 return Opened(chosen)
+        made_of = store.manifest.provenance
+        if fields is None and made_of is not None and made_of.kind == SamplesSource.kind:
+            _tell_of_text(store)
         return Opened(store)
     for name, value in (("group", group), ("rows", rows)):
         if value is not None:
@@ -306,33 +313,35 @@ def open_data(
             f"Loader({data.file.filename!r}, batch_size{inside})",
         )
     opened = _from_memory(data)
-    text = [name for name, info in opened.store.fields.items() if info.encoding == "utf8"]
-    if text and fields is None:
+    if fields is None:
+        _tell_of_text(opened.store)
+    return opened
+
+
+def _tell_of_text(store: Store) -> None:
+    """Tell once which fields of the user's own samples no batch has. Packed files have names, which nobody misses."""
+    text = [name for name, info in store.fields.items() if info.encoding == "utf8"]
+    if text:
         tell_once(
             f"stoker.Loader leaves text out of its batches: {', '.join(text)} (batch.sample_ids are the rows, "
             f"to look it up; fields={text} loads its bytes)"
         )
-    return opened
 
 
 def _from_memory(data: Any) -> Opened:
     if isinstance(data, TensorDataset):
         data = data.tensors
-    elif hasattr(data, "columns") and hasattr(data, "to_numpy"):  # a table of pandas
-        columns = [str(name) for name in data.columns]
-        if twice := [name for name in columns if columns.count(name) > 1]:
-            raise InputError(
-                f"the table has {columns.count(twice[0])} columns called {twice[0]!r}.",
-                "a name of its own for each column",
-                "table.columns = [f'column_{n}' for n in range(table.shape[1])]",
-            )
-        data = {str(name): data[name].to_numpy() for name in data.columns}
     elif isinstance(data, list) and data and all(isinstance(each, str | Path) for each in data):
         raise InputError(
             f"a Loader was given a list of {len(data)} paths.",
             "one store, or several with their shares",
             f"mix({dict.fromkeys(map(str, data[:4]), 1)})",
         )
+    if isinstance(data, bytes):
+        raise InputError(
+            "a Loader was given bytes.", "a path as text", f"Loader({os.fsdecode(data)!r}, 64)"
+        )
+    data = plain_data(data)
     if isinstance(data, Mapping):
         return Opened(_from_arrays(data, "a dict in memory"))
     if isinstance(data, tuple):
@@ -366,9 +375,7 @@ def _from_arrays(arrays: Mapping[str, Any], name: str) -> Store:
     fields: dict[str, FieldData] = {}
     names = field_names(arrays)
     for field in names:
-        value = arrays[field]
-        if isinstance(value, np.ndarray) and value.dtype.kind in "UO" and value.ndim == 1:
-            value = value.tolist()  # text, as numpy and pandas hold it
+        value = plain_column(arrays[field])
         if isinstance(value, list):
             fields[field] = collect([{field: each} for each in value])[field]
             continue

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -286,7 +287,7 @@ class Mixture:
     names: tuple[str, ...]
     shares: Array
     per_batch: bool
-    store_of: Array
+    store_of: Array = field(repr=False)
 
     def draws(self, samples: Array, num_draws: int | None) -> Draws:
         """Return the draw from these samples of the joined store."""
@@ -327,6 +328,14 @@ def mix(shares: Mapping[str | Store, float], *, per_batch: bool = False) -> Mixt
         shares: Store, or its path, to its share; they are divided by their sum.
         per_batch: Whether every batch holds the shares.
     """
+    if not isinstance(shares, Mapping):
+        given = [shares] if isinstance(shares, str | Path) else list(shares)
+        paths = [str(each.path if isinstance(each, Store) else each) for each in given[:4]]
+        raise InputError(
+            f"mix was given a {type(shares).__name__}.",
+            "a dict of each store, or its path, and its share",
+            f"mix({dict.fromkeys(paths, 1)})",
+        )
     values = np.array([float(share) for share in shares.values()])
     if not len(values) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
         raise InputError(

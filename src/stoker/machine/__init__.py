@@ -11,6 +11,7 @@ to it). torch is described without importing it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -159,6 +160,7 @@ def recommended_workers(
     return Choice(value, f"half of {cores} usable cores, within {low} to {high} as {who}")
 
 
+@functools.cache
 def _read_torch() -> tuple[str | None, str | None]:
     """Return (version, CUDA version) of the installed torch without importing it (1–2 s)."""
     try:

@@ -78,7 +78,20 @@ class PackOptions:
             )
         for repair in self.repairs:
             parse_repair(repair)
-        self.allowance(0)
+        try:
+            self.allowance(0)
+        except InputError as error:
+            raise InputError(
+                f"--bad-budget is {self.bad_budget!r}.",
+                "a share from 0% to 100%, or a number of pieces",
+                "--bad-budget 5%",
+            ) from error
+        if self.on_bad == "stop" and self.bad_budget != PackOptions.bad_budget:
+            raise InputError(
+                f"--on-bad stop, and a --bad-budget of {self.bad_budget}: it has no effect.",
+                "--bad-budget with --on-bad quarantine",
+                "--on-bad quarantine (in Python on_bad='quarantine'); or leave --bad-budget out",
+            )
 
     def recorded(self) -> dict[str, Any]:
         """The choices that change the store's content."""
@@ -86,11 +99,10 @@ class PackOptions:
 
     def allowance(self, total: int) -> int:
         """How many of `total` may be left out."""
-        if self.on_bad == "stop":
-            return 0
         text = str(self.bad_budget).strip()
         # A whole number is a number of pieces; a share has a percent sign or a point.
-        return int(text) if text.isdigit() else int(parse_share(text) * total)
+        most = int(text) if text.isdigit() else int(parse_share(text) * total)
+        return 0 if self.on_bad == "stop" else most
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,12 @@ background:linear-gradient(var(--bar) 0 0) 0 100%/var(--share) 4px no-repeat,
 linear-gradient(var(--line) 0 0) 0 100%/100% 4px no-repeat}
 figure figure{border:0;padding:0 0 8px;background:none}
 .grid+p{margin-top:14px}
-.pictures{display:flex;flex-wrap:wrap;gap:6px}
-.pictures img{max-width:100%;min-width:64px;image-rendering:pixelated;border-radius:4px}
+.pictures{display:flex;gap:6px;margin-bottom:5px}
+.pictures span{flex:1 1 0;min-width:0;max-width:160px;font-size:.75rem;color:var(--quiet)}
+.colours span{display:inline-block;margin-right:14px;white-space:nowrap}
+.colours i{display:inline-block;width:12px;height:12px;margin-right:5px;border:1px solid var(--quiet);border-radius:2px;
+vertical-align:-1px}
+.pictures img{display:block;width:100%;image-rendering:pixelated;border-radius:4px}
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round;
 vector-effect:non-scaling-stroke}
 .curve.dots{stroke-width:5.5}.curve.dashed{stroke-dasharray:6 4}
@@ -116,7 +120,8 @@ h1{font-size:1.35rem}th,td{padding:7px 10px}
 .stack td.number::before{content:attr(data-head) " ";color:var(--quiet)}
 .stack td:empty{display:none}
 .tight th,.tight td{padding:7px 6px;font-size:.8rem}.tight th{font-size:.75rem}
-.tight td:first-child{white-space:normal;min-width:5.5rem}.meter{min-width:3.2rem}}
+.tight td:first-child{white-space:normal;min-width:6.5rem;overflow-wrap:normal}
+.meter{min-width:3.2rem}}
 @media print{:root{--page:#fff;--card:#fff;--ink:#000;--quiet:#444;--line:#ccc}
 body{font-size:10pt}nav{display:none}.scroll{overflow:visible;border-radius:0}
 figure,tr{break-inside:avoid}h2,h3{break-after:avoid}

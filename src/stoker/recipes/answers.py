@@ -24,7 +24,6 @@ import torch
 from stoker.address import as_url
 from stoker.display import command, look_for, quoted
 from stoker.errors import InputError
-from stoker.recipes.classification import evaluate_classes
 from stoker.recipes.contract import RawReader
 from stoker.recipes.inference import (
     BATCH_SIZE,
@@ -32,11 +31,11 @@ from stoker.recipes.inference import (
     Trained,
     check_answers,
     load_trained,
+    make_judge,
     place_of,
     predict_store,
     write_out,
 )
-from stoker.recipes.metrics import bootstrap
 from stoker.recipes.raw_tables import open_raw_table
 from stoker.recipes.registry import blamed
 from stoker.report import Progress, Silent
@@ -48,8 +47,6 @@ from stoker.train.predict import (
     Predicted,
     as_rows,
 )
-
-_MOST_EVALUATED = 2_000_000
 
 
 class Model:
@@ -241,9 +238,7 @@ class _Answers:
         is_path = isinstance(given, str | Path)
         self._input = quoted(given) if is_path else f"the {type(given).__name__}"
         self._model = trained.made.model.to(self._device).eval()
-        self._truths: list[Array] = []
-        self._given: list[Array] = []
-        self._num_kept = 0
+        self._judge = make_judge(trained)
         self.names: list[str] = []
 
     def predict(self) -> Iterator[Predicted]:
@@ -252,7 +247,9 @@ class _Answers:
             columns = self._forward(raw.batch, len(raw.keys))
             self.names = [*columns, *(["reason"] if raw.reasons is not None else [])]
             if raw.truth is not None:
-                self._keep(raw.truth, columns, raw.answered)
+                known = slice(None) if raw.answered is None else raw.answered
+                answers = {name: values[known] for name, values in columns.items()}
+                self._judge.update(answers, raw.truth[known])
             yield Predicted(raw.keys, columns, raw.answered, raw.reasons, raw.labels)
         if not self.names:
             raise InputError(
@@ -272,31 +269,8 @@ class _Answers:
                 parts.setdefault(name, []).append(value.cpu().numpy())
         return {name: np.concatenate(values) for name, values in parts.items()}
 
-    def _keep(self, truth: Array, columns: Mapping[str, Array], answered: Array | None) -> None:
-        given = columns.get("probability", columns.get("value"))
-        if given is None or self._num_kept > _MOST_EVALUATED:
-            return
-        known = truth >= 0 if truth.ndim == 1 else np.isfinite(truth).all(axis=1)
-        known = known if answered is None else known & answered
-        self._truths.append(truth[known])
-        self._given.append(given[known])
-        self._num_kept += int(known.sum())
-
     def evaluation(self) -> Evaluation | None:
         """Return how good the answers are, where the input had targets."""
-        if not self._num_kept:
-            return None
-        truth, given = np.concatenate(self._truths), np.concatenate(self._given)
-        if truth.ndim == 1:
-            names = self._trained.class_names or [str(n) for n in range(given.shape[1])]
-            report = evaluate_classes(given, truth, names)
-            made = Evaluation(len(truth), ("macro_f1", True), **vars(report))
-        else:
-            errors = np.abs(given.reshape(len(truth), -1) - truth).mean(axis=1)
-            made = Evaluation(
-                len(truth),
-                ("mae", False),
-                {"mae": float(errors.mean())},
-                {"mae": bootstrap(errors)},
-            )
-        return replace(made, notes=("of the rows whose target is in the input",))
+        made = self._judge.evaluate()
+        told = "of the rows whose target is in the input"
+        return None if made is None else replace(made, notes=(*made.notes, told))

@@ -8,7 +8,7 @@ intervals and the reliability curve, ready for an `Evaluation`. Costs: a sort pe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from stoker.recipes.metrics import bootstrap, bootstrap_counts
-from stoker.runs.evaluation import Confusion, Curve, Example
+from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example
 from stoker.store.fields import Array
+from stoker.store.reader import Store
 
 MOST_SHOWN_CLASSES = 200
 """A larger confusion matrix is not kept: nobody can read it, and its intervals would take minutes."""
 _NUM_BINS = 10
+_MOST_EVALUATED = 2_000_000
 
 
 class ScoreList:
@@ -212,3 +214,57 @@ def _balanced(counts: Array) -> Array:
     recalls = np.diagonal(counts, axis1=1, axis2=2) / np.maximum(support, 1e-12)
     means: Array = recalls.sum(axis=1) / np.maximum((support > 0).sum(axis=1), 1)
     return means
+
+
+# -- answers whose truth is known --------------------------------------------------------------------
+
+
+def label_places(store: Store, numbers: Array, names: Sequence[str]) -> Array:
+    """Return the places of a store's class numbers among the classes of a model; -1 for a class it does not know.
+
+    Another store may have other classes, or the same ones in another order: names decide where both have them.
+    """
+    own = list(store.manifest.attributes.get("classes") or ())
+    if not own or not names or own == list(names):
+        return numbers
+    places = np.array([names.index(name) if name in names else -1 for name in own])
+    known = (numbers >= 0) & (numbers < len(own))
+    found: Array = np.where(known, places[np.where(known, numbers, 0)], -1)
+    return found
+
+
+class AnswerJudge:
+    """Evaluates classes by their probabilities, and values by their mean error; a `Judge`.
+
+    Args:
+        names: Of the classes, in the order of the probabilities; empty for numbers.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._truths: list[Array] = []
+        self._given: list[Array] = []
+        self._num_kept = 0
+
+    def update(self, columns: Mapping[str, Array], truth: Array) -> None:
+        """Take answers; after two million the others are left out."""
+        given = columns.get("probability", columns.get("value"))
+        if given is None or self._num_kept > _MOST_EVALUATED:
+            return
+        known = truth >= 0 if truth.ndim == 1 else np.isfinite(truth).all(axis=1)
+        self._truths.append(truth[known])
+        self._given.append(given[known])
+        self._num_kept += int(known.sum())
+
+    def evaluate(self) -> Evaluation | None:
+        """Return the evaluation; see `Judge`."""
+        if not self._num_kept:
+            return None
+        truth, given = np.concatenate(self._truths), np.concatenate(self._given)
+        if truth.ndim == 1:
+            names = list(self._names) or [str(n) for n in range(given.shape[1])]
+            report = evaluate_classes(given, truth, names)
+            return Evaluation(len(truth), ("macro_f1", True), **vars(report))
+        errors = np.abs(given.reshape(len(truth), -1) - truth).mean(axis=1)
+        mean = {"mae": float(errors.mean())}
+        return Evaluation(len(truth), ("mae", False), mean, {"mae": bootstrap(errors)})

@@ -164,6 +164,16 @@ class RawReader(Protocol):
         """Return what was done to the rows; asked after the last one."""
 
 
+class Judge(Protocol):
+    """Compares answers with what is known to be true, as they come."""
+
+    def update(self, columns: Mapping[str, Array], truth: Array) -> None:
+        """Take some answers, by the names of `Rebuilt.predict`, and as many truths; unknown ones are passed over."""
+
+    def evaluate(self) -> Evaluation | None:
+        """Return how good the answers are; None where no truth is known."""
+
+
 @dataclass(frozen=True)
 class Rebuilt:
     """A model to be filled with weights, and how to use it.
@@ -280,6 +290,18 @@ class Recipe(Protocol):
             InputError: The input lacks what the model was trained on; all of it is named.
         """
         del given, made, facts, told
+        return None
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: Any, facts: Facts
+    ) -> Array | None:
+        """Return the targets of some samples of a store, as `RawBatch.truth` has them; None where it has none."""
+        del store, samples, made, options, facts
+        return None
+
+    def make_judge(self, options: Any, facts: Facts) -> Judge | None:
+        """Return what evaluates answers whose truths are known; None where they are classes or values."""
+        del options, facts
         return None
 
     def write_answers(

@@ -1,8 +1,8 @@
-"""The quality gate in front of a recipe: data that would ruin training never reaches the first step.
+"""The gates in front of a recipe: data that would ruin training, or a split without a part, never reach the first step.
 
-Enters: an open store, and the fields that training reads. Leaves: the findings that only warn, or a
-`QualityError` with the gate's own findings and what to type. Costs: nothing for a packed store, which
-carries what the gate found; a plain HDF5 file is read once, at about 0.3 GB/s a core.
+Enters: an open store, and the fields that training reads; a drawn split. Leaves: the findings that only warn, or a
+`QualityError` with the gate's own findings and what to type; a split without an empty part. Costs: nothing for a packed
+store, which carries what the gate found; a plain HDF5 file is read once, at about 0.3 GB/s a core.
 
 S4's inputs reached 1e15 and were met with checks in every step, each of which makes the GPU wait. A
 look before the first step finds the same, names the column and the rows, and costs no step anything.
@@ -10,10 +10,13 @@ look before the first step finds the same, names the column and the rows, and co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from stoker.display import quoted
-from stoker.errors import QualityError
+from stoker.errors import InputError, QualityError
+from stoker.store.fields import Array
 from stoker.store.inspection import inspect_store
 from stoker.store.quality import Finding, sorted_findings
 from stoker.store.reader import Store
@@ -48,6 +51,77 @@ def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[F
     if refused:
         raise _refusal(store, refused)
     return [finding for finding in mine if finding.severity == "warn"]
+
+
+def fill_parts(
+    samples: Mapping[str, Array],
+    ratios: Sequence[float],
+    seed: int,
+    groups: Array | None,
+    what: str,
+) -> tuple[dict[str, Array], str]:
+    """Return a drawn split in which every part with a share has samples, and what to say of it; "" of nothing.
+
+    A split of few samples may leave val or test empty: a group of train goes there.
+
+    Args:
+        samples: Of "train", "val" and "test".
+        ratios: Their shares.
+        seed: Decides which group goes.
+        groups: One whole number per sample of the store; equal ones stay together. None where nothing may be moved,
+            since the parts are spans of time.
+        what: The groups in words, such as "compounds".
+
+    Raises:
+        InputError: There are too few to divide.
+    """
+    filled = dict(samples)
+    parts = zip(("val", "test"), ratios[1:], strict=True)
+    lacks = [name for name, share in parts if share > 0 and not len(samples[name])]
+    for name in lacks:
+        train = filled["train"]
+        own = groups[train] if groups is not None else np.zeros(0)
+        if len(np.unique(own)) < 2:
+            sizes = ", ".join(f"{len(ids):,} {part}" for part, ids in samples.items())
+            raise InputError(
+                f"there are too few {what} for train, val and test: {sizes}.",
+                "at least one in each part that has a share",
+                "ratios=[1.0, 0.0, 0.0]",
+            )
+        taken = own == np.random.default_rng(seed).choice(np.unique(own))
+        filled |= {"train": train[~taken], name: train[taken]}
+    moved = [f"{name} ({format_count(len(filled[name]), 'sample')})" for name in lacks]
+    told = f", and {' and '.join(moved)} from train, since there are few {what}" if moved else ""
+    return filled, told
+
+
+def complete_parts(
+    samples: Mapping[str, Array], seed: int, groups: Array
+) -> tuple[dict[str, Array], str]:
+    """Return the split that a store came with, val or test made of what there is where one is empty, and what to say.
+
+    People divide their data into train and val, or into train and test. A tenth of train becomes val, or half of val
+    becomes test; a group stays together.
+
+    Args:
+        samples: Of "train", "val" and "test".
+        seed: Decides which groups go.
+        groups: One whole number per sample of the store.
+    """
+    lacks = [name for name in ("val", "test") if not len(samples[name])]
+    if len(lacks) != 1:
+        return dict(samples), ""
+    (name,) = lacks
+    source, share = ("train", 0.1) if name == "val" else ("val", 0.5)
+    ids = samples[source]
+    own = np.random.default_rng(seed).permutation(np.unique(groups[ids]))
+    count = max(1, round(share * len(own)))
+    if count >= len(own):
+        return dict(samples), ""
+    taken = np.isin(groups[ids], own[:count])
+    part = "a tenth" if name == "val" else "half"
+    told = f", and {part} of {source} as {name} ({int(taken.sum()):,}), since it has none"
+    return {**samples, source: ids[~taken], name: ids[taken]}, told
 
 
 def gate_notes(warnings: Sequence[Finding]) -> list[str]:

@@ -34,7 +34,8 @@ from stoker.recipes.catalogue import (
     rebuild,
     restore,
 )
-from stoker.recipes.contract import Job, Rebuilt
+from stoker.recipes.classification import AnswerJudge
+from stoker.recipes.contract import Job, Judge, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.registry import blamed
 from stoker.report import LOG_NAME, Progress, Silent, Topic, read_note, read_run_log
@@ -172,7 +173,7 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
         )
     if "split" in store.fields:
         return select_samples(store, split)
-    if fingerprint(store) != trained.loaded.identity["data"]:
+    if not _is_trained_on(store, trained):
         raise InputError(
             f"{store.name} has no split, and is not the store that was trained on.",
             "--split all for new data",
@@ -243,17 +244,37 @@ def predict_store(
         rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
         began = time.perf_counter()
         key, keyed = _own_keys(store, trained.facts)
+        judge = make_judge(trained)
 
         def watched() -> Iterator[Any]:
             for predicted in rows:
                 columns[:] = predicted.columns
+                ids = predicted.sample_ids
+                truth = recipe.read_truth(store, ids, made, trained.chosen.options, trained.facts)
+                if truth is not None:
+                    judge.update(predicted.columns, truth)
                 told.advance(len(predicted.sample_ids) if is_own else 0)
                 yield _named(store, predicted, recipe.label_fields) if is_own else keyed(predicted)
 
         about = {"store": store.name, "data": fingerprint(store), "split": split}
         num_rows, said = write_out(trained, out, is_own, watched(), about, told, key=key)
+        found = judge.evaluate()
+        if found is not None and split in ("all", "train") and _is_trained_on(store, trained):
+            seen = "training samples are among them: --split test says what the model is worth"
+            found = replace(found, notes=(*found.notes, seen))
     seconds = time.perf_counter() - began
-    return PredictReport(out, num_rows, tuple(columns), seconds, (*notes, *said, *made.notes))
+    told_of = (*notes, *said, *made.notes)
+    return PredictReport(out, num_rows, tuple(columns), seconds, told_of, found)
+
+
+def make_judge(trained: Trained) -> Judge:
+    """Return what compares answers with truths: the recipe's own, or that of classes and values."""
+    own = trained.chosen.recipe.make_judge(trained.chosen.options, trained.facts)
+    return AnswerJudge(trained.class_names) if own is None else own
+
+
+def _is_trained_on(store: Store, trained: Trained) -> bool:
+    return bool(fingerprint(store) == trained.loaded.identity["data"])
 
 
 def check_answers(trained: Trained, out: Path, given: str | Path) -> bool:

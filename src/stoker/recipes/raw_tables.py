@@ -172,7 +172,8 @@ class RawTable:
         recorded = facts["table"]
         self._dtype = np.dtype(recorded["dtype"])
         name = recorded.get("target")
-        self._target = None if name is None else Target(name, tuple(recorded["classes"]), True)
+        words = tuple(recorded.get("target_words", ()))
+        self._target = name and Target(name, tuple(recorded["classes"]), True, words)
         # A model may predict another thing than the packed target: only the target itself is compared.
         self._is_comparable = bool(recorded["classes"]) == bool(facts.get("is_classifier"))
         self._outputs = [name for column in columns for name in column.outputs]
@@ -278,13 +279,14 @@ class RawTable:
         def remark(row: int, said: str) -> None:
             reasons[row] = f"{reasons[row]}; {said}" if reasons[row] else said
 
+        words = {column.name: column.words for column in self._columns}
         for name, rows in unseen.items():
-            texts = as_text(table.column(name))
+            texts = as_text(table.column(name), words[name])
             for row in rows.tolist():
                 remark(row, f"{name} is {str(texts[row])[:40]!r}, which training did not have")
         for column in self._columns:
             if column.is_full:
-                known = as_text(table.column(column.name)).is_valid()
+                known = as_text(table.column(column.name), column.words).is_valid()
                 for row in np.flatnonzero(~known.to_numpy(zero_copy_only=False)).tolist():
                     remark(row, f"no value in {column.name}, which training always had")
         self._num_unseen += sum(reason is not None for reason in reasons)
@@ -308,7 +310,7 @@ class RawTable:
         if len(blank):
             some = table.take(blank)
             for column in self._columns:
-                known = as_text(some.column(column.name)).is_valid()
+                known = as_text(some.column(column.name), column.words).is_valid()
                 is_blank = ~known.to_numpy(zero_copy_only=False)
                 blank, some = blank[is_blank], some.filter(is_blank)
         rows: list[int] = blank.tolist()

@@ -494,19 +494,27 @@ class Run:
             *map(Note, describe_choices(settings)),
             *map(Note, self.job.notes),
             *self._rank_notes(),
-            *map(Note, self._batch_notes()),
+            *map(Note, self._few_notes()),
             Note(f"data {train.reason}", Topic.DATA),
             *map(Note, settings.notes),
             *map(Note, chosen.notes),
         ]
 
-    def _batch_notes(self) -> list[str]:
+    def _few_notes(self) -> list[str]:
         have, asked = len(self.job.samples["train"]), self.settings.training.batch_size
-        if asked <= have:
-            return []
-        return [
-            f"batch_size is {asked:,}, and there are {have:,} training samples: one batch has all"
+        notes = [
+            f"no {name} samples: {what}"
+            for name, what in (
+                ("val", "no epoch is the best, and nothing stops early"),
+                ("test", "nothing says how good the model is"),
+            )
+            if not len(self.job.samples[name])
         ]
+        if asked > have:
+            notes.append(
+                f"batch_size is {asked:,}, and there are {have:,} training samples: one batch has all"
+            )
+        return notes
 
     def _rank_notes(self) -> list[Note]:
         if not self.ranks.joined:

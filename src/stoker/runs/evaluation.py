@@ -82,6 +82,7 @@ class Evaluation:
         importance: Input to the loss of `compared_by` when its values are permuted; largest first.
         examples: At most 24.
         notes: What a reader should know: how baselines were fitted, what was left out.
+        colours: Class to its colour in the pictures of examples, as `#rrggbb`.
     """
 
     num_samples: int
@@ -95,6 +96,7 @@ class Evaluation:
     importance: Mapping[str, float] = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
     notes: tuple[str, ...] = ()
+    colours: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best_baseline(self) -> tuple[str, float] | None:
@@ -210,6 +212,9 @@ class Evaluation:
                 if each.get("kind") in ("text", "image", "spectrum", "series")
             ),
             notes=_texts(data.get("notes")),
+            colours={
+                str(name): str(colour) for name, colour in as_mapping(data.get("colours")).items()
+            },
         )
 
 

@@ -24,6 +24,7 @@ _WORTH_WORDS = {
 _MOST_GROUPS = 60
 _MOST_CONFUSED = 30
 _MOST_INPUTS = 15
+_COLOUR = re.compile("#[0-9a-f]{6}")
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 
 
@@ -42,6 +43,7 @@ def evaluation_section(made: Evaluation, key: str) -> Html:
         parts.append(_importance(made))
     if made.examples:
         parts += [Html("<h3>Examples</h3>"), page.grid(_examples(made.examples, key))]
+        parts += [_colours(made.colours)] if made.colours else []
     parts += [page.paragraph(note, quiet=True) for note in made.notes]
     return page.join(parts)
 
@@ -179,11 +181,22 @@ def _examples(examples: Sequence[Example], key: str) -> Iterable[Html]:
         )
 
 
+def _colours(colours: Mapping[str, str]) -> Html:
+    """Return what the colours of masks mean."""
+    items = "".join(
+        f'<span><i style="background:{colour}"></i>{page.escape(name)}</span>'
+        for name, colour in list(colours.items())[:_MOST_GROUPS]
+        if _COLOUR.fullmatch(colour)
+    )
+    return Html(f'<p class="colours">{items}</p>')
+
+
 def _picture(example: Example, key: str) -> Html:
     if example.kind == "image":
         # Only pictures as bytes: a log must not make a browser ask a server.
+        several = len(example.pictures) > 1
         shown = [
-            f'<img alt="{page.escape(name)}" title="{page.escape(name)}" src="{url}">'
+            f'<span><img alt="{page.escape(name)}" src="{url}">{page.escape(name) if several else ""}</span>'
             for name, url in example.pictures.items()
             if _PICTURE.fullmatch(url)
         ]

@@ -102,18 +102,19 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
     )
 
 
-def run_folder_of(path: str | Path) -> Path:
-    """Return the folder of a run, or raise with what was expected."""
+def run_folder_of(path: str | Path, otherwise: str = "") -> Path:
+    """Return the folder of a run, or raise with what was expected, and what else may be typed."""
     folder = Path(path)
     if folder.is_file() and folder.name == LOG_NAME:
         folder = folder.parent
     if not (folder / LOG_NAME).is_file():
         inside = next((log.parent for log in sorted(folder.glob(f"*/{LOG_NAME}"))), None)
         what = "is not the folder of a run" if folder.exists() else "does not exist"
+        there = folder if folder.is_dir() else folder.parent
         raise InputError(
             f"{str(path)!r} {what}.",
-            f"a folder with {LOG_NAME}, as `stoker train` makes it",
-            quoted(inside) if inside else look_in(folder) if folder.is_dir() else look_for(folder),
+            f"a folder with {LOG_NAME}, as `stoker train` makes it{otherwise and '; '}{otherwise}",
+            quoted(inside) if inside else look_in(there) if folder.exists() else look_for(folder),
         )
     return folder
 

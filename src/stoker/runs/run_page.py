@@ -183,6 +183,7 @@ def _comparison(runs: Sequence[RunRecord]) -> Html:
             times = ratio(quantity, runs[0], run)
             row += [quantity.text(value), "" if times is None else f"× {times:.2f}"]
         rows.append(row)
+    rows += _test_rows(runs)
     numeric = range(1, len(header))
     table = page.table(
         [page.shorten(text, 60) for text in header],
@@ -194,6 +195,24 @@ def _comparison(runs: Sequence[RunRecord]) -> Html:
     )
     told = f"Ratios are to {runs[0].name}. Rates and epochs leave out each run's first epoch."
     return page.join([table, page.paragraph(told, quiet=True)])
+
+
+def _test_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """Return the test metrics that all runs have, the one they are compared by first."""
+    made = [Evaluation.from_json(run.result.get("evaluation")) for run in runs]
+    known = [each for each in made if each is not None]
+    if len(known) < len(runs) or len({each.compared_by for each in known}) > 1:
+        return []
+    shared = [name for name in known[0].metrics if all(name in each.metrics for each in known)]
+    shared.sort(key=lambda name: name != known[0].compared_by[0])
+    rows = []
+    for name in shared:
+        values = [each.metrics[name] for each in known]
+        row = [page.name(f"Test {name.replace('_', ' ')}"), page.format_number(values[0])]
+        for value in values[1:]:
+            row += [page.format_number(value), ""]
+        rows.append(row)
+    return rows
 
 
 # -- parts ---------------------------------------------------------------------------------------

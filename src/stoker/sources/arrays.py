@@ -182,13 +182,9 @@ def _field_names(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """An array that hands out ranges of rows.
+    """An array `(rows, ...)` that hands out ranges of rows.
 
-    Attributes:
-        shape: `(rows, ...)`.
-        dtype: Of a value.
-        read: Called with the first row and the one after the last.
-        ragged_bytes: Of all values, where rows have different numbers of them.
+    `ragged_bytes` is of all values, where rows have different numbers of them.
     """
 
     shape: tuple[int, ...]

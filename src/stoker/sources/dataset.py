@@ -11,6 +11,7 @@ pack are used again if the dataset pickles to the same bytes and the 64 samples 
 from __future__ import annotations
 
 import contextlib
+import io
 import pickle
 import time
 import uuid
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
+from types import CodeType
 from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
@@ -38,7 +40,14 @@ from stoker.sources.contract import (
     Preparation,
     cut_rows,
 )
-from stoker.sources.samples import as_array, collect, field_names
+from stoker.sources.samples import (
+    as_array,
+    collect,
+    field_names,
+    named_values,
+    plain_column,
+    plain_data,
+)
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 
@@ -60,7 +69,7 @@ _live: dict[str, _Live] = {}
 class Columns:
     """Arrays with a row per sample, as samples by number."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
+    def __init__(self, arrays: Mapping[str, Array | list[Any]]) -> None:
         self._arrays = arrays
 
     def __len__(self) -> int:
@@ -127,7 +136,7 @@ class SamplesSource(PlainSource):
         parts: list[Part] = []
         first = total = 0
         while block := list(islice(samples, rows)):
-            fields = collect(block, first, self.fields)
+            fields = collect(block, range(first, first + len(block)), self.fields)
             spooled = scratch / f"samples-{len(parts):05d}.pickle"
             _write(spooled, pickle.dumps(fields, protocol=5))
             total += sum(data.values.nbytes for data in fields.values())
@@ -143,14 +152,36 @@ class SamplesSource(PlainSource):
         live = _live.get(self.token)
         samples = live.samples if live else _load(context.scratch / _PICKLE, self.token)
         refused: list[Refusal] = []
-        taken: list[Any] = []
+        taken: dict[int, Any] = {}
         for number in range(part.payload, part.payload + part.num_samples):
             try:
-                taken.append(samples[number])
+                sample, reason = samples[number], "it is None"
             except Exception as error:  # noqa: BLE001  somebody else's code may raise anything
-                reason = f"{type(error).__name__}: {error}"
+                sample, reason = None, f"{type(error).__name__}: {error}"
+            if sample is None:
                 refused.append(Refusal(self.name, number, reason, unit="sample"))
-        return PartData(collect(taken, part.payload, self.fields), refused)
+            else:
+                taken[number] = sample
+        return PartData(collect(taken.values(), taken, self.fields), refused)
+
+
+def _by_number(samples: Any) -> Any:
+    """Return a dict or tuple of arrays as samples; anything else as it is."""
+    if not isinstance(samples, Mapping | tuple):
+        return samples
+    field_names(samples)  # or raises
+    arrays = {
+        n: v if isinstance(v, list) else as_array(v, repr(n))
+        for n, v in ((n, plain_column(v)) for n, v in named_values(samples))
+    }
+    counts = {n: len(a) for n, a in arrays.items() if isinstance(a, list) or getattr(a, "ndim", 0)}
+    if len(set(counts.values())) != 1 or len(counts) != len(arrays):
+        raise InputError(
+            f"the arrays have these rows: {counts}.",
+            "one row per sample in each",
+            f"{max(counts, key=lambda n: counts[n])}[:{min(counts.values())}]" if counts else "",
+        )
+    return Columns({n: a for n, a in arrays.items() if not isinstance(a, str)})
 
 
 @contextlib.contextmanager
@@ -169,20 +200,7 @@ def samples_source(
             "a Dataset, or anything that yields samples",
             "stoker.pack_from(dataloader.dataset, 'made')",
         )
-    if isinstance(samples, Mapping | tuple):
-        names = field_names(samples)
-        values = samples.values() if isinstance(samples, Mapping) else samples
-        arrays = {n: as_array(v, repr(n)) for n, v in zip(names, values, strict=True)}
-        counts = {n: len(a) for n, a in arrays.items() if not isinstance(a, str) and a.ndim}
-        if len(set(counts.values())) != 1 or len(counts) != len(arrays):
-            raise InputError(
-                f"the arrays have these rows: {counts}.",
-                "one row per sample in each",
-                f"{max(counts, key=lambda n: counts[n])}[:{min(counts.values())}]"
-                if counts
-                else "",
-            )
-        samples = Columns({n: a for n, a in arrays.items() if not isinstance(a, str)})
+    samples = _by_number(plain_data(samples))
     is_indexed = hasattr(samples, "__getitem__") and hasattr(samples, "__len__")
     if not is_indexed and not isinstance(samples, Iterable):
         raise InputError(
@@ -193,22 +211,25 @@ def samples_source(
     count = len(samples) if is_indexed else None
     began, failed = time.perf_counter(), None
     if is_indexed:
-        looked = []
+        looked: dict[int, Any] = {}
         for number in np.unique(np.linspace(0, count - 1, _PROBES, dtype=int)) if count else ():
             try:
-                looked.append(samples[int(number)])
+                sample = samples[int(number)]
             except Exception as error:  # noqa: BLE001  refused when its part is built
                 failed = failed or error
+            else:
+                if sample is not None:
+                    looked[int(number)] = sample
     else:
         rest = iter(samples)
-        looked = list(islice(rest, _PROBES))
-        samples = chain(looked, rest)
+        looked = dict(enumerate(islice(rest, _PROBES)))
+        samples = chain(looked.values(), rest)
     if failed is not None and not looked:
         raise failed
     if not looked:
         raise InputError(f"{name} has no samples.", "one sample or more", "")
     seconds = (time.perf_counter() - began) / len(looked)
-    shown = collect(looked)
+    shown = collect(looked.values(), looked)
     unknown = [
         each
         for each in ragged
@@ -241,7 +262,7 @@ def samples_source(
         with contextlib.suppress(Exception):
             code = cloudpickle.dumps(samples)
     # What is not pickled may have changed in any way: nothing of an earlier pack is taken for it.
-    digest.update(uuid.uuid4().bytes if code is None else code)
+    digest.update(uuid.uuid4().bytes if code is None else _lasting(samples, code))
     token = uuid.uuid4().hex
     each_bytes = -(-sum(data.values.nbytes for data in shown.values()) // len(looked))
     source = SamplesSource(
@@ -252,6 +273,36 @@ def samples_source(
         yield source, code is not None
     finally:
         del _live[token]
+
+
+class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles code without what differs between two runs of a script: the order of the sets that it compares with."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return code as its parts, for a digest alone: nobody unpickles it."""
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        sets = (sorted(map(repr, each)) for each in obj.co_consts if isinstance(each, frozenset))
+        others = [each for each in obj.co_consts if not isinstance(each, frozenset)]
+        return bytes, (obj.co_code, obj.co_names, obj.co_freevars, *sets, *others)
+
+
+def _lasting(samples: Any, code: bytes) -> bytes:
+    """Return the pickle of a dataset, the same in every run of a script.
+
+    A class of the script itself is pickled whole, under a number that each process draws anew: by those bytes an
+    interrupted pack could never go on, and a finished one would be done again.
+    """
+    drawn = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
+    numbers = [n.encode() for n in drawn.values() if n.encode() in code]
+    if not numbers:
+        return code
+    file = io.BytesIO()
+    _LastingPickler(file).dump(samples)
+    lasting = file.getvalue()
+    for number in numbers:
+        lasting = lasting.replace(number, b"")
+    return lasting
 
 
 def _write(path: Path, code: bytes) -> None:

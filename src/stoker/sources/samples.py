@@ -11,6 +11,7 @@ array is `features`. What differs between samples in any other way is refused, w
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -46,11 +47,11 @@ def field_names(sample: Any) -> tuple[str, ...]:
     return _FIRST_NAMES[:1]
 
 
-def tuple_names(count: int) -> tuple[str, ...]:
-    """Return the fields of a tuple of `count` values."""
+def tuple_names(length: int) -> tuple[str, ...]:
+    """Return the fields of a tuple of `length` values."""
     return tuple(
         _FIRST_NAMES[number] if number < len(_FIRST_NAMES) else f"field_{number}"
-        for number in range(count)
+        for number in range(length)
     )
 
 
@@ -59,6 +60,43 @@ def form_of(sample: Any) -> Form:
     if isinstance(sample, Mapping):
         return "dict"
     return "tuple" if isinstance(sample, tuple | list) else "single"
+
+
+def plain_data(data: Any) -> Any:
+    """Return a table as a dict of columns and a column as an array, by position; anything else as it is.
+
+    Tables and columns of pandas, polars, pyarrow and xarray are known by their methods. Asked for `data[3]` some of
+    them would look for a label 3, which a sorted or filtered column has elsewhere or not at all.
+    """
+    if hasattr(data, "tocsr"):
+        raise InputError(
+            f"{type(data).__name__} is a sparse matrix.", "dense arrays", "x.toarray()"
+        )
+    if hasattr(data, "column_names") and hasattr(data, "column"):  # pyarrow
+        names, columns = list(data.column_names), list(data.columns)
+    elif hasattr(data, "columns") and hasattr(data, "to_numpy"):  # pandas, polars
+        names = [str(name) for name in data.columns]
+        columns = [data[name] for name in data.columns] if len(set(names)) == len(names) else []
+    elif hasattr(data, "to_numpy") and hasattr(data, "__len__"):
+        return plain_column(data)
+    else:
+        return data
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(
+            f"the table has {names.count(twice[0])} columns called {twice[0]!r}.",
+            "a name of its own for each column",
+            "table.columns = [f'column_{n}' for n in range(table.shape[1])]",
+        )
+    return dict(zip(names, map(plain_column, columns), strict=True))
+
+
+def plain_column(value: Any) -> Any:
+    """Return one column of a table, or a value of a dict of arrays: as an array, or a list where it holds text."""
+    if hasattr(value, "to_numpy"):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "UO" and value.ndim == 1:
+        return value.tolist()  # text, as numpy and pandas hold it
+    return value
 
 
 def as_array(value: Any, what: str) -> Array | str:
@@ -136,15 +174,24 @@ def _advise(value: Any, kind: str) -> str:
 
 
 def collect(
-    samples: Iterable[Any], first: int = 0, like: Mapping[str, FieldInfo] | None = None
+    samples: Iterable[Any],
+    numbers: Iterable[int] | None = None,
+    like: Mapping[str, FieldInfo] | None = None,
 ) -> dict[str, Dense | Ragged]:
-    """Return the fields of samples, one row each; the first sample has the number `first` in errors.
+    """Return the fields of samples, one row each; errors tell their `numbers` in the dataset, or count from 0.
 
     `like` is what other samples have decided; None decides here, and needs one sample at least.
     """
     names = tuple(like or ())
     values: dict[str, list[Array | str]] = {name: [] for name in names}
-    for number, sample in enumerate(samples, first):
+    taken: list[int] = []
+    for sample, number in zip(samples, count() if numbers is None else numbers, strict=False):
+        if sample is None:
+            raise InputError(
+                f"sample {number} is None.",
+                "a sample for every number",
+                "torch.utils.data.Subset(dataset, [n for n in range(len(dataset)) if dataset[n] is not None])",
+            )
         if not names:
             names = field_names(sample)
             values = {name: [] for name in names}
@@ -155,10 +202,11 @@ def collect(
                 "the same fields in every sample",
                 "",
             )
+        taken.append(number)
         for name, value in named_values(sample):
             values[name].append(as_array(value, f"{name!r} of sample {number}"))
     return {
-        name: _as_field(name, column, first, (like or {}).get(name))
+        name: _as_field(name, column, taken, (like or {}).get(name))
         for name, column in values.items()
     }
 
@@ -173,33 +221,45 @@ def named_values(sample: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _as_field(
-    name: str, column: Sequence[Array | str], first: int, like: FieldInfo | None
+    name: str, column: Sequence[Array | str], numbers: Sequence[int], like: FieldInfo | None
 ) -> Dense | Ragged:
     texts = [value for value in column if isinstance(value, str)]
     rows = [value for value in column if not isinstance(value, str)]
     if texts and rows:
-        raise _differs(name, first, column, "text in some samples and numbers in others")
+        first = isinstance(column[0], str)
+        other = next(n for n, value in enumerate(column) if isinstance(value, str) != first)
+        raise _differs(
+            name, numbers, column, 0, other, "text in some samples and numbers in others"
+        )
     if texts or (like is not None and like.encoding == "utf8" and not rows):
         return Ragged.from_strings(texts)
-    dtype = rows[0].dtype if like is None else np.dtype(like.dtype)
+    # The first that holds a value decides: [] has neither a type of its own nor a number of columns.
+    lead = next((n for n, row in enumerate(rows) if row.size), 0)
+    dtype = (rows[lead].dtype if like is None else np.dtype(like.dtype)).newbyteorder("=")
+    for n, row in enumerate(rows):
+        if row.size and row.dtype.newbyteorder("=") != dtype:
+            widest = np.result_type(
+                dtype, *{row.dtype for row in rows if row.size}
+            )  # loses nothing of any sample
+            raise _differs(name, numbers, column, lead, n, f"not {dtype} in all samples", widest)
+    rows = [row if row.size else row.astype(dtype) for row in rows]
     shapes = {row.shape for row in rows}
-    if any(row.dtype.newbyteorder("=") != dtype.newbyteorder("=") for row in rows):
-        widest = np.result_type(dtype, *{row.dtype for row in rows})  # loses nothing of any sample
-        raise _differs(name, first, column, f"not {dtype} in all samples", widest)
     kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
     if kind == "dense":
         shape = rows[0].shape if like is None else tuple(like.shape)
-        other = next((row for row in rows if row.shape != shape), None)
+        other = next((n for n, row in enumerate(rows) if row.shape != shape), None)
         if other is not None:
             raise InputError(
-                f"{name!r} has the shape {other.shape} in one of the samples from {first} on, and {shape} before.",
+                f"{name!r} has the shape {rows[other].shape} in sample {numbers[other]}, and {shape} before.",
                 "one shape in all samples, or a field that is named as ragged",
                 f"ragged=[{name!r}]",
             )
         return Dense(np.stack(rows) if rows else np.empty((0, *shape), dtype))
-    inner = rows[0].shape[1:] if like is None else tuple(like.shape)
-    if any(not shape or shape[1:] != inner for shape in shapes):
-        raise _differs(name, first, column, "not of one shape", is_shape=True)
+    inner = rows[lead].shape[1:] if like is None else tuple(like.shape)
+    rows = [row.reshape(0, *inner) if row.shape == (0,) else row for row in rows]
+    other = next((n for n, row in enumerate(rows) if not row.ndim or row.shape[1:] != inner), None)
+    if other is not None:
+        raise _differs(name, numbers, column, lead, other, "not of one shape", is_shape=True)
     lengths = np.array([len(row) for row in rows], np.int64)
     values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
     return Ragged(values, offsets_of(lengths))
@@ -207,20 +267,21 @@ def _as_field(
 
 def _differs(
     name: str,
-    first: int,
+    numbers: Sequence[int],
     column: Sequence[Array | str],
+    one: int,
+    other: int,
     how: str,
     dtype: object = None,
     is_shape: bool = False,
 ) -> InputError:
-    def described(value: Array | str) -> str:
-        return "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
+    def described(row: int) -> str:
+        value = column[row]
+        told = "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
+        return f"{told} in sample {numbers[row]}"
 
-    begin = described(column[0])
-    others = (row for row, value in enumerate(column) if described(value) != begin)
-    other = next(others, 0)
     return InputError(
-        f"{name!r} is {how}: {begin} in sample {first}, {described(column[other])} in sample {first + other}.",
+        f"{name!r} is {how}: {described(one)}, {described(other)}.",
         "one type in all samples, and one shape but for the first axis",
         f"np.ravel({name}), with np.shape({name}) as a field of its own"
         if is_shape

@@ -434,7 +434,7 @@ def open_hdf5(path: Path) -> h5py.File:
                 "a store folder, an HDF5 file or a URL",
                 other[1],
             ) from None
-        if "h5clear" in str(error):
+        if _is_marked_open(path):
             raise StoreError(
                 f"{path} was not closed by the program that wrote it, or is being written.",
                 "a closed file",
@@ -445,6 +445,22 @@ def open_hdf5(path: Path) -> h5py.File:
             "a whole HDF5 file",
             READ_BY.get(path.suffix.lower(), "copy or pack the file again").format(quoted(path)),
         ) from error
+
+
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def _is_marked_open(path: Path) -> bool:
+    """Whether the superblock, of version 3, says that a program has the file open for writing."""
+    with suppress(OSError), path.open("rb") as file:
+        for place in (0, *(512 << power for power in range(20))):  # behind a user block
+            file.seek(place)
+            start = file.read(12)
+            if start.startswith(_HDF5_SIGNATURE):
+                return start[8:9] == b"\3" and bool(start[11] & 0b101)  # written, or SWMR
+            if len(start) < 12:
+                break
+    return False
 
 
 def _other_kind(path: Path) -> tuple[str, str] | None:

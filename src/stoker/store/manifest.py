@@ -19,8 +19,9 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from stoker.bounds import CHUNK, MANIFEST
-from stoker.display import look_for
+from stoker.display import command, look_for
 from stoker.errors import CorruptError, StoreError, StoreVersionError
+from stoker.report import LOG_NAME
 from stoker.store.fields import PARTS, TIMED_PARTS, FieldData, FieldKind, Ragged, Series
 from stoker.strict_json import exact_text, finite, json_text, parse_json
 
@@ -249,6 +250,12 @@ def _not_a_store(folder: Path) -> StoreError:
     if not folder.exists():
         return StoreError(
             f"{folder} does not exist.", "a store folder, an HDF5 file or a URL", look_for(folder)
+        )
+    if (folder / LOG_NAME).is_file():
+        return StoreError(
+            f"{folder} is the folder of a run, no store.",
+            "a folder made by `stoker pack`, or a plain .h5 file",
+            command("stoker", "report", folder),
         )
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",

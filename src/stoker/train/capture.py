@@ -30,7 +30,7 @@ from stoker.train.graph import GraphedStep, has_graphs
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.replay_check import as_if_captured, is_same_function
 from stoker.train.settings import Capture
-from stoker.train.step import Step, StepParts
+from stoker.train.step import SPARSE, Step, StepParts
 from stoker.train.step_state import Snapshot, StepState, drawing_objects
 from stoker.train.update import Update
 
@@ -75,10 +75,11 @@ def step_state(
     parts: StepParts,
     draws: Callable[[], Sequence[Any]] = tuple,
     gradients: Callable[[], Sequence[torch.Tensor]] = tuple,
+    functions: Sequence[Any] = (),
 ) -> StepState:
-    """Return what a step of the trainer changes."""
+    """Return what a step of the trainer changes; `functions` are other code of it."""
     modules = [m for m in (parts.model, parts.criterion) if isinstance(m, torch.nn.Module)]
-    functions = [parts.criterion] if len(modules) == 1 else []
+    functions = [parts.criterion, *functions] if len(modules) == 1 else functions
     return StepState(
         modules,
         [parts.optimizer],
@@ -128,15 +129,21 @@ class CapturedStep(GraphedStep):
             augmentation = self.feed.augmentation
             return others if augmentation is None else [augmentation, *others]
 
-        return step_state(self.step.parts, draws)
+        # The graph gathers batches of a loader that is on the device, and unpacks them.
+        functions = [self.feed.given_unpack] if self._gathers else []
+        return step_state(self.step.parts, draws, functions=functions)
+
+    @property
+    def _gathers(self) -> bool:
+        loader = self.feed.loader
+        return isinstance(loader, Loader) and loader.tier != "streamed"
 
     def works(self) -> Iterator[Work]:
         """Yield an epoch's work. From a loader on the device it has indices only: the graph gathers the batch."""
-        loader = self.feed.loader
-        if not isinstance(loader, Loader) or loader.tier == "streamed" or self.is_given_up:
+        if not self._gathers or self.is_given_up:
             yield from self.feed
             return
-        for index in loader.index_batches():
+        for index in self.feed.loader.index_batches():
             places = index.planned.positions
             several = self.step.parts.ranks.are_several
             together = index.planned.num_together if several else None
@@ -344,7 +351,7 @@ class CapturedPass(CapturedStep):
         groups = self.step.parts.optimizer.param_groups
         found = [p for group in groups for p in group["params"] if p.grad is not None]
         if any(parameter.grad.is_sparse for parameter in found):
-            self.give_up("sparse gradients have another size at every step")
+            self.give_up(SPARSE)
         self._with_gradient = found
         return loss
 

@@ -33,11 +33,11 @@ from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.graph import GraphedStep, alike, has_graphs, step_note
+from stoker.train.graph import GraphedStep, alike, describe_failure, has_graphs, step_note
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import needed_argument
-from stoker.train.step import fill_momentum, make_guarded, num_needed
+from stoker.train.step import SPARSE, fill_momentum, make_guarded, make_unfused, num_needed
 from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
@@ -228,8 +228,16 @@ class CapturedFunction:
                     "the loader that they are of",
                     "stoker.capture(step, model=model, optimizer=optimizer, loader=loader)",
                 )
-            batch = self._loader.assemble(batch)
+            batch = self._assembled(self._loader, batch)
         return _checked_result(self._call(batch))
+
+    @staticmethod
+    def _assembled(loader: Loader, indices: IndexBatch | torch.Tensor) -> Any:
+        """Return the batch in the form that an iteration over the loader yields."""
+        batch, names = loader.assemble(indices), loader.as_tuple
+        if names is None:
+            return batch
+        return batch[names] if isinstance(names, str) else tuple(batch[name] for name in names)
 
     def _call(self, batch: Any) -> Any:
         if self._needs_several and isinstance(batch, tuple | list):
@@ -241,7 +249,7 @@ class CapturedFunction:
     def run_static(self, static: Any) -> Any:
         """Call the step with the static tensors of a graph; indices are assembled first."""
         if self._loader is not None and isinstance(static, torch.Tensor):
-            static = self._loader.assemble(static)
+            static = self._assembled(self._loader, static)
         return _checked_result(self._call(static))
 
     def forget(self) -> None:
@@ -280,6 +288,8 @@ class CapturedFunction:
 class _FunctionGraph(GraphedStep):
     """The step for batches of one shape."""
 
+    _advice = "; a Trainer captures the step without its update"
+
     def __init__(
         self,
         owner: CapturedFunction,
@@ -315,18 +325,38 @@ class _FunctionGraph(GraphedStep):
         return self._run_eagerly(batch)
 
     def _warm_up(self, work: Any) -> Any:
-        stepped: list[bool] = []
-        hook = register_optimizer_step_pre_hook(lambda *_: stepped.append(True))
+        sparse: list[bool] = []
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            sparse.append(any(p.grad is not None and p.grad.is_sparse for p in parameters))
+            if sparse[-1]:
+                make_unfused(optimizer)
+
+        keep = self._make_snapshot() if self._num_warm == 1 and self._is_on_host(work) else None
+        hook = register_optimizer_step_pre_hook(look)
         try:
             result = super()._warm_up(work)
+        except RuntimeError as error:
+            if keep is None or is_oom(error):
+                raise
+            keep.restore()  # `pack_padded_sequence`, say, takes lengths on the host only
+            self.give_up(f"the step fails with a batch on the device ({describe_failure(error)})")
+            return self._run_eagerly(work)
         finally:
             hook.remove()
-        if not stepped:
+        if any(sparse):
+            self.give_up(SPARSE)
+        elif not sparse:
             self.give_up(
                 "the step calls no optimizer.step(), and gradients that are used outside of a graph are not those of "
                 "a plain step: put it into the step, or use Trainer, which also accumulates"
             )
         return result
+
+    def _is_on_host(self, work: Any) -> bool:
+        device = self._state.device.type
+        return any(tensor.device.type != device for tensor in iterate_tensors(self._given(work)))
 
     def _given(self, work: Any) -> Any:
         return work.indices if isinstance(work, IndexBatch) else work

@@ -6,8 +6,8 @@ instead. Costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 
@@ -52,8 +52,42 @@ def check_parameters(
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise if it is not one optimizer."""
+def check_given(
+    model: Any, criterion: Any, optimizer: Any
+) -> tuple[Callable[[Any, Any], torch.Tensor], torch.optim.Optimizer]:
+    """Return the loss and the optimizer, or raise if one of the three is missing, or the class of what is meant."""
+    if not isinstance(model, torch.nn.Module):
+        is_class = isinstance(model, type)
+        raise InputError(
+            f"a model that is {_named(model)}.",
+            "a torch.nn.Module",
+            f"model = {model.__name__}(...)" if is_class else "model = torch.nn.Linear(8, 1)",
+        )
+    return _check_criterion(criterion), check_optimizer(optimizer)
+
+
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _check_criterion(criterion: Any) -> Callable[[Any, Any], torch.Tensor]:
+    """Return the loss, or raise if none was given or the class of one."""
+    if criterion is None or isinstance(criterion, type) or not callable(criterion):
+        is_class = isinstance(criterion, type)
+        raise InputError(
+            "no criterion was given."
+            if criterion is None
+            else f"a criterion that is {_named(criterion)}.",
+            "(outputs, targets) -> the mean loss of the batch",
+            f"criterion={criterion.__module__}.{criterion.__name__}()"
+            if is_class and issubclass(criterion, torch.nn.Module)
+            else "criterion=torch.nn.functional.mse_loss",
+        )
+    return cast(Callable[[Any, Any], torch.Tensor], criterion)
+
+
+def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer, or raise if it is not one."""
     if isinstance(optimizer, list | tuple | dict):
         raise InputError(
             f"a {type(optimizer).__name__} of {len(optimizer)} optimizers.",
@@ -62,10 +96,13 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
-            f"an optimizer that is a {type(optimizer).__name__}.",
+            "no optimizer was given."
+            if optimizer is None
+            else f"an optimizer that is a {type(optimizer).__name__}.",
             "a torch optimizer, or a class of one's own that inherits from torch.optim.Optimizer",
             "torch.optim.AdamW(model.parameters(), lr=1e-4)",
         )
+    return optimizer
 
 
 def check_reduction(criterion: Any, num_together: int) -> list[str]:

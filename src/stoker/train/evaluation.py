@@ -28,7 +28,7 @@ from stoker.train.parallel import is_sharded
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import RecurrentState, make_recurrent_state
-from stoker.train.step import Criterion, as_float32, run_model, take_rows
+from stoker.train.step import Criterion, in_float32, run_model, take_rows
 from stoker.units import format_bytes
 
 
@@ -212,7 +212,7 @@ class Evaluator:
                 outputs = recurrent.run(self._model, work.inputs, work.reset)
             else:
                 outputs = run_model(self._model, work.inputs)
-        outputs, targets, rows = as_float32(outputs), work.targets, work.rows
+        (outputs, targets), rows = in_float32(outputs, work.targets), work.rows
         if rows is not None:
             outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
         loss = self._criterion(outputs, targets)

@@ -44,6 +44,7 @@ _FOREIGN = frozenset(
     {
         *("torch", "numpy", "stoker", "functools", "collections", "logging", "random"),
         *("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"),
+        *("queue", "threading", "multiprocessing", "concurrent", "asyncio"),  # of other threads
     }
 )
 """Packages whose objects and functions are not looked into."""
@@ -325,6 +326,43 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             inner = list(vars(value).values())
         for each in itertools.islice(inner, _MOST_COMPARED):
             yield from tensors_in(each, depth + 1)
+
+
+def containers_around(
+    modules: Iterable[torch.nn.Module], functions: Iterable[Any]
+) -> list[tuple[str, Any]]:
+    """Return the dicts, lists and deques in which the code of a step may keep something, by name.
+
+    They are attributes of modules, variables around functions, and the attributes of objects of somebody's own there;
+    with the containers inside of them. A large one is data, not something that a step changes.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+
+    def look(name: str, value: Any, depth: int = 0, in_object: bool = False) -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            return  # what it keeps is known
+        if not in_object and is_plain_object(value, may_be_called=True):
+            value, in_object = vars(value), True
+        is_container = isinstance(value, dict | list | deque) and len(value) <= _MOST_COMPARED
+        if not is_container or id(value) in found or depth > _DEPTH:
+            return
+        found[id(value)] = name, value
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            look(f"{name}.{key}", inner, depth + 1, in_object)
+
+    for module in (inner for root in modules for inner in root.modules()):
+        for key in vars(module).keys() - _MODULE_TABLES:
+            look(f"{type(module).__name__}.{key}", vars(module)[key])
+    for given in functions:
+        function = getattr(given, "func", given)  # of a functools.partial
+        owner = getattr(function, "__self__", None)
+        for value in (function, owner):
+            look(type(value).__name__, value)
+        if is_plain_object(function, may_be_called=True):
+            function = type(function).__call__
+        for name, container, key in _surroundings(function):
+            look(name, _read(container, key))
+    return list(found.values())
 
 
 def _holds_tensors(value: Any) -> bool:

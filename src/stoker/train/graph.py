@@ -59,7 +59,7 @@ from stoker.train.replay_check import (
     spread,
 )
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
-from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState
+from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -70,6 +70,8 @@ _MOVED = (
     "the step gives weights other memory (p.data = ...), which a graph cannot follow: p.data.copy_(...) "
     "is followed"
 )
+_MOST_REPEATED = 3
+"""Pairs of eager steps that are run to learn how far equal steps are apart."""
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
 
@@ -147,6 +149,8 @@ class GraphedStep:
 
     _others_draw = True
     _can_split = False
+    _advice = ""
+    """For a step whose update is the reason, and that cannot be split."""
 
     def __init__(
         self,
@@ -237,7 +241,7 @@ class GraphedStep:
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
         if change is not None:  # it often changes at every step: a new graph would not last
-            self._split(change)
+            self._split(change + self._advice)
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
             self._renew("parameters were frozen or thawed")
@@ -297,7 +301,7 @@ class GraphedStep:
         state = self._state
         on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
-            self._split(f"{on_host} keeps its counts on the host")
+            self._split(f"{on_host} keeps its counts on the host{self._advice}")
             return False
         host_rng = quiet_host_rng(self._others_draw)
         why = self._record()
@@ -342,7 +346,7 @@ class GraphedStep:
         ]
         modules, code = state.changed_modules(), state.code()
         self._numbers = HostNumbers(modules, code, state.device)
-        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules)
+        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
         before = held.values()
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
@@ -445,7 +449,7 @@ class GraphedStep:
         self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
         left_behind = self._numbers.name_difference(eager_numbers, self._numbers.values())
         left_behind = left_behind or state.find_moved(eager_positions)
-        first = away = self._agreed(difference(eager, replayed))
+        first = away = self._agreed(difference(eager, replayed, None, self._before(keep)))
         if not same_counts(eager[num_results:], replayed[num_results:]):
             first = away = self._agreed(math.inf)
         if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
@@ -471,8 +475,9 @@ class GraphedStep:
         A graph reads the first ones for ever. Where it only writes them, as weights to go back to, its own are used.
         """
         replaced, self._replaced = self._replaced, []
-        for one in replaced:
-            one.container[one.key] = torch.full_like(one.tensor, 1.5)
+        kept = [one.container[one.key] for one in replaced]
+        for one, tensor in zip(replaced, kept, strict=True):
+            one.container[one.key] = disturbed(tensor)
         results = iterate_tensors(self._run_eagerly(work))
         away = self._agreed(difference(eager, [*results, *self._state.tensors()]))
         keep.restore()
@@ -482,7 +487,9 @@ class GraphedStep:
                 "one that copy_ or mul_ changes is followed"
             )
             return self._run_eagerly(work)
-        for one in replaced:
+        for one, tensor in zip(replaced, kept, strict=True):
+            if one.tensor.shape == tensor.shape:  # should it be read after all
+                one.tensor.data.copy_(tensor.data)
             one.container[one.key] = one.tensor
         return self._replay_and_check(work)
 
@@ -490,8 +497,8 @@ class GraphedStep:
         """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
         keep.disturb()
         results = iterate_tensors(self._run_eagerly(work))
-        disturbed = [*results, *self._state.tensors(), *keep.replacements()]
-        away = self._agreed(difference(eager, disturbed))
+        found = [*results, *self._state.tensors(), *keep.replacements()]
+        away = self._agreed(difference(eager, found))
         keep.restore()
         return away > 1.0
 
@@ -502,14 +509,21 @@ class GraphedStep:
         """
         replayed, again = self._outcome(self._replay, keep), self._outcome(self._replay, keep)
         between_replays = spread(replayed, again)
+        before = self._before(keep)
         for run in (self._run_eagerly, self._run_as_if_captured):
-            one, other = (self._outcome(functools.partial(run, work), keep) for _ in range(2))
-            if self._is_invalid():
-                return math.inf  # memory ran out: the tensors that the graph reads are gone
-            noise = torch.maximum(spread(one, other), between_replays)
-            before = keep.tensors if len(keep.tensors) == len(list(self._state.tensors())) else ()
-            is_blind = is_too_noisy(one, noise, before)
-            away = self._agreed(math.inf if is_blind else difference(one, replayed, noise))
+            noise = between_replays
+            for _ in range(_MOST_REPEATED):
+                one, other = (self._outcome(functools.partial(run, work), keep) for _ in range(2))
+                if self._is_invalid():
+                    return math.inf  # memory ran out: the tensors that the graph reads are gone
+                noise = torch.maximum(spread(one, other), noise)
+                is_blind = is_too_noisy(one, noise[0], before)
+                away = self._agreed(
+                    math.inf if is_blind else difference(one, replayed, noise, before)
+                )
+                # Two samples of what is nearly equal may be nearly equal by chance.
+                if away <= 1.0 or not self._agreed(float(noise.sum())) > 0.0:
+                    break
             if away <= 1.0:
                 break
         else:
@@ -520,6 +534,10 @@ class GraphedStep:
         keep.restore()
         self._replay()
         return away
+
+    def _before(self, keep: Snapshot) -> Sequence[torch.Tensor]:
+        """Return what the kept tensors were, where they are still those of the step."""
+        return keep.tensors if len(keep.tensors) == len(list(self._state.tensors())) else ()
 
     def _outcome(self, run: Callable[[], Any], keep: Snapshot) -> list[torch.Tensor]:
         """Run a step from the kept state; return copies of its result and of everything that it changed."""

@@ -49,8 +49,17 @@ _LABELS = {
 _GROUP_BYTES = 8 << 20
 _MOST_CELLS = 4096
 _HEADER_BYTES = 1 << 20
-_ANSWERS = {"class", "value", "probability", "spectrum", "mask", "reason"}
-_FOREX_ANSWERS = {"down", "neutral", "up", "scalp", "swing", "trend"}
+_ANSWERS = {
+    "class",
+    "value",
+    "probability",
+    "spectrum",
+    "mask",
+    "reason",
+    "scalp",
+    "swing",
+    "trend",
+}
 
 
 # -- metrics -------------------------------------------------------------------------------------
@@ -236,8 +245,6 @@ def is_written_here(path: Path) -> bool:
     stems = {name.partition("_")[0] for name in names[1:] if name not in _LABELS}
     if not names or names[0] not in _KEYS:
         return False
-    if stems >= _FOREX_ANSWERS:
-        return stems <= _FOREX_ANSWERS | {"reason"}
     return bool(stems & {"class", "value", "spectrum", "mask"}) and stems <= _ANSWERS
 
 

@@ -24,6 +24,12 @@ from stoker.train.step import StepParts, as_float32, run_model
 
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Tolerance between a replay and the eager step. The order of sums differs; wrong data differs more."""
+_MOVED, _LEAST = 0.02, 1e-7
+"""Of how far a step moved a tensor; and the least difference of a result that counts.
+
+By their size alone, weights after an update at a rate of 1e-4 are equal whatever the update was: a number of the
+optimizer that a graph has frozen, such as a count of steps, would go unseen.
+"""
 _NOISE_FACTOR = 2.0
 _MOST_NOISE = 0.02
 """Where equal steps differ by more than this share of the values in half of all tensors, nothing can be judged."""
@@ -35,6 +41,7 @@ def difference(
     wanted: Sequence[torch.Tensor],
     got: Sequence[torch.Tensor],
     noise: torch.Tensor | None = None,
+    before: Sequence[torch.Tensor] = (),
 ) -> float:
     """Return the largest difference in units of what is allowed.
 
@@ -45,12 +52,26 @@ def difference(
         wanted: Tensors after the eager step.
         got: The same after the replay.
         noise: Of each tensor, how far repeated steps from the same state were apart (`spread`).
+        before: The last of `wanted` as they were before the step. What is allowed is then a share of how far the
+            step moved each of them, and a rounding; else a share of their sizes.
     """
     if len(wanted) != len(got):
         return math.inf
     if not wanted:
         return 0.0
-    room = _ABSOLUTE + _RELATIVE * _sizes(wanted)
+    sizes, num_results = _sizes(wanted), len(wanted) - len(before)
+    if before:
+        moved = spread(wanted[num_results:], before).nan_to_num(0.0, 0.0, 0.0)
+        rounding = torch.tensor([_rounding(tensor) for tensor in wanted[num_results:]])
+        room = torch.cat(
+            [
+                _LEAST + _RELATIVE * sizes[:, :num_results],
+                _MOVED * moved + rounding.to(sizes) * sizes[:, num_results:] + 1e-30,
+            ],
+            dim=1,
+        )
+    else:
+        room = _ABSOLUTE + _RELATIVE * sizes
     if noise is not None:
         room = room + _NOISE_FACTOR * noise
     worst = float((spread(wanted, got) / room).max())
@@ -58,12 +79,16 @@ def difference(
 
 
 def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest difference of each pair of tensors; NaN where only one value of a pair is NaN."""
+    """Return the largest difference of each pair of tensors, and in a second row the mean one.
+
+    NaN where only one value of a pair is NaN. A few values that atomics move at every run hide others in the largest
+    difference, and not in the mean.
+    """
     if not one:
-        return torch.zeros(0)
+        return torch.zeros(2, 0)
     # One device for all: some optimizers keep their counts on the host.
     device = one[0].device
-    return torch.stack([_apart(a, b).to(device) for a, b in zip(one, other, strict=True)])
+    return torch.stack([_apart(a, b).to(device) for a, b in zip(one, other, strict=True)], dim=1)
 
 
 def is_too_noisy(
@@ -73,15 +98,15 @@ def is_too_noisy(
 
     Args:
         wanted: Tensors after a step.
-        noise: Of each, how far repeated steps from the same state were apart.
+        noise: Of each, how far repeated steps from the same state were apart at most (the first row of `spread`).
         before: The last of `wanted` as they were before the step. Those that it does not change, such as the frozen
             part of a model, are equal after any two steps and tell nothing. The first of `wanted` are then results,
             such as the loss, each of which must be steady.
     """
-    relative = noise / _sizes(wanted).clamp_min(_ABSOLUTE)
+    relative = noise / _sizes(wanted)[0].clamp_min(_ABSOLUTE)
     if before:
         num_results = len(wanted) - len(before)
-        moved = spread(wanted[num_results:], before) != 0
+        moved = spread(wanted[num_results:], before)[0] != 0
         results, relative = relative[:num_results], relative[num_results:][moved]
         # Rounding moves no loss by that much: the step does something else each time.
         if len(results) and not float(results.max()) <= _MOST_NOISE:
@@ -121,7 +146,7 @@ def are_close(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> b
     if [tensor.shape for tensor in plain] != [tensor.shape for tensor in other]:
         return False
     return all(
-        bool(_apart(a, b) <= _OUTPUT_TOLERANCE * _sizes([a]).clamp_min(_ABSOLUTE))
+        bool(_apart(a, b)[0] <= _OUTPUT_TOLERANCE * _sizes([a])[0].clamp_min(_ABSOLUTE))
         for a, b in zip(plain, other, strict=True)
     )
 
@@ -145,25 +170,35 @@ def _is_count(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and float(tensor).is_integer()
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is of real or complex numbers; whole numbers are compared exactly."""
+    return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _rounding(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if _has_values(tensor) else 0.0
+
+
 def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if not (one.is_floating_point() or one.is_complex()) or not one.numel():
-        return torch.zeros((), device=one.device)
+    """Return the largest and the mean difference."""
+    if not _has_values(one):
+        return torch.zeros(2, device=one.device)
     # A loss that is not finite is so both ways, and leaves everything else unchanged.
     alike = (one == other) | (one.isnan() & other.isnan())
-    return torch.where(alike, 0.0, (one - other).abs()).max().float().detach()
+    apart = torch.where(alike, 0.0, (one - other).abs()).detach().float()
+    return torch.stack([apart.max(), apart.mean()])
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest finite magnitude of each tensor; 0 for whole numbers, which are compared exactly."""
+    """Return the largest finite magnitude of each tensor, and in a second row the mean; 0 for whole numbers."""
     device = tensors[0].device
-    return torch.stack(
-        [
-            tensor.detach().abs().float().nan_to_num(0.0, 0.0, 0.0).max().to(device)
-            if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())
-            else torch.zeros((), device=device)
-            for tensor in tensors
-        ]
-    )
+    found = []
+    for tensor in tensors:
+        size = torch.zeros(1)
+        if _has_values(tensor):
+            size = tensor.detach().abs().float().nan_to_num(0.0, 0.0, 0.0)
+        found.append(torch.stack([size.max(), size.mean()]).to(device))
+    return torch.stack(found, dim=1)
 
 
 def _leaves(outputs: Any) -> list[torch.Tensor]:

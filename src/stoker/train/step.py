@@ -36,6 +36,7 @@ from stoker.train.recurrent_state import RecurrentState
 from stoker.train.split_update import SplitUpdate, split_tensors
 
 Criterion = Callable[[Any, Any], torch.Tensor]
+SPARSE = "sparse gradients have another size at every step"
 _NUM_FLAGS = 256
 # By class, and weakly: asking costs 10 us, and a class of somebody's may hold much in its closures.
 _Arguments = tuple[int, frozenset[str], frozenset[str]]
@@ -195,11 +196,12 @@ class Step:
                     outputs = run_model(parts.forward, inputs, parts.model)
             if rows is not None:
                 outputs, targets = take_rows(outputs, rows), take_rows(targets, rows)
-            loss = parts.criterion(as_float32(outputs), targets)
+            outputs, targets = in_float32(outputs, targets)
+            loss = parts.criterion(outputs, targets)
             if not self._has_loss:
                 check_loss(loss)
                 check_gradient(loss)
-                check_shapes(parts.criterion, as_float32(outputs), targets, loss)
+                check_shapes(parts.criterion, outputs, targets, loss)
                 self._has_loss = True
             parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
         loss = loss.detach().float()
@@ -266,7 +268,7 @@ class Step:
     def _use_sparse(self) -> list[torch.Tensor]:
         """Prepare for sparse gradients; return the values of all gradients, sharing their memory."""
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("sparse gradients have another size at every step")
+            raise RuntimeError(SPARSE)
         optimizer = self.parts.optimizer
         make_unfused(optimizer)
         self.guarded = is_guarded(optimizer)
@@ -362,6 +364,17 @@ def as_float32(outputs: Any) -> Any:
         outputs,
         in_records=True,
     )
+
+
+def in_float32(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Return outputs in float32 or more; and a target with fewer bits too, as that of a model in bfloat16 has.
+
+    On a GPU, torch's losses cannot be derived where the two differ.
+    """
+    made = as_float32(outputs)
+    if made is not outputs and isinstance(targets, torch.Tensor):
+        targets = as_float32(targets)
+    return made, targets
 
 
 def check_loss(loss: Any) -> None:

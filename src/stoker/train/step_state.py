@@ -9,13 +9,21 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import HeldTensors, HostNumbers, is_plain_object, is_torchs_own, tensors_in
+from stoker.train.frozen import (
+    HeldTensors,
+    HostNumbers,
+    containers_around,
+    is_plain_object,
+    is_torchs_own,
+    tensors_in,
+)
 from stoker.train.ranks import Ranks
 
 _OF_TORCH = frozenset(
@@ -110,14 +118,32 @@ class StepState:
         return [*self.modules, *(module for module in others if id(module) not in known)]
 
     def positions(self) -> tuple[list[tuple[str, Any]], list[Any]]:
-        """Return what the host knows of the state: counts of optimizers by name, and where each of `draws` is."""
-        counts = [
-            (f"{key} of {type(optimizer).__name__}", value)
+        """Return what the host knows of the state: counts by name, and where each of `draws` is.
+
+        Counts are those of optimizers, and numbers in containers around the step's code. Of a list, what it holds
+        counts too: a replay puts nothing into it.
+        """
+        named = [
+            (type(optimizer).__name__, entries)
             for optimizer in self.optimizers
             for _, entries, _ in _kept_containers([optimizer])
             if isinstance(entries, dict)
+        ]
+        around = containers_around(self.changed_modules(), self.code())
+        named += [(name, entries) for name, entries in around if isinstance(entries, dict)]
+        counts = [
+            (f"{key} of {owner}", value)
+            for owner, entries in named
             for key, value in entries.items()
             if isinstance(value, bool | int | float)
+        ]
+        counts += [
+            (
+                f"the entries of {name}",
+                [value if _is_number(value) else id(value) for value in held],
+            )
+            for name, held in around
+            if not isinstance(held, dict)
         ]
         return counts, [drawing.state_dict() for drawing in self.draws()]
 
@@ -142,14 +168,18 @@ class Replaced(NamedTuple):
 
 
 class KeptObjects:
-    """What optimizers and modules keep besides the values of tensors: counts, and which tensors. To put it back.
+    """What a step keeps besides the values of tensors: counts, and which tensors. To put it back.
 
     Optimizers keep it in their states and groups, in attributes of one's own class, and in optimizers inside of them
-    (`Lookahead`); modules in their tables of buffers. Also the memory of parameters, which `p.data = ...` replaces.
+    (`Lookahead`); modules in their tables of buffers; code in dicts, lists and objects around it. Also the memory of
+    parameters, which `p.data = ...` replaces.
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], modules: Sequence[torch.nn.Module]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        modules: Sequence[torch.nn.Module],
+        functions: Sequence[Any] = (),
     ) -> None:
         self._kept = [
             (type(one).__name__, *kept) for one in optimizers for kept in _kept_containers([one])
@@ -159,6 +189,12 @@ class KeptObjects:
             (type(each).__name__, each._buffers, dict(each._buffers), frozenset[str]())
             for each in inner
             if each._buffers
+        ]
+        known = {id(container) for _, container, _, _ in self._kept}
+        self._kept += [
+            (name, held, copy(held) if isinstance(held, dict) else list(held), frozenset[str]())
+            for name, held in containers_around(modules, functions)
+            if id(held) not in known
         ]
         self._memory = [
             (tensor, tensor.data)
@@ -199,6 +235,10 @@ class KeptObjects:
             and isinstance(container.get(key), torch.Tensor)
             and container[key] is not value
         ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _is_other(one: Any, other: Any) -> bool:
@@ -271,7 +311,7 @@ class Snapshot:
         self._state, self._count = state, count
         self._owners = list(state.tensors())
         self.tensors = [tensor.detach().clone() for tensor in self._owners]
-        self._kept = KeptObjects(state.optimizers, state.changed_modules())
+        self._kept = KeptObjects(state.optimizers, state.changed_modules(), state.code())
         parameters = [parameter for module in state.modules for parameter in module.parameters()]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
@@ -347,11 +387,14 @@ class Snapshot:
     @torch.no_grad()
     def disturb(self) -> None:
         """Replace such tensors by others of the same shape: only a step that reads them has another result then."""
+        self._held.put([map_tensors(disturbed, value) for value in self._held_values])
 
-        def other(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.detach() * 1.5 + 1 if tensor.is_floating_point() else tensor
 
-        self._held.put([map_tensors(other, value) for value in self._held_values])
+def disturbed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return other values of the same shape; of whole numbers ones, as they may be places in a table."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.detach() * 1.5 + 1
+    return torch.ones_like(tensor)
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[float]:

@@ -29,7 +29,7 @@ from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.capture import CapturedPass, CapturedStep, cannot_capture
 from stoker.train.checks import (
-    check_optimizer,
+    check_given,
     check_parameters,
     check_reduction,
     check_scheduler,
@@ -107,9 +107,9 @@ class Trainer(Configured, Resumable):
         self,
         model: torch.nn.Module,
         train_loader: Any,
-        val_loader: Any,
-        criterion: Callable[[Any, Any], torch.Tensor],
-        optimizer: torch.optim.Optimizer,
+        val_loader: Any = None,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         scheduler: Any = None,
         config: TrainerConfig = None,
         device: str | torch.device | None = None,
@@ -122,7 +122,7 @@ class Trainer(Configured, Resumable):
         progress: Progress | None = None,
         scheduler_interval: Interval | None = None,
     ) -> None:
-        check_optimizer(optimizer)
+        criterion, optimizer = check_given(model, criterion, optimizer)
         found = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
         rates = [float(rate) for rate in found if rate is not None]  # some choose it themselves
         self.settings, unread = read_config(config, rates)

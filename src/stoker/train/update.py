@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from stoker.errors import EXIT_OURS, StokerError
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE
 from stoker.report import Note, Topic
 from stoker.train.activations import checkpoint_activations, choose_blocks
-from stoker.train.batches import Work
+from stoker.train.batches import Work, iterate_tensors
 from stoker.train.buffers import Buffers, Copies
 from stoker.train.oom import (
     Circumstances,
@@ -226,12 +226,31 @@ class Update:
                         )
                         losses.append(loss if share == 1.0 else share * loss)
                 return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-            except RuntimeError as error:
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if isinstance(error, StokerError):
+                    raise
+                if not isinstance(error, RuntimeError) or not is_oom(error):
+                    error.add_note(self._describe(works[-1]))
+                    raise
                 self._check_survives(error)
             # Outside of the handler: the error, and with it the tensors of its frames, is gone.
             self._go_down()
             self.restore()
             works = self._works
+
+    def _describe(self, work: Work) -> str:
+        """Return what a step that raised was given: torch names the types of its own tensors, not of the data."""
+
+        def told(value: Any) -> str:
+            kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in iterate_tensors(value)]
+            return ", ".join(kinds) or type(value).__name__
+
+        parameters = {str(p.dtype)[6:] for p in self.step.parts.model.parameters()}
+        return (
+            f"The step was given inputs {told(work.inputs)} and targets {told(work.targets)}; the model's parameters "
+            f"are {', '.join(sorted(parameters))}. Where types or shapes do not fit, unpack= of the Trainer converts "
+            "them (.float(), .long(), .reshape); drop_last=True of the Loader leaves a short last batch out."
+        )
 
     def _passes(self, work: Work) -> list[Work]:
         """Return the parts of a batch that go through the model one after the other; often the batch alone."""

@@ -119,14 +119,15 @@ def _add(
 
 def _reading(original: Any, call: str) -> Any:
     """Wrap a method that turns a tensor into a number or a list. Cheap: an optimizer may call it per weight."""
+    of_thread, getframe, known_codes = loading.of_thread, sys._getframe, _KNOWN.get
 
     def method(self: Any) -> Any:
         # A collate function may call it for every value.
-        if not recorder.watching or loading.is_inside():
+        if not recorder.watching or of_thread.inside:
             return original(self)
-        frame = sys._getframe(1)
-        known = _KNOWN.get(id(frame.f_code))
-        if not self.is_cuda and (known[0] if known else _is_torchs_own(frame.f_code)):
+        frame = getframe(1)
+        known = known_codes(id(frame.f_code))
+        if (known[0] if known else _is_torchs_own(frame.f_code)) and not self.is_cuda:
             return original(self)
         began = time.perf_counter()
         value = original(self)

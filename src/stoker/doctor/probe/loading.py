@@ -20,7 +20,15 @@ _MOST_FETCH_ROWS = 4000
 _ALL_FETCHES, _SHORT_FETCH_SECONDS = 64, 2e-3
 _FEW_SAMPLES = 64
 """In batches of up to this many samples each sample is timed: only small batches may be too small."""
-_depth = threading.local()
+
+
+class _OfThread(threading.local):
+    """Whether this thread is loading a batch."""
+
+    inside = False
+
+
+of_thread = _OfThread()
 
 
 def install(torch: Any) -> None:
@@ -175,19 +183,20 @@ def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
         waited = ended - max(began, seen.step_start)
         seen.wait += waited
         seen.wait_delay += min(queued, waited)
-        add_span(seen, "wait", began, ended)
+        if seen.drawing:
+            add_span(seen, "wait", began, ended)
     return max(0.0, ended - began - queued)
 
 
 def is_inside() -> bool:
     """Return whether this thread is loading a batch now; its calls are then not part of the step."""
-    return bool(getattr(_depth, "inside", False))
+    return of_thread.inside
 
 
 def _timed_next(original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
         facts = getattr(self, "_stoker_facts", None)
-        if facts is None or is_inside():
+        if facts is None or of_thread.inside:
             return original(self)
         seen = recorder.get()
         # Without workers the fetch reads this clock itself; a second reading would cost time.
@@ -195,7 +204,7 @@ def _timed_next(original: Any) -> Any:
         began = time.perf_counter()
         seen.loader_id = facts["number"]
         seen.fetch_delay = 0.0
-        _depth.inside = True
+        of_thread.inside = True
         try:
             data = original(self)
         except StopIteration:
@@ -204,9 +213,9 @@ def _timed_next(original: Any) -> Any:
                 facts["ends"].append((seen.num_steps, seconds))
             raise
         finally:
-            _depth.inside = False
+            of_thread.inside = False
         ended = time.perf_counter()
-        with recorder.guarded("batch"):
+        try:
             if seen.kind in ("", "batch"):
                 # Without an optimizer or backward pass, asking for a batch begins a step; StopIteration does
                 # not.
@@ -214,6 +223,8 @@ def _timed_next(original: Any) -> Any:
                 seen.step_start = began
             queued = clocks.run_delay() - delay if facts["workers"] else seen.fetch_delay
             _note_batch(seen, self, facts, data, _add_wait(seen, began, ended, queued))
+        except Exception as error:  # noqa: BLE001  cheaper than a context manager
+            recorder.note_failure("batch", error)
         return data
 
     return __next__
@@ -257,7 +268,7 @@ def _tensors(data: Any, depth: int = 0) -> Any:
 def _num_samples(data: Any) -> int | None:
     first = data[0] if type(data) in (list, tuple) and data else data
     if type(first) is _torch.Tensor:
-        return len(first) if first.dim() else 1
+        return first.size(0) if first.dim() else 1  # `len` is Python code of torch's
     for tensor in _tensors(data):
         return int(tensor.shape[0]) if tensor.dim() else 1
     return None

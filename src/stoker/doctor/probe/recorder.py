@@ -57,6 +57,12 @@ def is_watched(number: int) -> bool:
     return bool(_PATTERN >> (number // _WINDOW % 32) & 1)
 
 
+_SHORT_SECONDS, _READ_EVERY = 4e-3, 4
+_ON_CORE, _USUAL = 0.97, 1.2
+"""The clocks of a thread cost as much as all else at the end of a step. So while steps are shorter than the first, and
+the thread was on its core for this share of the last step that was read, they are read for every fourth step only, and
+for each that takes more than so many usual ones; the steps between are taken to be on the core throughout."""
+
 KINDS = {"batch": 0, "backward": 1, "optimizer": 2, "replay": 3}
 """Events that may end a step, by rank. The highest kind that was seen counts: an optimizer's update if there is
 one. A CUDA graph that is replayed without any optimizer call contains the whole step."""
@@ -89,6 +95,10 @@ class Row(NamedTuple):
     device_bytes: int | None
     host: float = 0.0
     evaluation: float = 0.0
+
+
+_new_tuple = tuple.__new__
+"""Makes a Row without a call of Python code, which is a tenth of what the end of a step costs."""
 
 
 class Fetch(NamedTuple):
@@ -176,7 +186,8 @@ class Recorder:
         self.was_profiled = False
         self.num_written = 0
         self.num_replays = 0
-        self.step_start = self.step_delay = self.step_cpu = 0.0
+        self.num_unread = 0
+        self.step_start = self.step_delay = self.step_cpu = self.memory_at = 0.0
         self.disturbed_steps = 0
         self.stepped: set[int] = set()
         self.on_step: list[Any] = []
@@ -279,9 +290,22 @@ class Recorder:
         self.step_start = time.perf_counter()
 
     def _end_step(self, now: float) -> None:
-        # One reading of the thread's clocks ends this step and begins the next.
-        cpu, delay = time.thread_time(), clocks.run_delay()
-        seconds, ran = now - self.step_start, cpu - self.step_cpu
+        seconds = now - self.step_start
+        if (
+            0 < self.num_unread < _READ_EVERY
+            and seconds < _USUAL * self.usual_seconds
+            and self.num_steps >= _WINDOW  # before, no step is usual
+            and not self.wait_delay
+        ):
+            self.num_unread += 1
+            cpu, delay = self.step_cpu + seconds, self.step_delay
+        else:
+            # One reading of the thread's clocks ends this step and begins the next.
+            cpu = time.thread_time()
+            delay = clocks.run_delay(cpu)
+            on_core = cpu - self.step_cpu > _ON_CORE * seconds
+            self.num_unread = int(on_core and seconds < _SHORT_SECONDS)
+        ran = max(0.0, min(cpu - self.step_cpu, seconds))
         # Time queued for a core while the probe records a step belongs to no step. So a step cannot have
         # queued longer than it was off a core.
         queued = delay - self.step_delay + self.held_delay
@@ -300,27 +324,29 @@ class Recorder:
         if self.num_steps > WARM_UP and not self.flags & DISTURBED:
             self.num_counted += 1
         if len(self.rows) < MOST_ROWS:
-            self.rows.append(
-                Row(
-                    self.step_start,
-                    seconds,
-                    ran,
-                    queued,
-                    self.wait,
-                    self.wait_delay,
-                    self.batches,
-                    self.samples,
-                    self.backward,
-                    self.optimizer,
-                    self.sync,
-                    self.collective,
-                    self.flags,
-                    self.loader_of_step,
-                    *clocks.memory(),
-                    self.host,
-                    self.evaluation,
-                )
+            memory: tuple[int | None, int | None] = (None, None)
+            if now - self.memory_at > clocks.MEMORY_EVERY_SECONDS:
+                self.memory_at, memory = now, clocks.memory()
+            fields = (
+                self.step_start,
+                seconds,
+                ran,
+                queued,
+                self.wait,
+                self.wait_delay,
+                self.batches,
+                self.samples,
+                self.backward,
+                self.optimizer,
+                self.sync,
+                self.collective,
+                self.flags,
+                self.loader_of_step,
+                *memory,
+                self.host,
+                self.evaluation,
             )
+            self.rows.append(_new_tuple(Row, fields))
             if self.num_steps % (_WINDOW // 2) == 0:
                 last = sorted(row.seconds for row in self.rows[-_WINDOW:])
                 self.usual_seconds = last[len(last) // 2]

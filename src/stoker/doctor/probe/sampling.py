@@ -223,20 +223,38 @@ def describe_training(frame: Any) -> tuple[str, str | None]:
     for _ in range(_DEEPEST):
         if frame is None:
             break
-        name = frame.f_code.co_filename.replace(os.sep, "/")
-        # The probe's own wrappers time what they wrap: backward passes, fetches of values, saving.
-        if name.startswith(places.PROBE) or any(part in name for part in _TIMED):
-            return "timed", line
-        if any(part in name for part in _MODEL):
-            return "model", line
-        own = not places.is_foreign(name)
-        of_stoker = "/stoker/loader/" in name or "/stoker/store/" in name
-        if of_stoker or (own and frame.f_code.co_name != "<module>" and _looks_like_loading(frame)):
+        code = frame.f_code
+        of = _files.get(code.co_filename) or _classify_file(code.co_filename)
+        if of in ("timed", "model"):
+            return of, line
+        if of == "own":
+            if code.co_name != "<module>" and _looks_like_loading(frame):
+                kind = "data"
+            if line is None:
+                line = f"{code.co_filename}:{frame.f_lineno}"
+        elif of == "data":
             kind = "data"
-        if line is None and own:
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return kind, line
+
+
+_files: dict[str, str] = {}
+
+
+def _classify_file(filename: str) -> str:
+    """Return what a frame in a file tells of the training thread: "timed", "model", "data", "own" or "foreign"."""
+    name = filename.replace(os.sep, "/")
+    # The probe's own wrappers time what they wrap: backward passes, fetches of values, saving.
+    if name.startswith(places.PROBE) or any(part in name for part in _TIMED):
+        of = "timed"
+    elif any(part in name for part in _MODEL):
+        of = "model"
+    elif "/stoker/loader/" in name or "/stoker/store/" in name:
+        of = "data"
+    else:
+        of = "foreign" if places.is_foreign(name) else "own"
+    _files[filename] = of
+    return of
 
 
 def describe(frame: Any) -> tuple[str, str | None]:

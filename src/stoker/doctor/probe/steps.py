@@ -14,8 +14,17 @@ from typing import Any
 from . import clocks, hooks, loading, operators, recorder, sampling
 
 _BLOCK_SECONDS = 30.0
-_began = threading.local()
 _torch: Any = None
+
+
+class _Began(threading.local):
+    """When this thread's last update began, and when its last backward pass ended."""
+
+    at = 0.0
+    backward_end = 0.0
+
+
+_began = _Began()
 
 
 def install(torch: Any) -> None:
@@ -44,15 +53,16 @@ def _after_update(optimizer: Any, *_: Any) -> None:
             return  # a capture runs nothing; its replays are counted
         seen = recorder.get()
         # Lightning runs forward and backward inside `optimizer.step`: the update begins after them.
-        began = max(getattr(_began, "at", now), getattr(_began, "backward_end", 0.0))
+        began = max(_began.at, _began.backward_end) or now
         seen.optimizer += now - began
         if seen.drawing:
             loading.add_span(seen, "optimizer", began, now)
         # With several optimizers, a step ends when one of them is called again.
-        if id(optimizer) in seen.stepped or seen.kind != "optimizer":
-            seen.stepped.clear()
+        number, stepped = id(optimizer), seen.stepped
+        if number in stepped or seen.kind != "optimizer":
+            stepped.clear()
             seen.mark("optimizer", now)
-        seen.stepped.add(id(optimizer))
+        stepped.add(number)
         if not seen.num_steps:
             # A small model may never be sampled: its parameters tell that there is one.
             first = optimizer.param_groups[0]["params"][0]

@@ -22,13 +22,12 @@ import torch
 from stoker.recipes.baselines import Ridge, answer_samples, summary_rows, thin_samples
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
 from stoker.recipes.forex.labels import NUM_DIRECTIONS, LabelPlan
-from stoker.recipes.forex.model import DOWN, NEUTRAL, UP
+from stoker.recipes.forex.model import DOWN, NAMES, NEUTRAL, UP
 from stoker.recipes.metrics import bootstrap
 from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-NAMES = ("down", "neutral", "up")
 _NUM_PARTS = 5
 _FIT_ROWS = 20_000
 _MOST_POINTS = 200
@@ -56,6 +55,48 @@ class BarData:
     returns: Mapping[str, Array]
     cost_pips: float
     seed: int
+
+
+class DirectionJudge:
+    """Evaluates answered directions by the returns that came; a `Judge`.
+
+    Args:
+        plan: How returns become directions.
+        cost_pips: Of one trade, both ways.
+    """
+
+    def __init__(self, plan: LabelPlan, cost_pips: float) -> None:
+        self._plan, self._cost_pips = plan, cost_pips
+        self._chances: list[Array] = []
+        self._returns: list[Array] = []
+
+    def update(self, columns: Mapping[str, Array], truth: Array) -> None:
+        """Take probabilities, and the log returns over the bars of the direction, `(n, 1)`; NaN is not known yet."""
+        known = np.isfinite(truth[:, 0])
+        self._chances.append(columns["probability"][known])
+        self._returns.append(truth[known, 0])
+
+    def evaluate(self) -> Evaluation | None:
+        """Return the directions class by class, what they earned by side, and beside it holding."""
+        returns = np.concatenate([np.zeros(0), *self._returns])
+        if not len(returns):
+            return None
+        plan, chances = self._plan, np.concatenate(self._chances)
+        report = evaluate_classes(chances, _sides(returns, plan.neutral) + NEUTRAL, NAMES)
+        sides, moves = chances.argmax(axis=1) - NEUTRAL, returns / plan.pip
+        earned = _earned(sides, moves, self._cost_pips)
+        return Evaluation(
+            len(returns),
+            ("net_pips", True),
+            {**report.metrics, **_traded(sides, moves, earned)},
+            {"net_pips": bootstrap(earned, block=plan.direction_step)},
+            {"buy and hold": _traded(np.ones_like(sides), moves, moves)},
+            {**report.groups, "side": _by_side(sides, moves, self._cost_pips)},
+            report.confusion,
+            notes=(
+                f"net_pips: per decision after {plan.direction_step} bars; a trade costs {self._cost_pips:g}",
+            ),
+        )
 
 
 class BarEvaluation:

@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from stoker.recipes.contract import Tensors
-from stoker.recipes.forex.model import DOWN, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
+from stoker.recipes.forex.model import DOWN, NAMES, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
 from stoker.recipes.metrics import (
     ClassCounts,
     CountedParts,
@@ -207,7 +207,7 @@ def describe_labels(plan: LabelPlan, train: Array) -> str:
     shares = torch.bincount(
         make_labels(torch.from_numpy(train), plan)["direction"], minlength=NUM_DIRECTIONS
     ) / max(1, len(train))
-    words = zip(("down", "neutral", "up"), shares.tolist(), strict=True)
+    words = zip(NAMES, shares.tolist(), strict=True)
     return (
         f"labels: direction at bar {plan.direction_step}, neutral within {plan.neutral / plan.pip:.3g} "
         f"pips ({', '.join(f'{name} {share:.1%}' for name, share in words)} of training); "

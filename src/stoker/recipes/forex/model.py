@@ -42,6 +42,7 @@ Pooling = Literal["attention+last", "attention", "last"]
 SCALP_PIPS = (0.5, 2.0)
 SWING_PIPS = (2.0, 5.0)
 DOWN, NEUTRAL, UP = 0, 1, 2
+NAMES = ("down", "neutral", "up")
 # Shortest timeframe first, as the fusion document lists them.
 _DOCUMENT_WEIGHTS = {
     "scalp": (0.35, 0.30, 0.20, 0.10, 0.05),
@@ -285,10 +286,10 @@ class ForexModel(nn.Module):
         return outputs, after
 
     def predict(self, inputs: Mapping[str, torch.Tensor]) -> Outputs:
-        """Return what a user wants to read: `down`, `neutral`, `up` probabilities and magnitudes."""
+        """Return what a user wants to read: the direction, its probabilities in the order of `NAMES`, magnitudes."""
         outputs = self(inputs)
         chances = outputs.pop("direction").float().softmax(dim=1)
-        return {"down": chances[:, DOWN], "neutral": chances[:, NEUTRAL], "up": chances[:, UP]} | {
+        return {"class": chances.argmax(dim=1), "probability": chances} | {
             name: value.float() for name, value in outputs.items()
         }
 

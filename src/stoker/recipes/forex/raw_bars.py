@@ -236,7 +236,8 @@ class RawBars:
         self._read, self._source, self._scalers = read, source, scalers
         self._inputs: Sequence[str] = facts["inputs"]
         self._base = str(source.base)
-        self._num_unanswered = 0
+        self._step: int | None = facts.get("labels", {}).get("direction_step")
+        self._num_unanswered = self._num_trained = 0
         self.num_rows: int | None = sum(len(bars[self._base]) for bars in read.values())
         for symbol, bars in read.items():
             for name in self._inputs:
@@ -255,9 +256,14 @@ class RawBars:
                 self._base,
                 latency_ns=round(self._source.latency_seconds * SECOND_NS),
             )
+            came = self._returns(bars[self._base], len(decisions))
+            until = self._scalers[symbol][self._base].fitted_until_ns
+            came[decisions <= until] = np.nan
+            self._num_trained += int((decisions <= until).sum())
             for low in range(0, len(decisions), _WINDOW_ROWS):
                 part = slice(low, low + _WINDOW_ROWS)
-                yield self._cut(symbol, decisions[part], series, ends, lacks, part)
+                made = self._cut(symbol, decisions[part], series, ends, lacks, part)
+                yield replace(made, truth=came[part, None])
 
     def notes(self) -> list[str]:
         """Return what the files were like, and how many bars have a reason instead of an answer."""
@@ -267,12 +273,24 @@ class RawBars:
         if refused:
             shown = "; ".join(map(str, refused[:_LISTED]))
             more = "; ..." if len(refused) > _LISTED else ""
-            notes.append(f"{format_count(len(refused), 'line')} that are no bars: {shown}{more}")
+            count = format_count(len(refused), refused[0].unit)
+            notes.append(f"{count} that are no bars: {shown}{more}")
+        if self._num_trained:
+            count = format_count(self._num_trained, "bar")
+            notes.append(f"{count} of the span that was trained on: answered, not evaluated")
         if self._num_unanswered:
             notes.append(
                 f"{format_count(self._num_unanswered, 'bar')} without an answer; see 'reason'"
             )
         return notes
+
+    def _returns(self, bars: Bars, count: int) -> Array:
+        """Return the log return that came after each bar; NaN where the bars end before."""
+        returns = np.full(count, np.nan)
+        if self._step is not None and count == len(bars) > self._step:
+            close = np.log(bars.columns["close"])
+            returns[: -self._step] = close[self._step :] - close[: -self._step]
+        return returns
 
     def _series(self, bars: Bars, name: str, scaler: Scaler) -> tuple[Array, Array]:
         """Return scaled rows of float32 and the gap flags."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -30,6 +30,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -37,7 +38,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.forex.evaluation import BarData, BarEvaluation
+from stoker.recipes.forex.evaluation import BarData, BarEvaluation, DirectionJudge
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
@@ -50,9 +51,9 @@ from stoker.recipes.forex.labels import (
     plan_labels,
 )
 from stoker.recipes.forex.lstm import traceable
-from stoker.recipes.forex.model import ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
+from stoker.recipes.forex.model import NAMES, ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
 from stoker.recipes.forex.raw_bars import open_raw_bars
-from stoker.recipes.gate import gate_notes, quality_gate
+from stoker.recipes.gate import fill_parts, gate_notes, quality_gate
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -262,13 +263,16 @@ class ForexRecipe(Recipe):
         return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return the timeframes, their columns, and whose state is carried."""
+        """Return the timeframes, their columns, whose state is carried, and the names of the directions."""
         model = cast(ForexModel, job.model)
         encoders = cast(Mapping[str, Any], model.encoders)
         return {
             "inputs": list(model.timeframes),
             "features": {name: len(encoders[name].steps) for name in model.timeframes},
             "carried": list(model.carried),
+            "is_classifier": True,
+            "class_names": list(NAMES),
+            "labels": asdict(cast("partial[Any]", job.unpack).keywords["plan"]),
         }
 
     def rebuild(self, options: ForexOptions, facts: Facts) -> Rebuilt:
@@ -300,6 +304,22 @@ class ForexRecipe(Recipe):
         """Return the bars of files, for a model that was trained on a store of `stoker pack bars`."""
         del made, told
         return open_raw_bars(given, facts) if "bars" in facts else None
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: ForexOptions, facts: Facts
+    ) -> Array | None:
+        """Return the log return over the bars of the direction, `(samples, 1)`."""
+        del made, options
+        info, step = store.fields.get("targets"), facts.get("labels", {}).get("direction_step")
+        if info is None or step is None or int(np.prod(info.shape)) < step:
+            return None
+        rows = store.gather("targets", samples).reshape(len(samples), -1)
+        return rows[:, step - 1 : step].astype(np.float64)
+
+    def make_judge(self, options: ForexOptions, facts: Facts) -> Judge | None:
+        """Return directions, and what trading on them would have earned."""
+        labels = facts.get("labels")
+        return None if labels is None else DirectionJudge(LabelPlan(**labels), options.cost_pips)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return windows of any length, and a gap flag beside each bar."""
@@ -391,6 +411,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         samples = {name: known[samples_of(division, name)] for name in _SPLITS}
         how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
         how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
+        fill_parts(samples, ratios, 0, None, f"bars, divided {how},")
     if options.label_gaps == "drop":
         if "label_gap" not in store.fields:
             raise InputError(

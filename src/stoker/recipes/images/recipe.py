@@ -31,6 +31,7 @@ from stoker.augment import (
 )
 from stoker.errors import InputError, SourceError
 from stoker.loader.splits import SplitName, draw_samples, samples_of
+from stoker.recipes.classification import label_places
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -45,6 +46,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import fill_parts
 from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
@@ -250,6 +252,17 @@ class ImagesRecipe(Recipe):
             classes=facts.get("class_names", ()),
         )
 
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: ImagesOptions, facts: Facts
+    ) -> Array | None:
+        """Return the classes of a store's pictures."""
+        del made, options
+        if "labels" not in store.fields:
+            return None
+        labels = store.gather("labels", samples).astype(np.int64)
+        places = label_places(store, labels, facts.get("class_names", ()))
+        return np.where(places < facts["num_classes"], places, -1)
+
 
 def _pictures_of(facts: Facts) -> Pictures:
     span = facts["value_range"]
@@ -367,6 +380,8 @@ def split_pictures(
         val, test = _divide(samples["val"], labels, 0.5, seed)
         samples |= {"val": val, "test": test}
         note += f", and half of val as test ({len(test):,}), since it has none"
+    if "split" not in store.fields:
+        fill_parts(samples, ratios, seed, None, "pictures")
     return samples, f"{note}; " + ", ".join(f"{name} {len(ids):,}" for name, ids in samples.items())
 
 
@@ -374,7 +389,10 @@ def _divide(samples: Array, labels: Array, share: float, seed: int) -> tuple[Arr
     """Return a share of the samples, drawn class by class, and the others."""
     if not len(samples):
         return samples, samples
-    first = draw_samples(samples, round(share * len(samples)), seed, labels[samples])
+    count = round(share * len(samples))
+    if 0 < share < 1 and len(samples) > 1:
+        count = min(max(count, 1), len(samples) - 1)
+    first = draw_samples(samples, count, seed, labels[samples])
     return first, np.setdiff1d(samples, first)
 
 

@@ -91,6 +91,47 @@ def _entropy(shares: Tensor) -> Tensor:
     return -summed
 
 
+def similarities(predicted: Tensor, measured: Tensor, power: float) -> dict[str, Array]:
+    """Return the four similarities between rows of root spectra, `(n,)` each."""
+    found: dict[str, list[Tensor]] = {}
+    for low in range(0, len(measured), _BLOCK):
+        roots = [rows[low : low + _BLOCK] for rows in (predicted, measured)]
+        one, other = (root.clamp(min=0).double() ** 2 for root in roots)
+        units = [weighted_units(root, power) for root in roots]
+        for name, part in (
+            ("weighted_cosine", (units[0] * units[1]).sum(dim=1)),
+            ("cosine", cosines(one, other)),
+            ("stein_scott_cosine", stein_scott(one, other)),
+            ("entropy_similarity", entropy_similarity(one, other)),
+        ):
+            found.setdefault(name, []).append(part.double())
+    return {name: torch.cat(parts).numpy() for name, parts in found.items()}
+
+
+class SpectrumJudge:
+    """Evaluates predicted spectra beside measured ones, both as square roots of intensities; a `Judge`."""
+
+    def __init__(self, mass_power: float) -> None:
+        self._power = mass_power
+        self._values: list[dict[str, Array]] = []
+
+    def update(self, columns: Mapping[str, Array], truth: Array) -> None:
+        """Take spectra, predicted and measured."""
+        rows = torch.from_numpy(columns["spectrum"]), torch.from_numpy(truth)
+        self._values.append(similarities(*rows, self._power))
+
+    def evaluate(self) -> Evaluation | None:
+        """Return the mean similarities."""
+        if not self._values:
+            return None
+        values = {
+            name: np.concatenate([each[name] for each in self._values]) for name in self._values[0]
+        }
+        intervals = {name: bootstrap(each) for name, each in values.items()}
+        count = len(values["cosine"])
+        return Evaluation(count, ("weighted_cosine", True), _means(values), intervals)
+
+
 # -- at the end ----------------------------------------------------------------------------------
 
 
@@ -145,19 +186,7 @@ class FinalSpectrumMetrics:
         power = self._ranking.mass_power
         masses = torch.from_numpy(self._store.gather("mol_weight", samples)).to(device)
         groups = torch.from_numpy(self._store.gather("group", samples)).to(device)
-        found: dict[str, list[Tensor]] = {}
-        for low in range(0, len(samples), _BLOCK):
-            roots = [rows[low : low + _BLOCK] for rows in (predicted, measured)]
-            one, other = (root.clamp(min=0).double() ** 2 for root in roots)
-            units = [weighted_units(root, power) for root in roots]
-            for name, part in (
-                ("weighted_cosine", (units[0] * units[1]).sum(dim=1)),
-                ("cosine", cosines(one, other)),
-                ("stein_scott_cosine", stein_scott(one, other)),
-                ("entropy_similarity", entropy_similarity(one, other)),
-            ):
-                found.setdefault(name, []).append(part.double())
-        values: dict[str, Array] = {name: torch.cat(parts).numpy() for name, parts in found.items()}
+        values = similarities(predicted, measured, power)
         answers = weighted_units(predicted, power).to(device)
         queries = weighted_units(measured, power).to(device)
         for filtered in (False, True):

@@ -35,6 +35,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -42,13 +43,15 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.recipes.inference import load_trained
-from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics
+from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics, SpectrumJudge
 from stoker.recipes.massspec.metrics import (
     Ranking,
     SpectrumMetrics,
     chance_metrics,
     make_library,
+    read_root_spectra,
     root_spectra,
 )
 from stoker.recipes.massspec.models import (
@@ -229,6 +232,22 @@ class _SpectrumRecipe(Recipe):
 
         network = build_network(facts["num_bins"], options, len(facts.get("usual_conditions", ())))
         return Rebuilt(network, facts["inputs"], unpack, predict)
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: MassSpecOptions, facts: Facts
+    ) -> Array | None:
+        """Return the measured spectra of a store's samples."""
+        del made, options
+        if "mz" not in store.fields or "intensity" not in store.fields:
+            return None
+        rounding = store.manifest.attributes.get("rounding", "nearest")
+        parts = read_root_spectra(store, samples, facts["num_bins"] - 1, rounding)
+        return torch.cat([spectra for _, spectra in parts]).numpy()
+
+    def make_judge(self, options: MassSpecOptions, facts: Facts) -> Judge:
+        """Return the similarities of spectra."""
+        del facts
+        return SpectrumJudge(options.mass_power)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return fingerprints, weights and graphs as they are unpacked on the device."""
@@ -585,11 +604,13 @@ def split_compounds(
     samples: dict[str, Array]
     if "split" in store.fields:
         samples = {name: select_samples(store, name) for name in _SPLITS}
-        note = "split: the store's own"
+        samples, made = complete_parts(samples, seed, groups)
+        note = f"split: the store's own{made}"
     else:
         division = split_by_group(groups, ratios, seed)
         samples = {name: samples_of(division, name) for name in _SPLITS}
-        note = f"split: by compound, seed {seed}"
+        samples, filled = fill_parts(samples, ratios, seed, groups, "compounds")
+        note = f"split: by compound, seed {seed}{filled}"
     check_apart(groups, samples)
     if not len(samples["train"]):
         raise InputError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -34,39 +35,40 @@ _SHOWN = 6
 _SHOWN_SIDE = 120
 
 
-class FinalSegmentationMetrics:
-    """Evaluates the best weights on the test images. Training masks of the store fit the baselines."""
+class MaskJudge:
+    """Evaluates answered masks; a `Judge`."""
 
-    def __init__(
-        self,
-        store: Store,
-        train: Array,
-        names: Sequence[str],
-        ignore_values: Sequence[int],
-        normalise: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._store, self._train, self._names = store, train, list(names)
-        self._ignored, self._normalise = list(ignore_values), normalise
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
         self._confusions: list[Array] = []
         self._edges: list[Array] = []
 
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take logits and masks of a batch."""
-        answers, masks = outputs.argmax(dim=1), targets.long()
+    def update(self, columns: Mapping[str, Array], truth: Array) -> None:
+        """Take masks, answered and true."""
+        self.count(torch.from_numpy(columns["mask"]).long(), torch.from_numpy(truth).long())
+
+    def count(self, answers: Tensor, masks: Tensor) -> None:
+        """Take class numbers of pixels, `(batch, height, width)`, answered and true."""
         num = len(self._names)
         self._confusions.append(count_each(answers, masks, num).cpu().numpy())
         self._edges.append(boundary_scores(answers, masks, num).cpu().numpy())
 
-    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation of everything seen; see `FinalMetrics`."""
-        each, edges = np.concatenate(self._confusions), np.concatenate(self._edges)
+    @property
+    def confusions(self) -> Array:
+        """`(images, true, answered)` pixels."""
+        return np.concatenate(self._confusions)
+
+    def evaluate(self) -> Evaluation | None:
+        """Return the evaluation of everything seen."""
+        if not self._confusions:
+            return None
+        each, edges = self.confusions, np.concatenate(self._edges)
         total = each.sum(axis=0)
         ious, dices = class_scores(total[None].astype(np.float64))
         by_class = _known_mean(edges, axis=0)
         metrics = {**compute_metrics(total), "boundary_f1": float(_known_mean(by_class, axis=0))}
         rows = each.reshape(len(each), -1)
         num = len(self._names)
-        baselines, note = self._baselines(samples)
         return Evaluation(
             num_samples=len(each),
             compared_by=("miou", True),
@@ -77,11 +79,9 @@ class FinalSegmentationMetrics:
                 "pixel_accuracy": bootstrap(rows, partial(_drawn_accuracy, num_classes=num)),
                 "boundary_f1": bootstrap(_known_mean(edges, axis=1)),
             },
-            baselines=baselines,
             groups={"class": self._per_class(total, ious[0], dices[0], by_class)},
             confusion=Confusion(tuple(self._names), tuple(map(tuple, total.tolist()))),
-            examples=tuple(self._worst(model, device, samples, each)),
-            notes=(note, "confusion: pixels", "pictures: the images of the lowest mIoU"),
+            notes=("confusion: pixels",),
         )
 
     def _per_class(
@@ -101,6 +101,42 @@ class FinalSegmentationMetrics:
             for place, name in enumerate(self._names)
             if pixels[place] or answered[place]
         }
+
+
+class FinalSegmentationMetrics:
+    """Evaluates the best weights on the test images. Training masks of the store fit the baselines."""
+
+    def __init__(
+        self,
+        store: Store,
+        train: Array,
+        names: Sequence[str],
+        ignore_values: Sequence[int],
+        normalise: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._store, self._train, self._names = store, train, list(names)
+        self._ignored, self._normalise = list(ignore_values), normalise
+        self._judge = MaskJudge(names)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Take logits and masks of a batch."""
+        self._judge.count(outputs.argmax(dim=1), targets.long())
+
+    def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
+        """Return the evaluation of everything seen; see `FinalMetrics`."""
+        found = self._judge.evaluate()
+        assert found is not None
+        baselines, note = self._baselines(samples)
+        return replace(
+            found,
+            baselines=baselines,
+            examples=tuple(self._worst(model, device, samples, self._judge.confusions)),
+            notes=(note, *found.notes, "pictures: the images of the lowest mIoU"),
+            colours={
+                **dict(legend(self._names).values()),
+                "counts nowhere": "#" + bytes(palette()[IGNORE]).hex(),
+            },
+        )
 
     def _baselines(self, samples: Array) -> tuple[dict[str, dict[str, float]], str]:
         num = len(self._names)

@@ -10,6 +10,7 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +33,7 @@ from stoker.recipes.contract import (
     Default,
     Facts,
     Job,
+    Judge,
     Layout,
     Port,
     RawReader,
@@ -39,6 +41,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.recipes.options import (
     AtLeastOne,
     CheckedOptions,
@@ -61,6 +64,7 @@ from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     FinalSegmentationMetrics,
+    MaskJudge,
     SegmentationMetrics,
     class_names,
     compute_metrics,
@@ -152,7 +156,7 @@ class SegmentationOptions(CheckedOptions):
             "heads",
             self.heads,
             f"divisors of the widths {self.widths}",
-            "heads=[1, 2, 4, 6]",
+            f"heads={[math.gcd(*each) for each in zip(self.widths, self.heads, strict=True)]}",
         )
         weights = (self.ce_weight, self.dice_weight)
         require(
@@ -334,6 +338,28 @@ class SegmentationRecipe(Recipe):
             is_table=bool(told.get("is_table")),
         )
 
+    def read_truth(
+        self,
+        store: Store,
+        samples: Array,
+        made: Rebuilt,
+        options: SegmentationOptions,
+        facts: Facts,
+    ) -> Array | None:
+        """Return the masks of a store's images, 255 where a pixel counts nowhere."""
+        del made
+        info = store.fields.get("masks")
+        if info is None or list(info.shape) != list(facts.get("size", ())):
+            return None
+        masks = store.gather("masks", samples)
+        strange = (masks >= facts["num_classes"]) | np.isin(masks, options.ignore_values)
+        return np.where(strange, IGNORE, masks)
+
+    def make_judge(self, options: SegmentationOptions, facts: Facts) -> Judge:
+        """Return counts of pixels and edges."""
+        del options
+        return MaskJudge(class_names(facts.get("class_names", ()), facts["num_classes"]))
+
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> tuple[int, list[str]]:
@@ -435,13 +461,17 @@ def split_images(
     samples: dict[str, Array]
     if "split" in store.fields:
         samples = {name: select_samples(store, name) for name in _SPLITS}
-        note = "split: the store's own"
+        samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+        note = f"split: the store's own{made}"
     else:
         division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":
             division = np.sort(division)
         samples = {name: samples_of(division, name) for name in _SPLITS}
+        each = np.arange(store.num_samples)
+        samples, filled = fill_parts(samples, options.ratios, seed, each, "images")
         note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")
+        note += filled
     if not len(samples["train"]):
         raise InputError(
             f"{store.name} has no training samples.",

@@ -21,6 +21,7 @@ from stoker.loader.splits import (
     split_by_time,
     split_randomly,
 )
+from stoker.recipes.gate import complete_parts, fill_parts
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
@@ -197,10 +198,16 @@ def split_samples(
     samples: dict[str, Array]
     if mode == "store":
         samples = {name: select_samples(store, name) for name in _SPLITS}
+        if inputs.window is None and "time" not in store.fields:
+            samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+            why += made
     else:
-        division, more = _divide(store, inputs, mode, ratios, embargo, seed)
-        why += more
+        division, groups, more = _divide(store, inputs, mode, ratios, embargo, seed)
         samples = {name: samples_of(division, name) for name in _SPLITS}
+        what = "different rows" if mode == "distinct" else "rows"
+        what += f", divided by {mode!r}{more}," if groups is None else ""
+        samples, filled = fill_parts(samples, ratios, seed, groups, what)
+        why += more + filled
     if not len(samples["train"]):
         raise InputError(
             f"{store.name} has no training samples (split {mode!r}: {why}).",
@@ -228,12 +235,14 @@ def _divide(
     ratios: Ratios,
     embargo: int | None,
     seed: int,
-) -> tuple[Array, str]:
+) -> tuple[Array, Array | None, str]:
+    """Return the split, the groups that it keeps together (None: by time), and more to say of it."""
     total = store.num_samples
     if mode == "random":
-        return split_randomly(total, ratios, seed), ""
+        return split_randomly(total, ratios, seed), np.arange(total), ""
     if mode == "distinct":
-        return split_by_group(_row_groups(store, inputs), ratios, seed), ""
+        groups = _row_groups(store, inputs)
+        return split_by_group(groups, ratios, seed), groups, ""
     time = np.arange(total)
     if "time" in store.fields:
         time = store.read_rows("time", 0, total)
@@ -246,7 +255,7 @@ def _divide(
     used = asked if embargo is not None else min(asked, max(1, int(total * smallest / 4)))
     short = f", less than a window of {asked}: the store is small" if used < asked else ""
     division = split_by_time(time, label_time, ratios, used)
-    return division, f"; an embargo of {used} samples{short}"
+    return division, None, f"; an embargo of {used} samples{short}"
 
 
 def _row_groups(store: Store, inputs: Inputs) -> Array:

@@ -22,6 +22,7 @@ from torch import nn
 
 from stoker.config import Settings
 from stoker.errors import InputError
+from stoker.recipes.classification import label_places
 from stoker.recipes.contract import (
     BATCH,
     Default,
@@ -342,6 +343,22 @@ class TabularRecipe(Recipe):
         is_scaled = bool((spread != 1).any())
         ranges = (scaler.center.double().cpu().numpy(), spread) if is_scaled else None
         return open_raw_table(given, facts, told, ranges)
+
+    def read_truth(
+        self, store: Store, samples: Array, made: Rebuilt, options: TabularOptions, facts: Facts
+    ) -> Array | None:
+        """Return the targets of a store's rows: places of the classes, or values."""
+        if options.target_field not in store.fields:
+            return None
+        values = store.gather(options.target_field, samples)
+        if not facts["is_classifier"]:
+            return values.reshape(len(values), -1).astype(np.float64)
+        values = values.reshape(-1)
+        classes = cast(TabularModel, made.model).classes.cpu().numpy()
+        numbers = label_places(store, values, facts.get("class_names", ()))
+        places = np.minimum(np.searchsorted(classes, numbers), len(classes) - 1)
+        found: Array = np.where(classes[places] == numbers, places, -1)
+        return found
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return rows or windows as the store has them; a series has a gap flag beside each row."""

@@ -33,6 +33,7 @@ from stoker.sources.bars.dialects import (
     parse_line,
 )
 from stoker.sources.bars.text import find_text
+from stoker.sources.tables.layout import file_kind
 from stoker.sources.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
 from stoker.store.fields import Array
 
@@ -48,13 +49,14 @@ class Bars:
     Attributes:
         time: `(n,)` int64 open times, nanoseconds, strictly rising.
         columns: Name to `(n,)` float64; open, high, low, close first, then what the file has.
-        lines: `(n,)` int64, the 1-based line of each bar.
+        lines: `(n,)` int64, the 1-based line of each bar; its 0-based row in Parquet and Feather, which have no lines.
         file: As the user named it.
         refused: Every line that is not among the bars, and why.
         notes: Choices made while reading, in words for the user.
         ignored: Reason to number of lines that were never meant as bars of this symbol.
-        num_lines: Lines of the file.
+        num_lines: Lines, or rows, of the file.
         is_close: The times are those of the closes.
+        unit: What `lines` counts: "line" or "row".
     """
 
     time: Array
@@ -66,6 +68,7 @@ class Bars:
     ignored: dict[str, int] = field(default_factory=dict)
     num_lines: int = 0
     is_close: bool = False
+    unit: str = "line"
 
     def __len__(self) -> int:
         """Bars, not lines."""
@@ -113,13 +116,15 @@ def read_bars(
     bars.refused.extend(refused)
     bars.notes.extend(f"{file}: {note}" for note in dialect.left_out)
     bars = replace(bars, is_close=dialect.is_close)
+    if file_kind(Path(path)) in ("parquet", "arrow"):
+        bars = _in_rows(bars)
     bars = _refuse_columns(bars, text, dialect)
     # More refused than read is not a damaged file of bars but a misread one.
     lines = [refusal for refusal in bars.refused if refusal.line is not None]
     if len(lines) > max(len(bars), 1):
         shown = "; ".join(str(refusal) for refusal in lines[:3])
         raise SourceError(
-            f"{bars.file}: {len(lines)} lines do not read as bars, {len(bars)} do. {shown}",
+            f"{bars.file}: {len(lines)} {bars.unit}s do not read as bars, {len(bars)} do. {shown}",
             "a file of bars in one format",
             "see docs/bars.md for the formats",
         )
@@ -150,8 +155,26 @@ def merge_bars(parts: Sequence[Bars]) -> Bars:
             for reason in dict.fromkeys(reason for part in parts for reason in part.ignored)
         },
         sum(part.num_lines for part in parts),
+        unit=parts[0].unit if len({part.unit for part in parts}) == 1 else "line",
     )
     return _refuse_repeats(joined.take(np.argsort(joined.time, kind="stable")))
+
+
+def _in_rows(bars: Bars) -> Bars:
+    """Return bars of a file that has no lines: places are rows from 0, and the header of its text was made here."""
+    refused = [
+        refusal if refusal.line is None else replace(refusal, line=refusal.line - 2, unit="row")
+        for refusal in bars.refused
+    ]
+    ignored = {reason: count for reason, count in bars.ignored.items() if reason != _HEADER}
+    return replace(
+        bars,
+        lines=bars.lines - 2,
+        refused=refused,
+        ignored=ignored,
+        num_lines=bars.num_lines - 1,
+        unit="row",
+    )
 
 
 def show_time(time_ns: int) -> str:
@@ -171,12 +194,16 @@ def _refuse_columns(bars: Bars, text: bytes, dialect: Dialect) -> Bars:
     lines = text.split(b"\n")
     for name, row in bad.items():
         line = int(bars.lines[row])
-        cell = lines[line - 1].decode("utf-8", "replace").split(dialect.delimiter)
+        cell = (
+            lines[line - 1 if bars.unit == "line" else line + 1]
+            .decode("utf-8", "replace")
+            .split(dialect.delimiter)
+        )
         shown = cell[dialect.names.index(name)].strip()[:40]
         count = int(np.isnan(bars.columns[name]).sum())
         bars.notes.append(
             f"{bars.file}: column {name!r} is left out: {count:,} of {len(bars):,} bars have no number in it, "
-            f"such as {shown!r} in line {line}"
+            f"such as {shown!r} in {bars.unit} {line}"
         )
     kept = {name: values for name, values in bars.columns.items() if name not in bad}
     return replace(bars, columns=kept)
@@ -405,7 +432,9 @@ def _refuse_bad_prices(bars: Bars) -> Bars:
     bad = np.zeros(len(bars), bool)
     for mask, reason in faults:
         new = np.flatnonzero(mask & ~bad)
-        bars.refused.extend(Refusal(bars.file, int(bars.lines[row]), reason) for row in new)
+        bars.refused.extend(
+            Refusal(bars.file, int(bars.lines[row]), reason, bars.unit) for row in new
+        )
         bad[new] = True
     return bars.take(~bad) if bad.any() else bars
 
@@ -424,10 +453,10 @@ def _in_order(bars: Bars, sort: bool) -> Bars:
     falling = (steps < 0).mean() > 0.5
     row = int(np.argmax(steps > 0 if falling else steps < 0)) + 1
     raise SourceError(
-        f"{bars.file}: time goes {'forwards' if falling else 'backwards'} at line {bars.lines[row]}, "
+        f"{bars.file}: time goes {'forwards' if falling else 'backwards'} at {bars.unit} {bars.lines[row]}, "
         f"from {show_time(bars.time[row - 1])} to {show_time(bars.time[row])}.",
         "bars from oldest to newest, or all from newest to oldest",
-        "--sort (sort=True), or mend that line",
+        f"--sort (sort=True), or mend that {bars.unit}",
     )
 
 
@@ -446,11 +475,11 @@ def _refuse_repeats(bars: Bars) -> Bars:
         alike = all((values[group] == values[start]).all() for values in bars.columns.values())
         when = show_time(bars.time[start])
         reason = (
-            f"a copy of the bar of {when} in line {bars.lines[start]}"
+            f"a copy of the bar of {when} in {bars.unit} {bars.lines[start]}"
             if alike
             else f"one of {stop - start} different bars of {when}; none is taken"
         )
         for row in range(start + alike, stop):
             bad[row] = True
-            bars.refused.append(Refusal(bars.file, int(bars.lines[row]), reason))
+            bars.refused.append(Refusal(bars.file, int(bars.lines[row]), reason, bars.unit))
     return bars.take(~bad)

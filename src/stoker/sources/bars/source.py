@@ -472,7 +472,9 @@ def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
     own = {reason: count for reason, count in bars.ignored.items() if reason != OTHER_SYMBOLS}
     found = bars.num_lines + whole - others
     kinds = count_kinds(bars.refused)
-    return asdict(Account(f"lines of {name}", found, len(series.rows), kinds, {**own, **unused}))
+    return asdict(
+        Account(f"{bars.unit}s of {name}", found, len(series.rows), kinds, {**own, **unused})
+    )
 
 
 def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:

@@ -218,9 +218,9 @@ def decode(
             size = opened.size
             # Before `load`, and `getexif` of PNG, which empty the list of tiles: only the file knows of its 16 bits.
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
-            exif = opened.getexif()
-            has_orientation = ORIENTATION in exif
-            orientation = int(exif.get(ORIENTATION, 1) or 1)
+            if opened.format == "PNG":
+                opened.load()  # which `getexif` does: its faults are those of the pixels
+            has_orientation, orientation = _orientation(opened, path)
             if orientation > 1 and opened.format == "TIFF" and data is None:
                 # Pillow reads plain TIFF files of this kind by a memory map of the wrong width; bytes it does not.
                 return decode(path, first_frame, path.read_bytes(), upright=upright, small=small)
@@ -240,6 +240,20 @@ def decode(
             if isinstance(error, SourceError):
                 raise
             raise PictureError(f"cannot be decoded: {error}.", path=path) from error
+
+
+def _orientation(opened: Any, path: Path) -> tuple[bool, int]:
+    """Return whether the file says which way is up, and what it says; 1 where it does not."""
+    try:
+        said = opened.getexif().get(ORIENTATION)
+        return said is not None, int(said or 1)
+    except _FAULTS as error:
+        raise PictureError(
+            f"has EXIF data that cannot be read, so which way is up is not known: {error}.",
+            "intact EXIF data, or none",
+            path=path,
+            kind="damaged EXIF",
+        ) from error
 
 
 def _has_16_bits(tile: Any) -> bool:

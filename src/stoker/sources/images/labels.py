@@ -22,6 +22,7 @@ from stoker.sources.images.listing import SPLIT_ALIASES
 
 _SPLIT_COLUMNS = {"split", "set", "subset", "partition", "fold_name"}
 _LABEL_COLUMNS = ("label", "class", "target", "category", "classname", "class_name", "species")
+_NAME_COLUMNS = {"image", "file", "filename", "name", "path", "id", "image_id", "img", "picture"}
 _MOST_CLASSES = 10_000
 
 
@@ -79,6 +80,10 @@ def read_labels(path: Path, pictures: Sequence[str], column: str | None = None) 
     header, rows = _read_csv(path)
     index = NameIndex(pictures)
     name_at = _name_column(path, header, rows, index)
+    has_header = header[name_at].lower() in _NAME_COLUMNS or not index.find(header[name_at])
+    if not has_header:  # the first line names a picture: it is a row
+        rows = [(1, header), *rows]
+        header = [f"c{number}" for number in range(len(header))]
     others = [number for number in range(len(header)) if number != name_at]
     split_at = next(
         (n for n in others if header[n].lower() in _SPLIT_COLUMNS and _are_splits(rows, n)), None
@@ -91,6 +96,10 @@ def read_labels(path: Path, pictures: Sequence[str], column: str | None = None) 
     numbers = {name: number for number, name in enumerate(classes)}
     for (line, row), value in zip(rows, values, strict=True):
         found = index.find(row[name_at])
+        if len(found) > 1:  # folder and name in two columns
+            cells = {cell.strip() for cell in row}
+            near = [name for name in found if cells & {*PurePosixPath(name).parts[:-1]}]
+            found = near if len(near) == 1 else found
         reason, kind = "", ""
         if value is None:
             reason, kind = f"{row[name_at]!r} has no label", "no label"
@@ -110,6 +119,8 @@ def read_labels(path: Path, pictures: Sequence[str], column: str | None = None) 
         if split_at is not None:
             split[found[0]] = SPLIT_ALIASES[row[split_at].strip().lower()]
     notes = [f"{path.name}: pictures from column {header[name_at]!r}, {about}"]
+    if not has_header:
+        notes.append(f"{path.name}: no header, so columns are named c0 to c{len(header) - 1}")
     if split_at is not None:
         notes.append(f"{path.name}: the split is that of column {header[split_at]!r}")
     return Labels(classes, label, split, refused, notes)

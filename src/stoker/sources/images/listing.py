@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,19 @@ SPLIT_ALIASES = {
 }
 """Names of folders and list files, in small letters, to the number that the field `split` holds."""
 
+_BESIDE_SPLITS = {
+    "set",
+    "data",
+    "dataset",
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "pictures",
+    "seg",
+    "masks",
+    "labels",
+}
 _SYSTEM = {
     "__macosx",
     "__pycache__",
@@ -123,6 +137,42 @@ def find_pairs(root: Path) -> tuple[Path, Path | None]:
     return root, None
 
 
+@dataclass(frozen=True)
+class Scenes:
+    """Where the images and masks of a folder lie.
+
+    Attributes:
+        images: Folder.
+        masks: Folder, or a COCO file.
+        lists: Texts such as "train=ImageSets/Segmentation/train.txt".
+        said: How they were found.
+    """
+
+    images: Path
+    masks: Path
+    lists: tuple[str, ...] = ()
+    said: str = ""
+
+
+def find_scenes(root: Path) -> Scenes:
+    """Return the images and masks of a folder as people share them: Pascal VOC, COCO, images/ and masks/."""
+    if not root.is_dir():
+        raise SourceError(f"{root} is not a folder.", "an existing folder", look_in(root.parent))
+    for folder in sorted(root.rglob("JPEGImages")):
+        masks, names = folder.parent / "SegmentationClass", folder.parent / "ImageSets/Segmentation"
+        if masks.is_dir():
+            listed = [names / f"{split}.txt" for split in ("train", "val", "test")]
+            filled = [path for path in listed if path.is_file() and path.stat().st_size]
+            # A list of all names beside them would put pictures into two splits.
+            lists = tuple(f"{path.stem}={path}" for path in filled) if len(filled) > 1 else ()
+            told = " and their lists of splits" if lists else ""
+            return Scenes(
+                folder, masks, lists, f"JPEGImages, SegmentationClass{told} of Pascal VOC"
+            )
+    images, found = find_pairs(root)
+    return Scenes(images, found if found is not None else root)
+
+
 def is_system(name: str) -> bool:
     """Return whether a name belongs to the system or an editor, not to the data."""
     return name.startswith(".") or name.lower() in _SYSTEM
@@ -200,6 +250,14 @@ def split_of(names: Sequence[str]) -> dict[str, int]:
 
     `train` beside `car` is a class; `train` beside `val` is not.
     """
-    numbers = {name: SPLIT_ALIASES.get(name.lower()) for name in names}
-    found = {name: number for name, number in numbers.items() if number is not None}
+    words = {name: find_split(name) for name in names}
+    found = {name: SPLIT_ALIASES[word] for name, word in words.items() if word is not None}
     return found if len(found) == len(names) and 0 in found.values() else {}
+
+
+def find_split(name: str) -> str | None:
+    """Return the split that a name says, as `train2017`, `training_set` and `seg_train` do; None where it says none."""
+    words = [word for word in re.split("[^a-z]+", name.lower()) if word]
+    found = [word for word in words if word in SPLIT_ALIASES]
+    others = [word for word in words if word not in SPLIT_ALIASES and word not in _BESIDE_SPLITS]
+    return found[0] if len(found) == 1 and not others else None

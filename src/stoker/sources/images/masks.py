@@ -226,6 +226,15 @@ def read_mask(
     return classes_of(upright, decoded.format, path, mask_map)
 
 
+def beside_image(mask: Any, path: Path, image: Decoded, image_path: Path) -> Array:
+    """Return a mask that was drawn here, upright like its image: a grey picture of classes, of the file `path`."""
+    drawn = Decoded(mask, mask.size, 1, False, "COCO", False)
+    # Annotation tools show pictures upright, and sizes of files tell where one did not.
+    upright = image.size in (image.stored_size, mask.size)
+    shown = _beside(drawn, path, image, image_path, "upright" if upright else "image")
+    return np.asarray(shown, dtype=np.uint8)
+
+
 def join_objects(masks: Iterable[Array], path: Path) -> Array:
     """Return 1 wherever one of several masks of objects is not 0."""
     joined: Array | None = None

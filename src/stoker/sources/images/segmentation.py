@@ -11,22 +11,24 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from stoker.display import command
 from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.sources.images.coco import Outlines, find_coco, read_coco
 from stoker.sources.images.decoding import Decoded, decode, pillow
 from stoker.sources.images.encoded import encode_mask, picture_field
-from stoker.sources.images.listing import list_pictures, no_pictures, split_of
+from stoker.sources.images.listing import Listing, list_pictures, no_pictures, split_of
 from stoker.sources.images.masks import (
     IGNORE,
     ContradictionError,
     MaskMap,
     MaskOrientation,
     Palettes,
+    beside_image,
     check_values,
     find_map,
     join_objects,
@@ -45,13 +47,15 @@ class SegmentationSource(PictureFolder):
 
     Attributes:
         images: Folder of images.
-        masks: Folder of masks: one value or colour per pixel. The same folder may hold both.
+        masks: Folder of masks: one value or colour per pixel; or a COCO file of outlines, or a folder of such files.
+            The same folder may hold images and masks.
         mask_suffix: What mask names have behind the image's name ("_L" for x.png and x_L.png).
         image_suffix: What image names have behind the part they share with the mask's.
         mask_prefix: What mask names have before the image's name.
         mask_map: Texts such as "255=1", "0-127=0,128-255=1", "#ff0000=2", "other=255"; "keep" changes nothing.
         mask_colors: File with a colour table.
         mask_orientation: Whether a mask without EXIF is turned like its image; see `masks`.
+        class_names: Of the classes 0, 1, 2, ... of masks, where no table of colours or COCO file has them.
     """
 
     images: Path = Path()
@@ -62,6 +66,7 @@ class SegmentationSource(PictureFolder):
     mask_map: tuple[str, ...] = ()
     mask_colors: Path | None = None
     mask_orientation: MaskOrientation = "auto"
+    class_names: tuple[str, ...] = ()
     kind: ClassVar[str] = "segmentation"
 
     def __post_init__(self) -> None:
@@ -90,6 +95,7 @@ class SegmentationSource(PictureFolder):
             "mask_map": list(self.mask_map),
             "mask_colors": str(self.mask_colors) if self.mask_colors else None,
             "mask_orientation": self.mask_orientation,
+            "class_names": list(self.class_names),
         }
 
     @property
@@ -113,11 +119,15 @@ class SegmentationSource(PictureFolder):
         if self.images == self.masks:
             image_names, mask_names = divide(images.pictures, affixes)
         else:
-            others = list_pictures(self.masks)
-            ignored += others.ignored
-            image_names, mask_names = list(images.pictures), list(others.pictures)
+            # A COCO file stands for the masks of all pictures that it names.
+            others = list_pictures(self.masks) if self.masks.suffix.lower() != ".json" else None
+            ignored += others.ignored if others else Counter()
+            image_names = list(images.pictures)
+            mask_names = list(others.pictures) if others else []
         if not image_names and not mask_names:
             raise no_pictures(images)
+        if not mask_names and (files := find_coco(self.masks)):
+            return self._by_outlines(files, images)
         pairing = pair_names(image_names, mask_names, affixes)
         if not pairing.pairs:
             raise self._no_pairs(image_names, mask_names)
@@ -158,10 +168,55 @@ class SegmentationSource(PictureFolder):
             )
         if refused and (better := self._advice(pairing)):
             notes.append(better)
-        names = mask_map.names if mask_map else ()
+        names = self.class_names or (mask_map.names if mask_map else ())
         common = Payload((), names, bool(splits) or bool(self.lists), mask_map)
         return Preparation(
             self._parts(items, common, self.images, 1),
+            self._estimate(items, self.images, 1),
+            refused,
+            notes,
+            found,
+            dict(+ignored),
+            "pictures",
+        )
+
+    def _by_outlines(self, files: Sequence[Path], images: Listing) -> Preparation:
+        """Return the pictures that COCO files name; their masks are drawn from the outlines."""
+        if not self._takes_values:
+            option = "--mask-map" if self.mask_map else "--mask-colors"
+            raise InputError(
+                f"{option} for the outlines in {files[0]}, whose classes are its categories.",
+                f"{option} for masks that are pictures",
+                f"leave {option} out",
+            )
+        made = read_coco(files, self.images, images.pictures)
+        items: list[tuple[str, Any, int]] = [
+            (name, outlines, made.splits.get(name, 0))
+            for name, outlines in sorted(made.outlines.items())
+        ]
+        ignored = images.ignored + Counter(
+            {"in no COCO file": len(images.pictures) - len(made.outlines)}
+        )
+        found = len(images.pictures) + images.ignored.total() + len(made.refused)
+        refused = list(made.refused)
+        has_split = bool(made.splits)
+        if self.lists:
+            splits, items, bad_lines = self._listed(images.pictures, items, ignored)
+            items = [(name, outlines, splits[name]) for name, outlines, _ in items]
+            refused += bad_lines
+            found += len(bad_lines)
+            has_split = True
+        notes = [f"masks are drawn from the outlines in {some([str(file) for file in files], 3)}"]
+        if made.splits and not self.lists:
+            notes.append("the split is that of the COCO files")
+        empty = sum(not outlines.shapes for outlines in made.outlines.values())
+        if empty:
+            notes.append(f"{empty:,} pictures without an object: all background")
+        if made.num_boxes:
+            notes.append(f"{made.num_boxes:,} annotations have a box and no outline: not drawn")
+        self._check_ranges(self.images, items)
+        return Preparation(
+            self._parts(items, Payload((), made.classes, has_split), self.images, 1),
             self._estimate(items, self.images, 1),
             refused,
             notes,
@@ -265,7 +320,7 @@ class SegmentationSource(PictureFolder):
 
     def _mask(
         self,
-        names: Sequence[str],
+        names: Sequence[str] | Outlines,
         image: Decoded,
         path: Path,
         mask_map: MaskMap | None,
@@ -273,12 +328,16 @@ class SegmentationSource(PictureFolder):
         palettes: Palettes | None,
     ) -> Array:
         def read() -> Iterator[Array]:
+            if isinstance(names, Outlines):
+                yield beside_image(names.draw(), Path(names.file), image, path)
+                return
             for name in names:
                 yield read_mask(
                     self.masks / name, image, path, mask_map, self.mask_orientation, palettes
                 )
 
-        values = join_objects(read(), path) if len(names) > 1 else next(read())
+        several = not isinstance(names, Outlines) and len(names) > 1
+        values = join_objects(read(), path) if several else next(read())
         if values.shape == size:
             return values
         image_module = pillow()

@@ -22,6 +22,7 @@ import numpy as np
 from stoker.display import command
 from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, PlainSource, Preparation
+from stoker.sources.images.coco import find_coco
 from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
@@ -41,7 +42,9 @@ from stoker.sources.images.encoded import (
 )
 from stoker.sources.images.labels import parse_lists, read_labels, read_lists
 from stoker.sources.images.listing import (
+    SPLIT_ALIASES,
     Listing,
+    find_split,
     list_pictures,
     no_pictures,
     read_ahead,
@@ -358,21 +361,31 @@ class _Sorted:
 
 def _by_folders(listing: Listing) -> _Sorted:
     """Take the class from the first folder, below `train`, `val` and `test` where there are such."""
-    splits = split_of(listing.top_folders)
+    filled = {name.split("/")[0] for name in listing.pictures if "/" in name}
+    splits = split_of(sorted(filled))
     depth = 1 if splits else 0
+    pictures, folders = listing.pictures, listing.folders
+    twice = _named_twice(pictures, splits)
+    if twice:  # training_set/training_set/cats
+        pictures = [name for name in pictures if name.count("/") > 1]
+        folders = [folder for folder in folders if folder.count("/") > 1]
+        depth = 2
     classes = sorted(
         {
             folder.split("/")[depth]
-            for folder in listing.folders
+            for folder in folders
             if folder.count("/") == depth and (not splits or folder.split("/")[0] in splits)
         }
     )
     if not classes:
         raise _no_classes(listing)
+    if not splits:
+        _refuse_parts(listing, sorted(filled))
     per_class: Counter[str] = Counter()
     placed, ignored = [], Counter[str]()
+    ignored["in no class folder"] += len(listing.pictures) - len(pictures)
     num_nested = 0
-    for name in listing.pictures:
+    for name in pictures:
         parts = name.split("/")
         if len(parts) < depth + 2:
             where = f"in {parts[0]}/, outside" if splits and len(parts) > 1 else "outside"
@@ -398,6 +411,39 @@ def _by_folders(listing: Listing) -> _Sorted:
     return _Sorted(kept, items, bool(splits), ignored, (), notes)
 
 
+def _named_twice(pictures: Sequence[str], splits: Mapping[str, int]) -> bool:
+    """Whether the only folder in each split is called like a split again, as in `seg_train/seg_train/forest`."""
+    inner: dict[str, set[str]] = {}
+    for name in pictures:
+        top, _, rest = name.partition("/")
+        if "/" in rest:
+            inner.setdefault(top, set()).add(rest.partition("/")[0])
+    return bool(splits) and all(
+        len(inner.get(top, ())) == 1 and find_split(next(iter(inner[top]))) for top in splits
+    )
+
+
+def _refuse_parts(listing: Listing, names: Sequence[str]) -> None:
+    """Refuse folders that are no classes by their names: splits beside something else, images beside masks."""
+    parts = [name for name in names if find_split(name) is not None]
+    lowered = {name.lower() for name in names}
+    scenes = lowered & {"jpegimages", "segmentationclass"} or lowered <= {"images", "masks"}
+    if scenes and len(names) > 1:
+        raise SourceError(
+            f"{listing.root} holds images and masks, not classes: {some(names)}.",
+            "folder/<class>/<image>; or for a class of every pixel, images and masks",
+            command("stoker", "pack", "segmentation", listing.root, "OUT"),
+        )
+    first = next((name for name in parts if SPLIT_ALIASES[str(find_split(name))] == 0), None)
+    if len(parts) > 1 and first is not None:
+        others = [name for name in names if name not in parts]
+        raise SourceError(
+            f"{listing.root} holds {some(parts)}, which are splits, beside {some(others)}: no class folders.",
+            "folders of splits alone, or of classes alone",
+            command("stoker", "pack", "images", listing.root / first, "OUT"),
+        )
+
+
 def _check_level(
     listing: Listing, classes: Sequence[str], placed: Sequence[tuple[str, str, int]], depth: int
 ) -> None:
@@ -414,10 +460,18 @@ def _check_level(
 
 def _no_classes(listing: Listing) -> SourceError:
     flat = f" and {len(listing.pictures):,} pictures" if listing.pictures else ""
+    beside = sorted({*listing.root.glob("*.csv"), *listing.root.glob("*/*.csv")})
+    outlines = find_coco(listing.root) if flat else []
+    fix = command("ls", listing.root)
+    if outlines:
+        fix = command("stoker", "pack", "segmentation", listing.root, "OUT")
+    elif beside:
+        fix = command("--labels", beside[0])
     return SourceError(
         f"{listing.root} has no class folders{flat}.",
-        "folder/<class>/<image>, folder/train/<class>/<image>, or pictures and --labels FILE.csv",
-        command("ls", listing.root),
+        "folder/<class>/<image>, folder/train/<class>/<image>, or pictures and --labels FILE.csv; "
+        "for a class of every pixel, stoker pack segmentation",
+        fix,
     )
 
 

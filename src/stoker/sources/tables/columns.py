@@ -92,6 +92,7 @@ class Column:
         has_flag: A further column says where the value is missing.
         without: Columns of `features` that it would give and that the user dropped.
         is_full: Of texts: every row of training had one.
+        words: Texts that are values here, though `NULLS` has them.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Column:
     has_flag: bool = False
     without: tuple[str, ...] = ()
     is_full: bool = False
+    words: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -123,12 +125,13 @@ class Column:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, for the manifest and for checkpoints."""
-        return {**asdict(self), "values": list(self.values), "without": list(self.without)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Column:
         """Return the column that `to_json` wrote."""
-        return cls(**{**data, "values": tuple(data["values"]), "without": tuple(data["without"])})
+        lists = {name: tuple(each) for name, each in data.items() if isinstance(each, list | tuple)}
+        return cls(**{**data, **lists})
 
 
 class Unusable(NamedTuple):
@@ -161,16 +164,17 @@ def plain(column: Any) -> Any:
     return column
 
 
-def trimmed(column: Any) -> Any:
-    """Return text without spaces around it, and null where the value is missing."""
+def trimmed(column: Any, kept: Sequence[str] = ()) -> Any:
+    """Return text without spaces around it, and null where the value is missing; those `kept` are values."""
     text = pc.utf8_trim_whitespace(column)
-    return pc.if_else(pc.is_in(text, value_set=pa.array(NULLS)), pa.scalar(None, pa.string()), text)
+    nulls = pa.array([word for word in NULLS if word not in kept])
+    return pc.if_else(pc.is_in(text, value_set=nulls), pa.scalar(None, pa.string()), text)
 
 
-def as_text(column: Any) -> Any:
-    """Return any column as trimmed text with nulls: numbers and booleans as they are written."""
+def as_text(column: Any, kept: Sequence[str] = ()) -> Any:
+    """Return any column as trimmed text with nulls, as `trimmed`: numbers and booleans as they are written."""
     column = plain(column)
-    return trimmed(column if is_text(column.type) else column.cast(pa.string()))
+    return trimmed(column if is_text(column.type) else column.cast(pa.string()), kept)
 
 
 def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column | Unusable:
@@ -450,7 +454,7 @@ def _booleans(column: Any, name: str, faults: MutableMapping[int, Fault]) -> Arr
 
 
 def _encode_texts(column: Any, made: Column) -> tuple[Array, Array]:
-    texts = as_text(column)
+    texts = as_text(column, made.words)
     places = pc.fill_null(pc.index_in(texts, value_set=pa.array(made.values, pa.string())), -1)
     found = places.to_numpy(zero_copy_only=False)
     known = texts.is_valid().to_numpy(zero_copy_only=False)
@@ -496,3 +500,18 @@ def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
             )
         kinds[name.strip()] = kind.strip()
     return kinds
+
+
+def parse_words(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Read "NAME=WORD" as typed after `--value`: words by column that are values there."""
+    words: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        name, _, word = text.rpartition("=")
+        if not name.strip() or word.strip() not in NULLS[1:]:
+            raise InputError(
+                f"--value is {text!r}.",
+                f"NAME=WORD, with a word that is usually read as missing: {', '.join(NULLS[1:])}",
+                f"--value {quoted((name.strip() or 'NAME') + '=None')}",
+            )
+        words[name.strip()] = (*words.get(name.strip(), ()), word.strip())
+    return words

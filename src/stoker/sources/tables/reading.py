@@ -6,15 +6,17 @@ files as columns of text, the others as they are typed. Costs: one streaming rea
 
 from __future__ import annotations
 
+import codecs
 import glob
 import io
+import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyarrow import csv, feather, parquet
@@ -193,7 +195,7 @@ def batches(
                 yield _renamed(batch, file, file.names)
         else:
             assert file.layout is not None
-            with _stream(file.path) as opened:
+            with _stream(file.path) as opened, _sound_text(file):
                 source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
                 for batch in _open_csv(source, refused, file):
                     yield _renamed(batch, file, file.names)
@@ -213,18 +215,6 @@ def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except pa.ArrowInvalid as error:
-        if "straddling" in str(error):
-            raise SourceError(
-                f"{path} has a line, or a quoted cell, of more than {format_bytes(CSV_BLOCK_BYTES)}.",
-                _TABLE_FORMATS,
-                "look for a quotation mark that is not closed",
-            ) from error
-        if "invalid UTF8" in str(error):
-            raise SourceError(
-                f"{path} begins as UTF-8 and holds other bytes further on.",
-                "one encoding",
-                "--encoding cp1252",
-            ) from error
         raise _unreadable(path, error) from error
     except UnicodeError as error:
         raise SourceError(
@@ -236,6 +226,61 @@ def readable(path: Path) -> Iterator[None]:
         if isinstance(error, SourceError):
             raise
         raise _unreadable(path, error) from error
+
+
+@contextmanager
+def _sound_text(file: TableFile) -> Iterator[None]:
+    """Where Arrow refuses a text, name what it cannot take; for that the file is read once more."""
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        assert file.layout is not None
+        with _stream(file.path) as stream:
+            blocks = iter(lambda: stream.read(CSV_BLOCK_BYTES), b"")
+            fault = find_fault(blocks, file.layout.encoding == "utf-8", CSV_BLOCK_BYTES)
+        if fault is None:
+            raise
+        if fault.is_long:
+            raise SourceError(
+                f"{file.path} has a line, or a quoted cell, of more than {format_bytes(CSV_BLOCK_BYTES)}, "
+                f"which begins in line {fault.line:,}.",
+                _TABLE_FORMATS,
+                "look for a quotation mark that is not closed",
+            ) from error
+        raise SourceError(
+            f"{file.path} begins as UTF-8 and holds other bytes in line {fault.line:,}.",
+            "one encoding",
+            "--encoding cp1252",
+        ) from error
+
+
+class TextFault(NamedTuple):
+    """What Arrow cannot read in a text: a row of too many bytes, or else bytes that are not UTF-8; and its line."""
+
+    is_long: bool
+    line: int
+
+
+def find_fault(blocks: Iterable[bytes], is_utf8: bool, most_bytes: int) -> TextFault | None:
+    """Return the first fault of a text that comes in blocks; a line's end within quotes does not end the row."""
+    decoder = codecs.getincrementaldecoder("utf-8" if is_utf8 else "latin-1")()
+    line = row = 1  # where we are, and where the row began
+    length = num_quotes = 0
+    for block in itertools.chain(blocks, [b""]):
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            return TextFault(False, line + error.object.count(b"\n", 0, error.start))
+        for part in block.splitlines(keepends=True):
+            length += len(part)
+            num_quotes += part.count(b'"')
+            if length > most_bytes:
+                return TextFault(True, row)
+            if part.endswith(b"\n"):
+                line += 1
+                if num_quotes % 2 == 0:
+                    row, length = line, 0
+    return None
 
 
 def _unreadable(path: Path, error: BaseException) -> SourceError:

@@ -73,6 +73,7 @@ class TableSource(PlainSource):
         dtypes: Column to kind, where the values do not say it; see `columns.KINDS`.
         missing: What happens to missing numbers; see `MISSING`. "keep" is "stop" for a store that repairs them.
         text: How text files are written, where that shall not be found out.
+        words: By column, texts that are values there, though they usually stand for a missing one: `{"a": ["None"]}`.
     """
 
     paths: tuple[Path | str, ...]
@@ -84,6 +85,7 @@ class TableSource(PlainSource):
     dtypes: Mapping[str, str] = field(default_factory=dict)
     missing: str = "stop"
     text: TextOptions = field(default_factory=TextOptions)
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     kind: ClassVar[str] = "table"
     version: ClassVar[int] = 3
@@ -126,6 +128,7 @@ class TableSource(PlainSource):
             self.keep,
             self.dtypes,
             self.missing,
+            {name.strip(): tuple(words) for name, words in self.words.items()},
         )
         wanted = [*survey.names, *([self.target] if self.target else [])]
         _check_alike(files, wanted)
@@ -211,6 +214,7 @@ class TableSource(PlainSource):
                 "dtype": plan.dtype.str,
                 "target": plan.target.name if plan.target else None,
                 "classes": list(plan.target.classes) if plan.target else [],
+                "target_words": list(plan.target.words) if plan.target else [],
                 "text": asdict(self.text),
             }
         kept = {name: data.keep(keep) for name, data in fields.items()}
@@ -333,7 +337,7 @@ def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fau
         for row in np.flatnonzero(np.isnan(values)).tolist():
             faults.setdefault(row, missing)
         return values.astype(np.float64 if target.is_wide else np.float32)
-    texts = as_text(column)
+    texts = as_text(column, target.words)
     texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if all(parse_number(name, ".") is not None for name in target.classes):
         encoded = texts.dictionary_encode()
@@ -345,7 +349,8 @@ def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fau
     words = _missing_words(column)
     for row in np.flatnonzero(found < 0).tolist():
         word = words[row] if words is not None else None
-        told = f"{missing.reason}: {word!r} is read as missing"
+        option = f"--value {quoted(f'{target.name}={word}')}"
+        told = f"{missing.reason}: {word!r} is read as missing ({option} makes it a class)"
         faults.setdefault(row, missing._replace(reason=told) if word else missing)
     return found
 
@@ -405,11 +410,10 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
         if 2 * len(about) >= table.num_rows:
             words = Counter(filter(None, _missing_words(table.column(name)) or ()))
             if words:  # a class may be called so: "None" is also the damage of most collisions
-                word = words.most_common(1)[0][0]
                 raise SourceError(
                     f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
                     f"values that are not read as missing, as {', '.join(NULLS[1:])} are",
-                    f"where {word!r} is a value, write another word for it into the file, such as 'no {word}'",
+                    " ".join(f"--value {quoted(f'{name}={word}')}" for word in sorted(words)),
                 )
             raise SourceError(
                 f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",

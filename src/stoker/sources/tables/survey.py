@@ -40,6 +40,7 @@ from stoker.units import format_count
 _SAMPLE_ROWS = 8192
 _LONG_DIGITS = 8  # of 2**24, the first whole number that float32 cannot tell from its neighbour
 _LISTED = 6
+_TEXT_KINDS = ("category", "one-hot", "codes")
 _WITH_MISSING = ("number", "bool", "date", "seconds")
 """Kinds in which a missing value is no number; texts have a code for it."""
 
@@ -52,11 +53,13 @@ class Target:
         name: In the files.
         classes: Their names, in the order of their numbers; () where numbers are predicted.
         is_wide: Numbers that need float64.
+        words: Texts that are classes here, though `NULLS` has them.
     """
 
     name: str
     classes: tuple[str, ...] = ()
     is_wide: bool = False
+    words: tuple[str, ...] = ()
 
 
 def is_part(name: str, names: Sequence[str]) -> bool:
@@ -78,6 +81,7 @@ class Survey:
         keep: Only these columns; empty for all. They are not left out on suspicion.
         dtypes: The user's word on kinds.
         missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
+        words: By column, texts that are values there, though they usually stand for a missing one.
 
     Attributes:
         names: The columns that features are made of.
@@ -96,10 +100,11 @@ class Survey:
         keep: Sequence[str],
         dtypes: Mapping[str, str],
         missing: str,
+        words: Mapping[str, tuple[str, ...]],
     ) -> None:
         given = [("--target", target)] if target else []
         given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
-        given += [("--dtype", name) for name in dtypes]
+        given += [("--dtype", name) for name in dtypes] + [("--value", name) for name in words]
         unknown = [
             (option, name)
             for option, name in given
@@ -108,8 +113,12 @@ class Survey:
         ]
         if unknown:
             close = [(option, header_advice(all_names, name), name) for option, name in unknown]
+            ends = {
+                "--dtype": {name: f"={kind}" for name, kind in dtypes.items()},
+                "--value": {name: f"={each[0]}" for name, each in words.items()},
+            }
             typed = [
-                f"{option} {known}{'=' + dtypes[name] if option == '--dtype' else ''}"
+                f"{option} {known}{ends.get(option, {}).get(name, '')}"
                 for option, known, name in close
                 if known
             ]
@@ -129,7 +138,16 @@ class Survey:
                 "a target that is kept, which is no feature anyway; or a table without one",
                 "leave --drop out",
             )
-        self._path, self._target, self._dtypes, self._missing = path, target, dtypes, missing
+        other = {name: dtypes.get(name, "category") for name in words}
+        wrong = [name for name, kind in other.items() if kind not in _TEXT_KINDS]
+        if wrong:
+            raise SourceError(
+                f"{wrong[0]!r} has --value {words[wrong[0]][0]} and --dtype {other[wrong[0]]}.",
+                "a text as a value only in a column of texts",
+                f"--dtype {quoted(wrong[0] + '=category')}",
+            )
+        self._path, self._target, self._words = path, target, words
+        self._dtypes, self._missing = {**dtypes, **other}, missing
         self.names = [
             name
             for name in all_names
@@ -156,11 +174,12 @@ class Survey:
         if not self._columns:
             self._decide(table, decimal)
         for name, column in self._columns.items():
-            if column.kind in ("category", "one-hot", "codes"):
-                if _num_known(table.column(name)) < table.num_rows:
+            if column.kind in _TEXT_KINDS:
+                words = self._words.get(name, ())
+                if _num_known(table.column(name), words) < table.num_rows:
                     self._gaps.add(name)
                 self._texts.setdefault(name, []).append(
-                    _different(table.column(name), CODE_VALUES + 1)
+                    _different(table.column(name), CODE_VALUES + 1, words)
                 )
             elif name in self._whole and not column.is_wide and _is_long(table.column(name)):
                 values, _ = numbers(table.column(name), name, decimal)
@@ -172,7 +191,8 @@ class Survey:
                 has_flag = _num_known(values) < len(values)
                 self._columns[name] = replace(self._columns[name], has_flag=has_flag)
         if self._target and self._target_texts is not None:
-            self._target_texts |= _different(table.column(self._target), MOST_CLASSES + 1)
+            words = self._words.get(self._target, ())
+            self._target_texts |= _different(table.column(self._target), MOST_CLASSES + 1, words)
             if len(self._target_texts) > MOST_CLASSES:
                 self._target_texts = None
 
@@ -253,10 +273,10 @@ class Survey:
         """
         made, problems = [], []
         for name, column in self._columns.items():
-            if column.kind not in ("category", "one-hot", "codes"):
+            if column.kind not in _TEXT_KINDS:
                 made.append(column)
                 continue
-            sets = []
+            sets, words = [], self._words.get(name, ())
             for number, texts in enumerate(self._texts[name]):
                 if cut is None or firsts[number + 1] <= cut:
                     sets.append(texts)
@@ -265,6 +285,7 @@ class Survey:
                         _different(
                             reread(number).column(name).slice(0, cut - firsts[number]),
                             CODE_VALUES + 1,
+                            words,
                         )
                     )
             values = tuple(sorted(set().union(*sets)))
@@ -282,7 +303,9 @@ class Survey:
             if isinstance(judged, Unusable):
                 problems.append(judged)
             else:
-                made.append(replace(judged, values=values, is_full=name not in self._gaps))
+                made.append(
+                    replace(judged, values=values, is_full=name not in self._gaps, words=words)
+                )
         if problems:
             raise _problem_error("the table", problems, {}, firsts[-1], firsts[-1])
         made = [
@@ -324,7 +347,8 @@ class Survey:
             if asked is None and not (is_whole and few):
                 return Target(self._target, (), needs_float64(known[np.isfinite(known)]))
             return Target(self._target, tuple(map(class_name, known.tolist())))
-        return Target(self._target, tuple(sorted(values)))
+        words = self._words.get(self._target, ())
+        return Target(self._target, tuple(sorted(values)), words=words)
 
 
 def class_name(value: float) -> str:
@@ -387,19 +411,19 @@ def _problem_error(
     )
 
 
-def _different(column: Any, most: int) -> set[str]:
-    """Return the different texts of a column, at most `most` of them."""
+def _different(column: Any, most: int, words: Sequence[str]) -> set[str]:
+    """Return the different texts of a column, at most `most` of them; `words` are values."""
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if is_text(column.type) and not pa.types.is_dictionary(column.type):
         column = column.unique()  # before trimming, which costs more for each row
-    texts = as_text(column).unique().drop_null()
+    texts = as_text(column, words).unique().drop_null()
     return set(texts.slice(0, most).to_pylist())
 
 
-def _num_known(column: Any) -> int:
+def _num_known(column: Any, words: Sequence[str] = ()) -> int:
     column = plain(column)
     if is_text(column.type):
-        column = trimmed(column)
+        column = trimmed(column, words)
     if pa.types.is_floating(column.type):
         return int(np.isfinite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)).sum())
     return int(len(column) - column.null_count)

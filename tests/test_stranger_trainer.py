@@ -1,0 +1,100 @@
+"""What strangers give a Trainer and a captured step at first: too little, classes, and types that do not fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stoker
+from stoker import Loader, Trainer
+from stoker.errors import InputError
+
+X = np.random.default_rng(0).normal(size=(33, 6)).astype("f4")
+Y = X[:, :1].copy()
+
+
+def make(model: Any, data: Any, **given: Any) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"criterion": nn.functional.mse_loss, "optimizer": optimizer, "config": {"epochs": 1}}
+    return Trainer(model, Loader(data, 8), **{**options, **given})
+
+
+def test_validation_may_be_left_out() -> None:
+    assert make(nn.Linear(6, 1), (X, Y)).fit(quiet=True).epochs[0].num_samples == 33
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"criterion": None}, "no criterion was given"),
+        ({"criterion": nn.MSELoss}, r"the class MSELoss[\s\S]*MSELoss\(\)"),
+        ({"criterion": "mse"}, "a criterion that is a str"),
+        ({"optimizer": None}, "no optimizer was given"),
+        ({"optimizer": torch.optim.SGD}, "an optimizer that is a type"),
+    ],
+)
+def test_what_is_missing_or_a_class_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make(nn.Linear(6, 1), (X, Y), **given)
+
+
+@pytest.mark.parametrize(("model", "words"), [(nn.Linear, "the class Linear"), (3, "a int")])
+def test_a_model_that_is_none_is_named(model: Any, words: str) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(InputError, match=words):
+        Trainer(model, Loader((X, Y), 8), criterion=nn.MSELoss(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "criterion", "words"),
+    [
+        ((X.astype("f8"), Y), nn.Linear(6, 1), nn.MSELoss(), r"inputs float64 \(8, 6\)"),
+        ((X, np.zeros(33, "i4")), nn.Linear(6, 3), nn.CrossEntropyLoss(), r"targets int32 \(8,\)"),
+        (
+            (X, Y),
+            nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+            nn.MSELoss(),
+            r"inputs float32 \(1, 6\).*drop_last=True",
+        ),
+    ],
+)
+def test_an_error_of_torch_in_the_step_tells_what_the_step_was_given(
+    data: Any, model: nn.Module, criterion: Any, words: str
+) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        make(model, data, criterion=criterion).fit(quiet=True)
+    (note,) = raised.value.__notes__
+    assert re.search(words, note)
+
+
+def test_a_captured_step_gets_batches_in_the_form_of_its_loader() -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = Loader((X, Y), 8)
+
+    def step(batch: Any) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    captured = stoker.capture(step, loader=loader, model=model, optimizer=optimizer)
+    assert len([captured(index) for index in loader.index_batches()]) == 5
+
+
+def test_mix_of_a_list_says_which_dict_to_type(tmp_path: Any) -> None:
+    for name in "ab":
+        stoker.pack_from({"x": np.arange(3)}, tmp_path / name)
+    paths = [str(tmp_path / name) for name in "ab"]
+    with pytest.raises(InputError) as refused:
+        stoker.mix(paths)  # type: ignore[arg-type]
+    mixture = eval(refused.value.fix, {"mix": stoker.mix})
+    assert mixture.store.num_samples == 6
+    assert "store_of" not in repr(mixture)
