@@ -33,13 +33,7 @@ _MANY_BATCHES = 1_000_000
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """How batches are loaded ahead.
-
-    Attributes:
-        num_workers: Processes.
-        prefetch_factor: Batches ahead per worker; None exactly when there are no workers.
-        depth: Batches on the device ahead of the step, of `stoker.prefetch`.
-    """
+    """How batches are loaded ahead: by workers (`prefetch_factor` None without), and `depth` of them on the device."""
 
     num_workers: int
     prefetch_factor: int | None

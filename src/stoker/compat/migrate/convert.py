@@ -61,13 +61,9 @@ def migrate_file(
 def migrate_config(
     text: str, file: str = "<text>", recipe: str | None = None, accepts: Accepts | None = None
 ) -> Migration:
-    """Return an old config file in today's layout.
+    """Return the text of an old config file in today's layout; `recipe` is named in it, and its options taken over.
 
-    Args:
-        text: Of the old file.
-        file: Its name in messages.
-        recipe: The recipe to name in the new file; options of it are then taken over as well.
-        accepts: Says why a recipe does not take a value for one of its options; None when it does.
+    `accepts` says why a recipe does not take a value for one of its options; None when it does.
 
     Raises:
         ConfigError: The text is not YAML, or says one thing twice: no guess is made about that; or there is
