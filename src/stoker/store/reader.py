@@ -79,24 +79,14 @@ def open_store(
 def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection) -> Store:
     """Open a store, an HDF5 file or a Zarr folder of this machine."""
     refuse_special(path, "the store", StoreError)
+    place = path.absolute()  # the caller may change the current folder
     if path.is_file() and path.name != "store.json":
         manifest, paths, aside, notes = describe_plain_file(path, chosen)
-        datasets = _datasets(manifest.fields)
-        place = path.absolute()  # the caller may change the current folder
-        shards = [Shard(place, None, datasets, manifest.block_bytes, paths=paths)]
-        return Store(place, manifest, shards, threads, notes, str(path), aside, chosen)
+        shard = Shard(place, None, _datasets(manifest.fields), manifest.block_bytes, paths=paths)
+        return Store(place, manifest, [shard], threads, notes, str(path), aside, chosen)
     if is_zarr(path) and not (path / MANIFEST_NAME).exists():
-        made, shard = open_zarr(path.absolute(), chosen)
-        return Store(
-            path.absolute(),
-            made.manifest,
-            [shard],
-            threads,
-            made.notes,
-            str(path),
-            made.aside,
-            chosen,
-        )
+        (manifest, _, aside, notes), shard = open_zarr(place, chosen)
+        return Store(place, manifest, [shard], threads, notes, str(path), aside, chosen)
     if chosen != Selection():
         given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
         raise InputError(
