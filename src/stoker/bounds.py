@@ -33,13 +33,7 @@ _ZIP_TAIL_BYTES = 128 * KIB  # a comment of 64 KiB, and the records around it
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit that is the same on every machine.
-
-    Attributes:
-        name: What is limited, as a user reads it.
-        most: The largest size that is accepted.
-        unit: "bytes", or what is counted.
-    """
+    """A limit that is the same on every machine: its `name` as a user reads it, and the most bytes, or `unit`s."""
 
     name: str
     most: int
@@ -48,13 +42,9 @@ class Bound:
     def check(
         self, found: int, what: str, fix: str = "", error: type[StokerError] = SourceError
     ) -> None:
-        """Raise when `found` exceeds the limit.
+        """Raise `error` when `found`, the size that was claimed or counted, exceeds the limit.
 
-        Args:
-            found: The size that was claimed or counted.
-            what: What has it, with its file: "data.h5: one chunk of dataset 'x'".
-            fix: What to type next.
-            error: The class to raise.
+        `what` has it, with its file ("data.h5: one chunk of dataset 'x'"); `fix` is what to type next.
         """
         if found > self.most:
             raise error(f"{what} has {self.shown(found)}.", self.allowed, fix)
@@ -110,13 +100,9 @@ def open_zip(path: Path) -> zipfile.ZipFile:
 def require_memory(
     num_bytes: int, what: str, fix: str = "", error: type[StokerError] = SourceError
 ) -> None:
-    """Raise when `num_bytes` are more than this process can take.
+    """Raise when `num_bytes`, all that a step will hold at once, are more than this process can take.
 
-    Args:
-        num_bytes: All that the step will hold at once, copies included.
-        what: What needs it: "one row of data.npz".
-        fix: What to type next.
-        error: The class to raise.
+    The others are as of `Bound.check`: what needs it ("one row of data.npz"), what to type next, the class to raise.
     """
     if num_bytes < SMALL_BYTES:
         return
@@ -132,14 +118,7 @@ def require_memory(
 def require_disk(
     folder: Path, num_bytes: int, what: str, error: type[StokerError] = SourceError
 ) -> None:
-    """Raise when `num_bytes` would not fit on the disk of `folder`.
-
-    Args:
-        folder: An existing folder, or one below an existing folder.
-        num_bytes: What will be written.
-        what: What needs it.
-        error: The class to raise.
-    """
+    """Raise when `num_bytes` would not fit on the disk of `folder`, which may still be to be made."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -157,17 +136,7 @@ class _Readable(Protocol):
 
 
 def copy_to_disk(packed: _Readable, plain: IO[bytes], folder: Path, what: str) -> int:
-    """Copy a stream whose size nobody knows, and stop before it fills the disk.
-
-    Args:
-        packed: Read to its end.
-        plain: Written to.
-        folder: Where `plain` lies.
-        what: What is unpacked, for the error.
-
-    Returns:
-        The bytes that were written.
-    """
+    """Copy a stream whose size nobody knows, and stop before it fills the disk of `folder`; return how many bytes."""
     total = 0
     while piece := packed.read(_COPY_BYTES):
         if shutil.disk_usage(folder).free - len(piece) < DISK_RESERVE_BYTES:
@@ -184,15 +153,7 @@ def copy_to_disk(packed: _Readable, plain: IO[bytes], folder: Path, what: str) -
 def read_within(
     bound: Bound, pieces: Iterator[bytes], what: str, fix: str, error: type[StokerError]
 ) -> bytes:
-    """Join pieces; raise as soon as they exceed the bound. The rest is not asked for.
-
-    Args:
-        bound: The limit.
-        pieces: As they come.
-        what: What they are, for the error.
-        fix: What to type next.
-        error: The class to raise.
-    """
+    """Join pieces; raise as soon as they exceed the bound (as `Bound.check` does). The rest is not asked for."""
     parts: list[bytes] = []
     total = 0
     for piece in pieces:

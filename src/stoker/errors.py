@@ -264,9 +264,7 @@ def reason(error: BaseException) -> str:
 def file_error(error: BaseException, path: str | Path | None = None) -> FileError | None:
     """Return what to say about an error of the system; None where it says nothing about the machine.
 
-    Args:
-        error: As it was raised, by Python or by a library.
-        path: What was read or written, where the error does not name it.
+    `path` was read or written; it is told where the error does not name it.
     """
     code = system_code(error)
     if code not in _ALLOWED:
@@ -286,12 +284,9 @@ def file_error(error: BaseException, path: str | Path | None = None) -> FileErro
 
 
 def unwritable(path: str | Path, error: BaseException, what: str = "") -> StokerError:
-    """Return the error for a file that cannot be written, whatever the reason.
+    """Return the error for a file (`what`: "the run log") that cannot be written, whatever the reason.
 
-    Args:
-        path: As the user knows it.
-        error: As it was raised; one of stoker's own is returned as it is.
-        what: What the file is: "the run log".
+    An error of stoker's own is returned as it is.
     """
     if isinstance(error, StokerError):
         return error
@@ -472,11 +467,7 @@ def refuse_special(
 ) -> None:
     """Raise where `path` is a named pipe, a socket or a device: inputs are read more than once, and by threads.
 
-    Args:
-        path: As the user gave it.
-        what: What it should be: "the series".
-        error: The class to raise.
-        is_read_once: Accept /dev/stdin and what a shell makes of `<(command)`, whose writer is there.
+    `is_read_once` accepts /dev/stdin and what a shell makes of `<(command)`, whose writer is there.
     """
     kind = special_kind(path)
     if kind is None or (is_read_once and str(Path(path).parent) in ("/dev", "/dev/fd")):

@@ -112,12 +112,10 @@ is_command = False
 
 
 def remember(path: Path, mark: str, *, start: bool = True) -> None:
-    """Let the janitor remove `path` if this process ends before `forget`.
+    """Let the janitor remove `path`, which this process is about to make, if the process ends before `forget`.
 
-    Args:
-        path: A file or folder that this process is about to make.
-        mark: Proves that it is ours: see `ownership.remove_leftover`.
-        start: Start the janitor for it; else it is told only if it is at work already.
+    `mark` proves that it is ours (`ownership.remove_leftover`). Without `start` the janitor is told only if it is at
+    work already.
     """
     if start:
         _janitor.start()
@@ -200,11 +198,9 @@ def end_normally() -> None:
 
 
 def keep_watch(owner: int, remove: Callable[[str, str], None]) -> None:
-    """Wait for process `owner` to end, then clean up after it. All that a janitor ever does.
+    """Wait for the process `owner`, which writes lines to standard input, to end; then clean up after it.
 
-    Args:
-        owner: The process that writes lines to standard input.
-        remove: Removes one path, given its mark.
+    All that a janitor ever does. `remove` removes one path, given its mark.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

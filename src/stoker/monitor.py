@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from stoker.display import quoted
-from stoker.errors import InputError, StokerError, unwritable
+from stoker.errors import InputError, unwritable
 from stoker.runs.follow import RunFollower, RunNow
 from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
@@ -48,16 +48,7 @@ class HostReading:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything at one moment.
-
-    Attributes:
-        time: Seconds since 1970.
-        gpus: Those that this process may see.
-        host: The machine.
-        process: The one that works on the run, while it does and is on this host.
-        run: None when no folder was given.
-        notes: What could not be read, and why.
-    """
+    """Everything at one moment, in seconds since 1970; `process` is the one that works on the run, on this host."""
 
     time: float
     gpus: tuple[GpuReading, ...]
@@ -187,7 +178,7 @@ class CsvLog:
             self._file.seek(0)
             header = self._file.readline()
         except OSError as error:
-            raise self._refused(error) from error
+            raise unwritable(self.path, error) from error
         self._rows = csv.writer(self._file)
         if not header:
             self._append([CSV_COLUMNS])
@@ -212,10 +203,7 @@ class CsvLog:
             self._rows.writerows(rows)
             self._file.flush()
         except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> StokerError:
-        return unwritable(self.path, error)
+            raise unwritable(self.path, error) from error
 
     def __enter__(self) -> Self:
         return self

@@ -109,12 +109,7 @@ def mark_once(folder: Path, kind: str) -> Mark:
 
 
 def claim_folder(folder: Path, kind: str, what: str) -> Mark:
-    """Make a folder of ours, or take one that has our mark or is empty.
-
-    Args:
-        folder: Made with its parents where missing.
-        kind: See `Mark`.
-        what: What it is for, for the message.
+    """Make a folder of ours and its parents, or take one that has our mark or is empty; `what` it is for is told.
 
     Raises:
         InputError: It is a link, a file, or a folder with other things in it.
@@ -157,12 +152,9 @@ def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
 
 
 def foreign_entries(folder: Path, is_ours: Callable[[str], bool]) -> list[str]:
-    """Return the entries below `folder` that are not ours, by their paths in it.
+    """Return the entries below a real folder that are not ours, by their paths in it.
 
-    Args:
-        folder: A real folder.
-        is_ours: Given the path of an entry below the folder: "built/" or "built/shard-00000.h5".
-            A folder that is not ours is not looked into.
+    `is_ours` is given such a path: "built/" or "built/shard-00000.h5". A folder that is not ours is not looked into.
     """
     return _sweep(folder, "", is_ours, folder.stat().st_dev, remove=False)
 
@@ -172,14 +164,8 @@ def remove_folder(
 ) -> list[str]:
     """Remove a marked folder; entries that are not ours stay, and with them the folder and its mark.
 
-    Args:
-        folder: Where it lies; not a link.
-        mark: As `claim_folder` or `read_mark` gave it; the folder must still carry it.
-        is_ours: See `foreign_entries`.
-        keep: Entries that stay, by the same paths.
-
-    Returns:
-        What was left because it is not ours.
+    The folder is no link, and must still carry `mark`. What is in `keep` stays too. Returns what was left because it
+    is not ours.
     """
     if folder.is_symlink() or read_mark(folder, mark.kind) != mark:
         raise refused(folder, "its mark is gone")
@@ -248,13 +234,10 @@ def empty_file(descriptor: int, size: int = 0) -> None:
 
 
 def open_own_file(path: Path, flags: int, is_ours: Callable[[int], bool], what: str) -> int:
-    """Open a file that stoker alone writes, such as a lock; make it where it is missing.
+    """Open a file that stoker alone writes, such as a lock; make it where it is missing, and refuse a link.
 
-    Args:
-        path: Not a link: what it leads to is not ours.
-        flags: As for `os.open`, without O_TRUNC.
-        is_ours: Given the descriptor of a file that is not empty: whether stoker wrote it.
-        what: For the message, such as "the lock of the run".
+    `flags` are as for `os.open`, without O_TRUNC. `is_ours` is given the descriptor of a file that is not empty:
+    whether stoker wrote it. `what` names it in messages ("the lock of the run").
     """
     extra = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_CREAT | os.O_NONBLOCK
     try:
@@ -290,15 +273,10 @@ def free_name(path: Path) -> Path:
 def check_output(
     path: str | Path, inputs: Iterable[str | Path] = (), is_ours: IsOurs = has_signature
 ) -> Path:
-    """Return the real path of a file that is about to be written, or refuse it before any work.
-
-    Args:
-        path: As the user named it. A link is followed.
-        inputs: Files that the same command reads.
-        is_ours: Whether an existing file may be replaced.
+    """Return the real path of a file that is about to be written, or refuse it before any work. A link is followed.
 
     Raises:
-        InputError: It is an input, a folder, a device, or a file that stoker did not write.
+        InputError: It is one of the inputs, a folder, a device, or a file that is not ours.
     """
     path = Path(path)
     for given in inputs:
@@ -338,14 +316,7 @@ def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]
     """Lend the name of a temporary file beside `path`; when the block ends well, it becomes `path`.
 
     Blocks until the bytes are on the disk. When the block fails, or the process is killed, `path` is as
-    it was before.
-
-    Args:
-        path: The file to make or replace.
-        is_ours: Whether an existing file may be replaced.
-
-    Raises:
-        InputError: See `check_output`.
+    it was before. What may not be replaced is refused by `check_output`.
     """
     target = check_output(path, is_ours=is_ours)
     temporary, token = _temporary_beside(target)
@@ -420,9 +391,7 @@ def _is_temporary_of(name: str, target: str) -> bool:
 def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: True) -> None:
     """Remove what killed writers left in `folder`; the caller knows that no writer is at work.
 
-    Args:
-        folder: Where to look.
-        belongs: Given the name that the temporary file would have got.
+    `belongs` is given the name that the temporary file would have got.
     """
     for path in folder.glob(".*.tmp"):
         if is_temporary(path.name) and belongs(path.name[1:].rsplit(".", 2)[0]):

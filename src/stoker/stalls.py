@@ -31,9 +31,7 @@ _IDLE_SHARE = 0.01
 class Waiting:
     """Context in which the calling thread waits for a file.
 
-    Args:
-        what: The file, or work on it in words.
-        is_work: It may take long while the processor is busy with it.
+    Work on it (`is_work`) may take long while the processor is busy with it.
     """
 
     __slots__ = ("is_work", "outer", "since", "told_after", "what")
@@ -61,9 +59,7 @@ _waiting: dict[int, Waiting] = {}
 def find_stalled(now: float, busy_at: float) -> list[tuple[str, float]]:
     """Return what has been waited for too long, with the seconds; each once, and again after ten times as long.
 
-    Args:
-        now: Of `time.monotonic`.
-        busy_at: When this process last used its processors.
+    `busy_at` is when this process last used its processors.
     """
     found: dict[str, float] = {}
     for waiting in list(_waiting.values()):
@@ -130,8 +126,7 @@ _watch = _Watch()
 def start_watch(tell: Callable[[str], object] | None = None) -> None:
     """Watch this process from now on.
 
-    Args:
-        tell: Is given each text, in the watch's thread; `warnings.warn` until somebody gives one.
+    `tell` is given each text, in the watch's thread; `warnings.warn` until somebody gives one.
     """
     _watch.start(tell)
 

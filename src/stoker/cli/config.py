@@ -39,7 +39,9 @@ def check(file: FileArgument, *, overrides: SetOption = None, as_json: JsonOptio
     if config is None:
         if not as_json:
             raise as_error(problems)
-        _print_json({"ok": False, "problems": [_problem_row(problem) for problem in problems]})
+        print_json(
+            {"ok": False, "problems": [_problem_row(problem) for problem in problems]}, indent=2
+        )
         raise typer.Exit(as_error(problems).exit_code)
     settings = resolve(config)
     if settings.recipe.name is not None:
@@ -48,7 +50,7 @@ def check(file: FileArgument, *, overrides: SetOption = None, as_json: JsonOptio
 
         settings = choose_recipe(settings).noted_settings
     if as_json:
-        _print_json({"ok": True, "problems": [], **settings.to_json()})
+        print_json({"ok": True, "problems": [], **settings.to_json()}, indent=2)
     else:
         _print_settings(settings)
 
@@ -176,11 +178,7 @@ def schema() -> None:
     """Print the JSON Schema of config files, so that editors complete and check them."""
     from stoker.config import config_schema
 
-    _print_json(config_schema())
-
-
-def _print_json(document: object) -> None:
-    print_json(document, indent=2)
+    print_json(config_schema(), indent=2)
 
 
 def _problem_row(problem: Problem) -> dict[str, object]:

@@ -310,12 +310,9 @@ def _usage(error: Exception, typed: list[str]) -> int | None:
 
 
 def _meant(context: Any, option: str | None, typed: list[str]) -> str:
-    """Return what to type instead of words that a verb does not take; "" where that is not known.
+    """Return what to type instead of words that a verb (of `context`) does not take; "" where that is not known.
 
-    Args:
-        context: Of the verb, as typer made it; None where no verb was found.
-        option: The option that the verb does not have; None for another mistake.
-        typed: All words behind `stoker`.
+    `option` is the one that the verb does not have; None for another mistake.
     """
     if context is None:
         return ""

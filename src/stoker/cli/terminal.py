@@ -74,10 +74,7 @@ def styled(text: str, style: str = "") -> Text:
 def make_console(*, stderr: bool = False, width: int = 160, soft_wrap: bool = False) -> Console:
     """Return a console that shows strings as they are.
 
-    Args:
-        stderr: Instead of stdout.
-        width: Where it is no terminal: a pipe has none, and lines should not be folded at 80.
-        soft_wrap: Leave it to the terminal to fold lines.
+    `width` is for what is no terminal: a pipe has none, and lines should not be folded at 80.
     """
     kind = _console_kind()
     console: Console = kind(stderr=stderr, soft_wrap=soft_wrap)

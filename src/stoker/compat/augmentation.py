@@ -106,10 +106,8 @@ class StrongGPUAugmentation(Compose):
 def augmentation_from_settings(
     settings: AugmentOptions | None, **options: Any
 ) -> GPUAugmentation | None:
-    """Build what the config's section `gpu_augmentation` says.
+    """Build what the config's section `gpu_augmentation` says; nothing where augmentation is off.
 
-    Args:
-        settings: `Settings.augmentation`; None (training.use_gpu_augmentation is off) builds nothing.
-        **options: Keywords of `GPUAugmentation`: mean, std, dtype, seed, ignore_index, backend.
+    `options` are keywords of `GPUAugmentation`: mean, std, dtype, seed, ignore_index, backend.
     """
     return None if settings is None else GPUAugmentation(**asdict(settings), **options)

@@ -32,7 +32,7 @@ from torch.utils import data as torch_data
 from stoker.display import printable
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
-from stoker.packing import PackOptions, PackResult, pack
+from stoker.packing import PackOptions, pack
 from stoker.sources.massspec import MassSpecSource
 from stoker.sources.molecules.functional_groups import expand_functional_groups
 from stoker.sources.molecules.packed import ECFP_SIZE, expand_atoms, expand_bonds
@@ -107,9 +107,23 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         suffix = "" if max_samples is None else f"_n{max_samples}"
         suffix += "" if max_mz == _MAX_MZ else f"_mz{max_mz}"
         folder = Path(cache_dir) / f"spectra{suffix}"
-        result = _build(source, folder, jobs, self._say)
+        # Libraries always have records without a structure: they are left out, counted and listed.
+        options = PackOptions(jobs=jobs, on_bad="quarantine", bad_budget="100%")
+        is_again = (folder / MANIFEST_NAME).exists()
+        result = pack(source, folder, options, _BuildLines(self._say, is_again))
         self._open(str(folder), max_mz, use_functional_groups, precompute_graphs)
-        self._report(result)
+        count = self.store.num_samples
+        if result.reused:
+            self._say(f"Loading metadata from cache: {self.store.path / MANIFEST_NAME}")
+            self._say(f"Loaded metadata: {count:,} samples")
+        else:
+            self._say(f"Cache built: {count:,} samples")
+            self._say(f"Spectrum cache: {self.store.path} ({self.store.num_bytes / MB:.1f} MB)")
+        if self.num_refused:
+            listing = self.store.path / REFUSED_NAME
+            self._say(f"Left out: {self.num_refused:,} records, with reasons in {listing}")
+        self._say(f"Dataset ready: {count} samples (Memory-efficient mode)")
+        self._say(f"Estimated memory usage: ~{self.resident_bytes / MB:.1f} MB")
 
     @classmethod
     def from_store(cls, folder: str | Path, precompute_graphs: bool = False) -> Self:
@@ -143,20 +157,6 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
             for shard in self.store.shards
             for name in _PER_ITEM
         )
-
-    def _report(self, result: PackResult) -> None:
-        count = self.store.num_samples
-        if result.reused:
-            self._say(f"Loading metadata from cache: {self.store.path / MANIFEST_NAME}")
-            self._say(f"Loaded metadata: {count:,} samples")
-        else:
-            self._say(f"Cache built: {count:,} samples")
-            self._say(f"Spectrum cache: {self.store.path} ({self.store.num_bytes / MB:.1f} MB)")
-        if self.num_refused:
-            listing = self.store.path / REFUSED_NAME
-            self._say(f"Left out: {self.num_refused:,} records, with reasons in {listing}")
-        self._say(f"Dataset ready: {count} samples (Memory-efficient mode)")
-        self._say(f"Estimated memory usage: ~{self.resident_bytes / MB:.1f} MB")
 
     def __getstate__(self) -> tuple[str, tuple[str, int, bool, bool]]:
         return self._identity, self._options
@@ -289,20 +289,8 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _build(source: MassSpecSource, folder: Path, jobs: int, say: Say) -> PackResult:
-    # Libraries always have records without a structure: they are left out, counted and listed.
-    options = PackOptions(jobs=jobs, on_bad="quarantine", bad_budget="100%")
-    is_again = (folder / MANIFEST_NAME).exists()
-    return pack(source, folder, options, _BuildLines(say, is_again))
-
-
 class _BuildLines:
-    """Tells the documented lines while the packer reports its stages.
-
-    Args:
-        say: Gets the lines.
-        is_again: Whether a cache was there before, so that a reason to build it is worth telling.
-    """
+    """Tells the documented lines while the packer reports its stages; where `is_again`, why the cache is built."""
 
     def __init__(self, say: Say, is_again: bool) -> None:
         self._say = say

@@ -95,13 +95,9 @@ class DatasetUse:
 
 @dataclass(frozen=True)
 class TrainingUse:
-    """What training takes, in a process of its own, on the CPU, data in the lazy dataset.
+    """What training the recipe's student takes, in a process of its own, on the CPU, data in the lazy dataset.
 
-    Attributes:
-        peak_bytes: The most that was resident: libraries, dataset, model, gradients, optimizer, batches.
-        num_weights: Of the model, the recipe's student at its defaults.
-        batch_size: Samples at once.
-        num_steps: Steps that were run.
+    `peak_bytes` is the most that was resident: libraries, dataset, model, gradients, optimizer, batches.
     """
 
     peak_bytes: int
@@ -123,14 +119,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All that was measured and projected; parts that were not asked for are None or empty.
+    """All that was measured and projected, for a machine with `ram_bytes`; what was not asked for is None or empty.
 
-    Attributes:
-        ram_bytes: Of the machine in question.
-        uses: Kind to what its dataset takes.
-        training: What training takes.
-        projections: Scenario by scenario.
-        is_of_public_data: Whether nothing was measured now: the figures are those of a public library.
+    `is_of_public_data`: nothing was measured now, and the figures are those of a public library.
     """
 
     ram_bytes: int
@@ -197,16 +188,10 @@ def bench_memory(
     num_samples: int = 1000,
     say: Callable[[str], None] = lambda _: None,
 ) -> MemoryReport:
-    """Measure with some samples of a library, and project.
+    """Measure with the first samples of a library, and project to the documents' sizes.
 
-    Args:
-        msp: The library.
-        mol_dir: Its structures: a folder of MOL files, a zip of them, or one SDF; None takes the
-            library's SMILES.
-        mode: What to report, one of `MODES`. "estimate" and "all" need every measurement.
-        ram_bytes: Of the machine that the projections are judged for.
-        num_samples: Samples to measure with; the first of the library.
-        say: Told of every stage.
+    Structures are in `mol_dir`, or are the library's SMILES. `mode` is one of `MODES`; "estimate" and "all" need every
+    measurement. The projections are judged for a machine with `ram_bytes`.
     """
     if mode not in MODES:
         raise InputError(f"--mode is {mode!r}.", ", ".join(MODES), "--mode all")
@@ -319,17 +304,11 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
     if in_parts is not None:
         (few, at_few), (many, at_many) = (_overhead(path, kind) for path in (store, in_parts))
         shard_bytes = max(0.0, (at_many - at_few) / max(1, many - few))
-    return {
-        "num_samples": len(dataset),
-        "num_shards": num_shards,
-        "before_bytes": before,
-        "after_init_bytes": after_init,
-        "after_access_bytes": after_access,
-        "num_accessed": num_accessed,
-        "resident_bytes": resident,
-        "shard_bytes": shard_bytes,
-        "loader_bytes": _loader_bytes(dataset),
-    }
+    use = DatasetUse(
+        len(dataset), num_shards, before, after_init, after_access, num_accessed, resident, shard_bytes,
+        _loader_bytes(dataset),
+    )  # fmt: skip
+    return asdict(use)
 
 
 def _overhead(store: str, kind: Kind) -> tuple[int, float]:

@@ -139,11 +139,9 @@ class _Chain(Transform):
 
 
 class Compose(FusedCompose):
-    """Transforms one after the other: fused into one pass where all are ours, else image by image.
+    """Transforms (ours, objects with `apply`, functions of one image) one after the other: fused where all are ours.
 
-    Args:
-        ops: Ours, objects with `apply`, or functions of one image.
-        named: As for `stoker.augment.Compose`.
+    Keywords are as for `stoker.augment.Compose`.
     """
 
     def __new__(cls, ops: Sequence[Any] = (), **_named: Any) -> Any:

@@ -77,12 +77,10 @@ def _refusal(kind: type[Any], error: ValidationError) -> InputError:
 def describe_allowed(
     schema: Mapping[str, Any], *, bounds: bool = False, in_python: bool = False
 ) -> str:
-    """Return what an option accepts, in words: "a whole number from 0 to 1024, or null".
+    """Return what an option of this JSON Schema accepts, in words: "a whole number from 0 to 1024, or null".
 
-    Args:
-        schema: JSON Schema of the option.
-        bounds: Name the largest value also where it only guards against overflow.
-        in_python: With Python's words for yes, no and nothing, instead of YAML's.
+    `bounds` names the largest value also where it only guards against overflow; `in_python` has Python's words for
+    yes, no and nothing, instead of YAML's.
     """
     if "anyOf" in schema:
         return ", or ".join(

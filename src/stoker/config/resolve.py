@@ -138,11 +138,9 @@ class Settings:
         return replace(self.changed({key: value}), origins={**self.origins, key: Origin(option)})
 
     def with_recipe_defaults(self, defaults: Mapping[str, tuple[Any, str]]) -> Settings:
-        """Return settings with a recipe's defaults for the keys that were not written.
+        """Return settings with a recipe's defaults (dotted key to value and reason) for the keys that were not written.
 
-        Args:
-            defaults: Dotted key to value and reason. A key that has a recipe's default already keeps its
-                value: a tuner may have changed it since.
+        A key that has a recipe's default already keeps its value: a tuner may have changed it since.
         """
         free = {key: each for key, each in defaults.items() if self.origins[key] == Origin()}
         made = self.changed({key: value for key, (value, _) in free.items()})
@@ -415,10 +413,7 @@ def describe_choices(settings: Settings) -> list[str]:
 def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
     """Return the problems of keys that are right alone and wrong together.
 
-    Args:
-        config: What was written.
-        unreadable: Keys that were left out because they have problems of their own; a clash
-            that one of them might have settled is not reported.
+    `unreadable` keys have problems of their own; a clash that one of them might have settled is not reported.
     """
     answers = _answer_all(config)
     unknown = set()

@@ -145,11 +145,9 @@ def config_schema() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    """The keys that a config file and `--set` write. `resolve` adds the defaults.
+    """The keys that a config file and `--set` write, as a tree of sections. `resolve` adds the defaults.
 
-    Attributes:
-        tree: Sections with their written keys.
-        places: Where each written key stands. Two configs that say the same are equal, wherever they say it.
+    `places` say where each key stands. Two configs that say the same are equal, wherever they say it.
     """
 
     tree: Mapping[str, Any] = field(default_factory=dict)

@@ -24,14 +24,7 @@ BATCH_SIZE = 128
 
 @dataclass(frozen=True)
 class Reading:
-    """Measured cost of reading an epoch of windows in one way.
-
-    Attributes:
-        stored_bytes: Size on disk.
-        seconds: Time for all batches of one epoch, in order, from the page cache.
-        window_bytes: Bytes of windows returned in that time.
-        num_samples: Samples in the epoch.
-    """
+    """Measured cost of reading the windows of one epoch in order, from the page cache, in one way."""
 
     stored_bytes: int
     seconds: float

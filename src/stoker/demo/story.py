@@ -100,12 +100,7 @@ for epoch in range(100):
 
 @dataclass(frozen=True)
 class Examined:
-    """The doctor's findings for two scripts that differ only in their loader.
-
-    Attributes:
-        usual: A DataLoader over written-out windows.
-        ours: stoker's Loader.
-    """
+    """The doctor's findings for two scripts that differ in their loader: a DataLoader over windows, and ours."""
 
     usual: Consultation
     ours: Consultation
@@ -197,7 +192,11 @@ def run_demo(
         progress.say(f"the doctor runs {folder / USUAL} and {folder / OURS} as they are")
         examined = examine(folder)
     run, tuned = _train_and_tune(folder, progress)
-    page = _write_pages(folder, run.run_dir, examined)
+    write_text(folder / DOCTOR_PAGE, findings_page(examined.usual))
+    document = {"generator": SIGNATURE, **examined.ours.to_json()}
+    write_text(run.run_dir / "doctor.json", json_text(document))
+    page = run.run_dir / "report.html"
+    write_text(page, run_page([read_run(run.run_dir)]))
     return DemoResult(
         packed, inspection, plan, series, materialised, naive, trained, examined, run, tuned, page
     )
@@ -216,12 +215,7 @@ def _make_plan(store: Store) -> Plan:
 
 
 def examine(folder: Path, steps: int = EXAMINED_STEPS) -> Examined:
-    """Write two scripts beside their data and run the doctor on both, one after the other.
-
-    Args:
-        folder: Contains `store` and `windows.h5`.
-        steps: Steps after which a script is ended.
-    """
+    """Write two scripts beside their data and run the doctor on both, one after the other, each for `steps` steps."""
     found = []
     for name, loader in ((USUAL, _USUAL_LOADER), (OURS, _STOKER_LOADER)):
         text = _SCRIPT.format(
@@ -258,13 +252,3 @@ def _free_folder(folder: Path) -> Path:
         number += 1
         free = folder.with_name(f"{folder.name}-{number}")
     return free
-
-
-def _write_pages(folder: Path, run_dir: Path, examined: Examined) -> Path:
-    """Write the doctor's page of the usual way, and the report of the run; return the latter."""
-    write_text(folder / DOCTOR_PAGE, findings_page(examined.usual))
-    document = {"generator": SIGNATURE, **examined.ours.to_json()}
-    write_text(run_dir / "doctor.json", json_text(document))
-    page = run_dir / "report.html"
-    write_text(page, run_page([read_run(run_dir)]))
-    return page

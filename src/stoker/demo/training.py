@@ -40,14 +40,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class Training:
-    """Measurements of the small forex job, trained in one way.
-
-    Attributes:
-        num_samples: Samples per epoch.
-        seconds: Time of each epoch.
-        wait_shares: Share of each epoch spent waiting for batches.
-        losses: Mean training loss of each epoch.
-    """
+    """Measurements of the small forex job, trained in one way: time, share of waiting and mean loss of each epoch."""
 
     num_samples: int
     seconds: tuple[float, ...]
@@ -75,13 +68,7 @@ def _make_job(store: Store, seed: int) -> tuple[Job, torch.optim.Optimizer, Load
 
 
 def train_both_ways(store: Store, path: Path, seed: int) -> tuple[Training, Training]:
-    """Train the same model from written-out windows and by stoker, epoch by epoch in turn.
-
-    Args:
-        store: Packed from bars.
-        path: HDF5 file with `(n, window, features)` per timeframe, and targets.
-        seed: Of weights and order.
-    """
+    """Train the same model from the windows in the HDF5 file `path` and by stoker, epoch by epoch in turn."""
     plain_job, plain_optimizer, plain_loader = _make_job(store, seed)
     job, optimizer, loader = _make_job(store, seed)
     with plain_loader, loader, h5py.File(path) as file:

@@ -25,11 +25,7 @@ MARGIN = 0.10
 
 
 class Gauge:
-    """Measures the memory of tries on one device, one at a time.
-
-    Args:
-        device: Where the tries run.
-        margin: Share of the memory that a try must leave free.
+    """Measures the memory of tries on one device, one at a time; each must leave the share `margin` of it free.
 
     Attributes:
         cap_bytes: Limit of the current try, including what the process used before it.

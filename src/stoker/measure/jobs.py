@@ -76,14 +76,7 @@ def time_together(
     *,
     with_epoch_ends: bool = True,
 ) -> Timed:
-    """Train for a while as the run would, and time it.
-
-    Args:
-        run: What to train.
-        patience: How long.
-        each: Called before every batch.
-        with_epoch_ends: As of `Stopwatch.laps`.
-    """
+    """Train for a while as the run would, and time it; `each` is called before every batch."""
     with run.make_train_loader() as loader:
         watch = Stopwatch(patience, run.device, each)
         with Phases(run.job.model, run.device) as phases:
@@ -100,13 +93,7 @@ def time_together(
 
 
 def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
-    """Train on one batch that is on the device already, and time it.
-
-    Args:
-        run: What to train.
-        patience: How long.
-        captured: Whether the step may be captured; False where it is not when everything is together.
-    """
+    """Train on one batch that is on the device already, and time it; not `captured` where the whole run is not."""
     watch = Stopwatch(patience, run.device)
     held = HeldLoader(hold_batch(run), watch, patience.most)
     # Training on one batch repeatedly may diverge, which is no fault of the job.
@@ -151,13 +138,9 @@ def hold_batch(run: Run) -> Batch:
 def train_over(
     run: Run, loader: Any, watch: Stopwatch, most: int
 ) -> tuple[History, NonFiniteError | None]:
-    """Train in memory until the loader has had enough; return the trainer's history, and what went wrong.
+    """Train in memory until the watch has had enough; return the trainer's history, and what went wrong.
 
-    Args:
-        run: Whose model, loss, optimizer and settings.
-        loader: The run's, or a held batch.
-        watch: Times the loop, and ends it.
-        most: Batches it hands out at most.
+    The loader is the run's, or a held batch; it hands out `most` batches at most.
     """
     if isinstance(loader, Loader):
         loader.on_iteration = watch.timed

@@ -53,13 +53,9 @@ class Patience:
 
 @dataclass(frozen=True)
 class Lap:
-    """One batch of a loop.
+    """One batch of a loop: asked for at `began` (seconds since the first counted one), there after `wait_seconds`.
 
-    Attributes:
-        began: When it was asked for, in seconds since the first counted batch.
-        wait_seconds: Until it arrived.
-        seconds: Until the next one was asked for.
-        num_samples: Its size.
+    `seconds` go on until the next one is asked for.
     """
 
     began: float
@@ -71,10 +67,7 @@ class Lap:
 class Stopwatch:
     """Times one loop. Not thread safe; make one for each loop.
 
-    Args:
-        patience: How long to measure.
-        device: Where the steps run.
-        each: Called before every batch is asked for, and once more at the end.
+    `each` is called before every batch is asked for, and once more at the end.
     """
 
     def __init__(
@@ -136,8 +129,7 @@ class Stopwatch:
     def laps(self, *, with_epoch_ends: bool = True) -> list[Lap]:
         """Return the laps after the warm-up; waits for the device.
 
-        Args:
-            with_epoch_ends: Whether the time between two epochs counts for the step before it.
+        `with_epoch_ends`: whether the time between two epochs counts for the step before it.
         """
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
@@ -177,13 +169,9 @@ def block_rates(
     batches_per_update: int = 1,
     count: Callable[[Lap], int] = lambda lap: lap.num_samples,
 ) -> list[float]:
-    """Return the rates of a few blocks of laps, in order. Unlike a median of steps, slow steps count in full.
+    """Return the rates of at most `num_blocks` blocks of laps, in order; what `count` counts, per second.
 
-    Args:
-        laps: From `Stopwatch.laps`.
-        num_blocks: At most.
-        batches_per_update: Blocks have whole updates of this many batches.
-        count: What to count per second; samples by default.
+    Unlike in a median of steps, slow steps count in full. Blocks have whole updates of `batches_per_update` batches.
     """
     num_updates = len(laps) // batches_per_update
     edges = [
@@ -248,13 +236,7 @@ class Phases:
 
 
 class HeldLoader:
-    """A loader that yields one batch on the device repeatedly: for timing a step without loading.
-
-    Args:
-        batch: The batch.
-        stopwatch: Ends the iteration.
-        most: Batches of the only epoch.
-    """
+    """Yields one batch on the device repeatedly, for timing a step without loading. The stopwatch ends it."""
 
     pinned_bytes = 0  # tells the trainer that batches need no prefetching
 

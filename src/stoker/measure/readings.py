@@ -21,14 +21,7 @@ _STEADY_SHARE = 0.08
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated readings of one thing.
-
-    Attributes:
-        median: The middle one.
-        low: A quarter of the readings are below.
-        high: A quarter of the readings are above.
-        count: How many readings.
-    """
+    """Repeated readings of one thing: their median, their quartiles `low` and `high`, and how many there are."""
 
     median: float
     low: float
@@ -55,12 +48,8 @@ def _at_share(ordered: list[float], share: float) -> float:
 def creep(readings: Sequence[float | None], least: float) -> float | None:
     """Return by how much readings keep growing, per reading; 0 when they settle, None when that is unknown.
 
-    The first quarter is left out. The rest must grow from each of six blocks to the next: what settles grows
-    once, and what breathes goes up and down.
-
-    Args:
-        readings: In order; None where one is missing.
-        least: Growth in all that counts.
+    The first quarter is left out. The rest must grow from each of six blocks to the next, by `least` in all: what
+    settles grows once, and what breathes goes up and down.
     """
     points = [(at, value) for at, value in enumerate(readings) if value is not None]
     points = points[len(points) // 4 :]

@@ -41,12 +41,7 @@ OutcomeT = TypeVar("OutcomeT", bound=Outcome)
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """How the samples of one update are divided into batches.
-
-    Attributes:
-        batch_size: Samples per batch.
-        accumulation_steps: Batches per update.
-    """
+    """How the samples of one update are divided into batches."""
 
     batch_size: int
     accumulation_steps: int
@@ -58,14 +53,10 @@ class UpdateShape:
 
 
 def shape_ladder(configured: UpdateShape, most: int) -> tuple[UpdateShape, ...]:
-    """Return the shapes to consider, by rising batch size, including the configured one.
+    """Return the shapes to consider, by rising batch size up to `most`, and always the configured one.
 
     Batches up to the effective one keep it: half the batch, twice the batches per update (rounded up if it does
     not divide). Above it the batch doubles, and the update grows.
-
-    Args:
-        configured: The configured shape.
-        most: Largest batch: the number of training samples. The configured one is always included.
     """
     whole = configured.samples_per_update
     shapes = {configured.batch_size: configured}
@@ -110,17 +101,9 @@ def climb(
 ) -> dict[int, OutcomeT]:
     """Measure levels from `start` upwards while that pays; if it never does, downwards while that pays.
 
-    If `start` does not fit, the search begins at the first level below that does.
-
-    Args:
-        num_levels: Levels are 0 to num_levels - 1; above one that does not fit, none does.
-        start: The configured level.
-        measure: Measures a level.
-        least_gain: Share by which the next level must be better.
-        most_misses: Levels in a row that may fail to be: a single one may be noise.
-
-    Returns:
-        From a level to its outcome, in the order of trying; nothing is tried twice.
+    If `start` does not fit, the search begins at the first level below that does; above one that does not fit, none
+    does. A level pays when it is better by the share `least_gain`; `most_misses` in a row may fail to be, since a
+    single one may be noise. Returns each level's outcome, in the order of trying; nothing is tried twice.
     """
     tried: dict[int, OutcomeT] = {}
 
@@ -162,13 +145,9 @@ def choose(
     allowed: Callable[[int], bool] = lambda _: True,
     least_gain: float = LEAST_GAIN,
 ) -> int | None:
-    """Return the level to choose among those that were tried and fit; None if none does.
+    """Return the level to choose among the `allowed` ones that were tried and fit; None if none does.
 
-    Args:
-        tried: From `climb`.
-        start: The configured level, kept unless another gains `least_gain`.
-        allowed: Whether a level may be chosen.
-        least_gain: Least gain of a change.
+    The configured level, `start`, is kept unless another gains `least_gain`.
     """
     rates = {
         level: outcome.rate
@@ -190,12 +169,8 @@ def choose(
 def largest_fitting(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number up to `most` that was tried and fits; 0 if not even 1 does.
 
-    Doubles from 2 until a number does not fit, then bisects. 1 is tried only if 2 does not fit: a batch norm
-    cannot train on one sample.
-
-    Args:
-        most: The largest number of interest, 1 or more.
-        fits: Tries a number; every number below one that fits must fit too.
+    Doubles from 2 until a number does not fit, then bisects; every number below one that fits must fit too. 1 is tried
+    only if 2 does not fit: a batch norm cannot train on one sample.
     """
     good, bad = 0, most + 1
     size = min(2, most)

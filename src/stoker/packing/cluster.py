@@ -75,13 +75,9 @@ def check_cluster(address: str, inputs: Sequence[Path]) -> str:
 
 
 class ClusterWorkers:
-    """Workers of a Dask cluster, in the place of `Workers`.
+    """Workers of the Dask cluster at `address`, in the place of `Workers`; all share the work folder.
 
-    Args:
-        address: The scheduler's.
-        jobs: Most parts under way; 0 means two per thread of the cluster.
-        limit_seconds: Time limit of one guarded row.
-        folder: The work folder, which all workers share.
+    `jobs` are the most parts under way; 0 means two per thread of the cluster.
     """
 
     def __init__(self, address: str, jobs: int, limit_seconds: float | None, folder: Path) -> None:

@@ -108,13 +108,9 @@ def _most(fields: Mapping[str, FieldInfo]) -> int:
 
 
 def _sample(store: Store, at: int, number: int, from_end: int) -> dict[str, Any]:
-    """Return one sample; with windows, also the label of its shard.
+    """Return sample `at`, which is in the shard `number`; with windows, also the label of the shard.
 
-    Args:
-        store: The store.
-        at: Number of the sample.
-        number: Of its shard.
-        from_end: Number of the sample counted from the end of that shard, below 0.
+    `from_end` is the sample's number counted from the end of that shard, below 0.
     """
     row: dict[str, Any] = {}
     shard, channels = store.shards[number], store.manifest.attributes.get("channels", 3)

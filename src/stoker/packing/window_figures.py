@@ -36,13 +36,7 @@ _SPLITS = ("train", "val", "test", "purged")
 
 @dataclass(frozen=True)
 class Window:
-    """One sample's window.
-
-    Attributes:
-        rows: The window's rows as stored, and those that follow it.
-        length: Rows of the window itself.
-        time: Open times of the rows, nanoseconds; None where the series has none.
-    """
+    """One sample's window: `length` rows as stored, and those that follow it; with open times, where it has some."""
 
     rows: Array
     length: int

@@ -93,9 +93,7 @@ def _is_work(name: str) -> bool:
 def check_target(out: Path, inputs: Sequence[Path]) -> Path:
     """Return the real folder that a store is packed into, or refuse it before any work.
 
-    Args:
-        out: As the user named it. A link to a folder is followed, and stays a link.
-        inputs: Files and folders that the pack reads.
+    A link to a folder is followed, and stays a link. `inputs` are read by the pack.
     """
     if (url := as_url(out)) is not None:
         raise InputError(
@@ -375,12 +373,9 @@ class WorkFolder:
         return remove_folder(self.folder, self._mark, _is_work, keep)
 
     def commit(self, stage: Path, manifest: Manifest, refusals: str) -> None:
-        """Put the finished stage in the target's place; see the top of this file.
+        """Put the finished stage in the target's place, the manifest last; see the top of this file.
 
-        Args:
-            stage: The folder with the shards that `manifest` names.
-            manifest: Of the whole store; written last.
-            refusals: The text of `refused.jsonl`.
+        The stage has the shards that the manifest names; `refusals` is the text of `refused.jsonl`.
         """
         wanted = {shard.file for shard in manifest.shards}
         for child in stage.iterdir():

@@ -91,10 +91,8 @@ class Workers:
     ) -> Iterator[tuple[int, Result]]:
         """Yield `(index, result)` as items finish.
 
-        Args:
-            work: Function of an item and the rows of it that must not be touched.
-            items: The work.
-            poison: Such rows that are known already, by item index.
+        `work` is given an item and the rows of it that must not be touched; `poison` has those known already, by
+        item index.
         """
         known = {index: dict(rows) for index, rows in (poison or {}).items()}
         if not self.isolated:

@@ -35,13 +35,7 @@ class Html(str):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
-
-    Attributes:
-        key: Its anchor, unique on the page: letters, digits and dashes.
-        title: Its heading.
-        body: What it holds.
-    """
+    """A part of a page; its `key`, of letters, digits and dashes, is its anchor."""
 
     key: str
     title: str

@@ -112,15 +112,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One direction: which values are seen, and where they are named.
-
-    Attributes:
-        low: Value at the beginning.
-        high: Value at the end, above `low`.
-        ticks: Values with a name, within both.
-        names: Theirs.
-        is_log: Whether equal ratios are equal distances.
-    """
+    """One direction: which values are seen, and where they are named; of ratios where `is_log`."""
 
     low: float
     high: float

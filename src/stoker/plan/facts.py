@@ -144,13 +144,9 @@ def most_chunks_per_batch(chunk_sizes: Sequence[int] | np.ndarray, batch_size: i
 def store_facts(
     manifest: Manifest, fields: Sequence[str] | None = None, num_samples: int | None = None
 ) -> StoreFacts:
-    """Read the facts of a store from its manifest; no data is touched.
+    """Read the facts of a store from its manifest; no data is touched. Without `fields`, of all but text.
 
-    Args:
-        manifest: `store.manifest`.
-        fields: Names to load; None is all but text.
-        num_samples: How many samples will be loaded, when it is a part such as one split. Series
-            rows count whole: a part may need all of them.
+    `num_samples` is given when a part will be loaded, such as one split. Series rows count whole: a part may need all.
     """
     unknown = [name for name in fields or () if name not in manifest.fields]
     if unknown:

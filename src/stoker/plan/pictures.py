@@ -23,14 +23,9 @@ _ASSUMED_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class PictureBytes:
-    """The bytes of pictures, stored either way.
+    """The bytes of pictures, as pixels of `raw_size` and as files; `kind` is how the store has them.
 
-    Attributes:
-        num_pictures: All of the store.
-        kind: How the store has them.
-        raw_bytes: As pixels.
-        raw_size: Height and width that this is for.
-        encoded_bytes: As the bytes of files; None where the store does not say what it was made of.
+    `encoded_bytes` is None where the store does not say what it was made of.
     """
 
     num_pictures: int
@@ -82,15 +77,7 @@ def choose_kind(
     decoded_per_second: float | None = None,
     share: float = GPU_SHARE,
 ) -> PictureChoice:
-    """Return which kind of store is better here.
-
-    Args:
-        pictures: Their bytes.
-        gpu_memory_bytes: Free on the GPU; None without one.
-        ram_bytes: Free.
-        decoded_per_second: As measured here; None where it is not known.
-        share: Of memory that data may take.
-    """
+    """Return which kind of store is better here, by free memory, the `share` of it for data, and the decode rate."""
     raw_where = _where(pictures.raw_bytes, gpu_memory_bytes, ram_bytes, share)
     size = f"{pictures.raw_size[0]} x {pictures.raw_size[1]}"
     raw = f"as pixels of {size}: {format_bytes(pictures.raw_bytes)}, {raw_where}"

@@ -295,7 +295,14 @@ def _draw(chart: Chart, axes: Any) -> None:
         _draw_mark(mark, axes)
     for line in chart.lines:
         if line.values:
-            _draw_line(line, axes, divisor)
+            xs = [x / divisor for x, _ in line.points]
+            ys = [float("nan") if y is None else y for _, y in line.points]
+            style: dict[str, Any] = {"color": COLOURS[line.colour % len(COLOURS)], "linewidth": 1.1}
+            if line.style == "dots":
+                style |= {"linestyle": "none", "marker": "o", "markersize": 3}
+            elif line.style == "dashed":
+                style |= {"linestyle": (0, (4, 2))}
+            axes.plot(xs, ys, label=_plain(line.label) or None, **style)
     axes.set_title(_plain(chart.title), fontsize=9, loc="left")
     axes.set_ylabel(_plain(chart.unit), fontsize=8)
     axes.set_xlabel(_plain(chart.along) if chart.scale == "count" else unit, fontsize=8)
@@ -314,17 +321,6 @@ def _draw(chart: Chart, axes: Any) -> None:
         )
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=6.5, frameon=False)
-
-
-def _draw_line(line: Line, axes: Any, divisor: float) -> None:
-    xs = [x / divisor for x, _ in line.points]
-    ys = [float("nan") if y is None else y for _, y in line.points]
-    style: dict[str, Any] = {"color": COLOURS[line.colour % len(COLOURS)], "linewidth": 1.1}
-    if line.style == "dots":
-        style |= {"linestyle": "none", "marker": "o", "markersize": 3}
-    elif line.style == "dashed":
-        style |= {"linestyle": (0, (4, 2))}
-    axes.plot(xs, ys, label=_plain(line.label) or None, **style)
 
 
 def _draw_mark(mark: Mark, axes: Any) -> None:

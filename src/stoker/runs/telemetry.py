@@ -107,14 +107,7 @@ BUSY_FOOTNOTE = (
 
 @dataclass(frozen=True)
 class Target:
-    """A range of percents or degrees.
-
-    Attributes:
-        low: The least that is aimed at; 0 when any little is fine.
-        high: The most.
-        below: What it means to be below.
-        above: What it means to be above.
-    """
+    """A range of percents or degrees that is aimed at, and what it means to be below or above it."""
 
     low: float
     high: float
@@ -151,13 +144,7 @@ def judge_gpu(gpu: GpuReading) -> dict[str, Verdict | None]:
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """One reading of a process.
-
-    Attributes:
-        pid: Its id.
-        cpu_cores: Cores it kept busy since the reading before; None at the first one.
-        resident_bytes: Memory in use, shared pages counted.
-    """
+    """One reading of a process: the cores it kept busy since the reading before (None at the first), its memory."""
 
     pid: int
     cpu_cores: float | None

@@ -182,13 +182,9 @@ def _field_names(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """An array that hands out ranges of rows.
+    """An array `(rows, ...)` that hands out ranges of rows.
 
-    Attributes:
-        shape: `(rows, ...)`.
-        dtype: Of a value.
-        read: Called with the first row and the one after the last.
-        ragged_bytes: Of all values, where rows have different numbers of them.
+    `ragged_bytes` is of all values, where rows have different numbers of them.
     """
 
     shape: tuple[int, ...]
@@ -210,11 +206,7 @@ def opened_arrays(
 ) -> Iterator[dict[str, _Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.
 
-    Args:
-        source: The files and what was chosen of them.
-        scratch: Where archives are unpacked.
-        in_order: The rows will be read once, from the first to the last.
-        notes: Gets what a user should know about the files.
+    Archives are unpacked into `scratch`, unless rows are read once and `in_order`. `notes` gets what to tell the user.
     """
     paths = source.paths
     if source.chosen != Selection() and len(paths) > 1:

@@ -134,12 +134,7 @@ def make_accounts(
 ) -> list[Account]:
     """Return what became of all input; the last account is of samples.
 
-    Args:
-        preparation: Says how many pieces were found, unless the source has accounts of its own.
-        own: The accounts of the source, as plain values; the last one is of samples.
-        refused: By the source and by the quality gate.
-        ignored: While scanning, and in each part.
-        num_samples: In the store.
+    The `own` accounts of a source, whose last one is of samples, come before what its preparation has found.
 
     Raises:
         RuntimeError: A piece of input was lost without a word: a fault in stoker or in the source.

@@ -190,10 +190,8 @@ def samples_source(
 ) -> Iterator[tuple[SamplesSource, bool]]:
     """Look at some samples; yield the source, and whether other processes can make its samples.
 
-    Args:
-        samples: A Dataset or list, whose samples can be asked for by number; a dict or tuple of arrays; or
-            anything that yields samples.
-        ragged: Fields with another number of rows in every sample, where those looked at do not show it.
+    Samples are a Dataset or list, a dict or tuple of arrays, or anything that yields samples. `ragged` fields have
+    another number of rows in every sample, where those looked at do not show it.
     """
     name = type(samples).__name__
     if hasattr(samples, "dataset") and hasattr(samples, "batch_sampler"):

@@ -100,11 +100,9 @@ def plain_column(value: Any) -> Any:
 
 
 def as_array(value: Any, what: str) -> Array | str:
-    """Return a value of a sample as an array, or as text.
+    """Return a value of a sample (a number, an array, a tensor on any device, a picture, text) as an array, or as text.
 
-    Args:
-        value: A number, an array, a tensor on any device, a picture, text.
-        what: Its name in an error: "'label' of sample 3".
+    `what` is its name in an error: "'label' of sample 3".
     """
     if isinstance(value, str):
         return value
@@ -180,12 +178,9 @@ def collect(
     numbers: Iterable[int] | None = None,
     like: Mapping[str, FieldInfo] | None = None,
 ) -> dict[str, Dense | Ragged]:
-    """Return the fields of samples, one row each.
+    """Return the fields of samples, one row each; errors tell their `numbers` in the dataset, or count from 0.
 
-    Args:
-        samples: At least one, unless `like` is given.
-        numbers: Of these samples in their dataset, for errors; None counts from 0.
-        like: What other samples have decided; None decides here.
+    `like` is what other samples have decided; None decides here, and needs one sample at least.
     """
     names = tuple(like or ())
     values: dict[str, list[Array | str]] = {name: [] for name in names}

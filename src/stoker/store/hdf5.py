@@ -94,7 +94,15 @@ def check_claims(file: Path, dataset: h5py.Dataset) -> None:
     if dataset.chunks is not None:
         chunk_bytes = math.prod(map(int, dataset.chunks)) * itemsize
         what = f"{file}: one chunk of dataset {name!r}, {dataset.chunks} of {dataset.dtype},"
-        fix = _repack(file)
+        # h5repack would decode a chunk of 2 GB anew for every piece of it that it writes, and take an hour.
+        copy = file.with_name(f"{file.stem}-plain{file.suffix}")
+        code = (
+            f"import h5py; i = h5py.File({str(file)!r}); o = h5py.File({str(copy)!r}, 'w'); "
+            "i.visititems(lambda n, d: (getattr(d, 'shape', None) is not None and "
+            "[o.require_dataset(n, d.shape, d.dtype).__setitem__(s, d[s]) "
+            "for s in (d.iter_chunks() if d.chunks else [...])], None)[1])"
+        )
+        fix = command("python3", "-c", code)
         bounds.CHUNK.check(chunk_bytes, what, fix, StoreError)
         bounds.require_memory(_CHUNK_COPIES * chunk_bytes, what.rstrip(","), fix, StoreError)
         num_chunks = dataset.id.get_num_chunks()
@@ -196,21 +204,6 @@ def _stored_bytes(file: Path, dataset: h5py.Dataset, total: int) -> int:
     places = {place for place, _ in _sources(file, dataset) if place is not None}
     # The sources may be compressed.
     return min(total, 1000 * sum(place.stat().st_size for place in places))
-
-
-def _repack(file: Path) -> str:
-    """Return the command that copies a file without chunks, reading each chunk once.
-
-    h5repack decodes a chunk of 2 GB anew for every piece of it that it writes, and takes an hour.
-    """
-    copy = file.with_name(f"{file.stem}-plain{file.suffix}")
-    code = (
-        f"import h5py; i = h5py.File({str(file)!r}); o = h5py.File({str(copy)!r}, 'w'); "
-        "i.visititems(lambda n, d: (getattr(d, 'shape', None) is not None and "
-        "[o.require_dataset(n, d.shape, d.dtype).__setitem__(s, d[s]) "
-        "for s in (d.iter_chunks() if d.chunks else [...])], None)[1])"
-    )
-    return command("python3", "-c", code)
 
 
 def has_fill(dataset: h5py.Dataset) -> bool:
@@ -555,14 +548,9 @@ def can_undo(filters: Sequence[int]) -> bool:
 def undo_filters(
     filters: Sequence[int], skipped: int, raw: Bytes, size: int, itemsize: int
 ) -> Bytes | Array:
-    """Return the bytes of a chunk before its filters.
+    """Return the bytes of a chunk before its filters, which `can_undo`, in the order in which they were applied.
 
-    Args:
-        filters: Such that `can_undo`, in the order in which they were applied.
-        skipped: Bit i is set where filter i was not applied to this chunk.
-        raw: As stored.
-        size: Bytes that must come out.
-        itemsize: Bytes of a number, for shuffle.
+    Bit i of `skipped` is set where filter i was not applied to this chunk; `itemsize` is for shuffle.
 
     Raises:
         ValueError: The bytes are damaged, or more or fewer than `size` come out.

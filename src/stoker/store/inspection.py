@@ -47,12 +47,7 @@ _FIXED = ("conditions",)
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of an inspection.
-
-    Attributes:
-        stats: Statistics by field; labels, packed bits and text have none.
-        findings: What is wrong, the most severe first.
-    """
+    """The result of an inspection: statistics by field (labels, packed bits and text have none), and what is wrong."""
 
     stats: Mapping[str, TableStats]
     findings: tuple[Finding, ...]

@@ -71,13 +71,7 @@ class _MemoryStore(Store):
 
 
 def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str] = ()) -> Store:
-    """Return a store over fields in memory.
-
-    Args:
-        fields: All with the same number of samples.
-        name: What to call it in messages.
-        notes: What the user should know about it.
-    """
+    """Return a store over fields in memory, all with the same number of samples; messages call it `name`."""
     datasets = {
         name: array for field, data in fields.items() for name, array in data.arrays(field).items()
     }

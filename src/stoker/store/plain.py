@@ -74,13 +74,10 @@ class Selection:
 
 
 class PlainFile(NamedTuple):
-    """A plain file as a store.
+    """A plain file as a store; `notes` tell what else a user should know.
 
-    Attributes:
-        manifest: What it would have.
-        paths: Dataset of a shard to the dataset of the file, where the names differ.
-        aside: Datasets that are no field, by name, and why.
-        notes: What else a user should know.
+    `paths` lead from a dataset of a shard to that of the file, where the names differ; `aside` says why others are
+    none.
     """
 
     manifest: Manifest
@@ -154,14 +151,9 @@ def select(
 ) -> PlainFile:
     """Return the arrays that become fields, as a store of one shard.
 
-    Args:
-        path: The file or folder that holds them.
-        file: Where attributes of groups are looked up: an h5py file, or what has the same methods.
-        arrays: Shape and dtype of every array of numbers.
-        aside: Other datasets, and why they are no fields.
-        matrices: Sparse ones among the arrays.
-        chosen: By the caller.
-        foreign: Set for a file that must not be opened without an explicit choice.
+    Attributes of groups are looked up in `file`: an h5py file, or what has the same methods. `arrays` has shape and
+    dtype of every array of numbers, `aside` why other datasets are no fields, `matrices` the sparse ones among the
+    arrays. A `foreign` file must not be opened without an explicit choice.
     """
     sparse = {part: each for each in matrices for part in (each.data, each.indices)}
     by_columns = {name for name, each in sparse.items() if each.by_columns}
@@ -234,14 +226,8 @@ def choose(
 ) -> list[str]:
     """Return the arrays that are fields: all with the same number of rows; pure.
 
-    Args:
-        path: For messages.
-        lengths: First dimension of every array.
-        sizes: Bytes of every array.
-        chosen: By the caller.
-        prefix: Of the group, which names of `chosen.fields` leave out.
-        own: What counts samples in a file of a known kind.
-        foreign: Set for a file that must not be opened without an explicit choice.
+    By the first dimension and the bytes of every array, what the caller chose (names leave out the `prefix` of the
+    group), and what counts samples in a file of a known kind (`own`). A `foreign` file needs an explicit choice.
     """
     if not lengths:
         raise _no_arrays(path)

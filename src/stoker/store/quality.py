@@ -148,13 +148,9 @@ def _shown(name: str, limit: int = 80) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """The magnitudes a pack refuses, per column.
+    """The magnitudes a pack refuses, per column as scanned.
 
-    Attributes:
-        columns: Names of the columns, as scanned.
-        inner: Values of one column per row, as scanned.
-        refuse_from: `(columns,)` float64: this magnitude and above is refused; inf refuses
-            only what is not finite.
+    `refuse_from` is `(columns,)` float64: this magnitude and above is refused; inf refuses only what is not finite.
     """
 
     columns: tuple[str, ...]
@@ -163,11 +159,7 @@ class Limits:
 
 
 def limits_of(stats: TableStats) -> Limits:
-    """Return the limits that follow from a whole field's statistics.
-
-    Args:
-        stats: Of all parts together: a median of one part may mislead.
-    """
+    """Return the limits that follow from the statistics of a whole field: a median of one part may mislead."""
     dtype = np.dtype(stats.dtype)
     limits = np.full(len(stats.columns), np.inf)
     for column in range(len(limits)):
@@ -189,15 +181,7 @@ def _extreme_bin(stats: TableStats, column: int) -> int | None:
 
 
 def bad_rows(values: Array, limits: Limits) -> Array:
-    """Mark the rows that hold NaN, inf, or a magnitude at or above the column's limit.
-
-    Args:
-        values: `(n, ...)`, of the shape per row that the limits come from.
-        limits: From `limits_of`.
-
-    Returns:
-        `(n,)` bool, True where the row is to be refused.
-    """
+    """Return `(n,)` bool: which rows hold NaN, inf, or a magnitude at or above the limit of their column."""
     values = checked_values(values)
     width = limits.inner * len(limits.columns)
     if values[:1].size != min(1, len(values)) * width:
@@ -225,10 +209,7 @@ def _rounded_up(limits: Array, dtype: np.dtype[Any]) -> Array:
 def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Finding]:
     """Return everything that is wrong with a field, the most severe first.
 
-    Args:
-        stats: Of the whole field.
-        target: Of the field to be predicted, over the same rows: looks for label leaks, in the
-            sampled rows.
+    With the `target` to be predicted, over the same rows, label leaks are looked for in the sampled rows.
     """
     dtype = np.dtype(stats.dtype)
     findings: list[Finding] = []
@@ -302,7 +283,10 @@ class _Column:
         if by_ratio is not None and (not ruins or 2.0 ** (by_ratio - 127) <= HUGE):
             count = self._values.count_from(by_ratio, self._column)
             rows = self._values.rows_from(by_ratio, self._column)
-            why = f"more than a million times the usual {self._usual()}"
+            sizes = np.abs(self._stats.sampled(self._column))
+            sizes = sizes[sizes > 0]
+            usual = f"{np.median(sizes):.3g}" if len(sizes) else "magnitude"
+            why = f"more than a million times the usual {usual}"
         elif ruins:
             count = int(self._values.num_huge[self._column])
             rows = self._values.rows_of("huge", self._column)
@@ -350,11 +334,6 @@ class _Column:
     def _largest(self) -> float:
         low, high = self._values.low[self._column], self._values.high[self._column]
         return max(abs(float(low)), abs(float(high)))
-
-    def _usual(self) -> str:
-        values = np.abs(self._stats.sampled(self._column))
-        values = values[values > 0]
-        return f"{np.median(values):.3g}" if len(values) else "magnitude"
 
 
 def _at(rows: tuple[int, ...]) -> str:

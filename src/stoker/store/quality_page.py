@@ -116,7 +116,10 @@ def _shapes(table: TableStats, findings: Iterable[Finding], number: int) -> Html
     for finding in findings:
         if finding.column_index is not None:
             by_column[finding.column_index].append(finding)
-    drawn = _drawn_columns(table, by_column)
+    drawn = list(range(len(table.columns)))
+    if len(drawn) > MAX_COLUMNS_DRAWN:
+        first = sorted(drawn, key=lambda column: (column not in by_column, column))
+        drawn = sorted(first[:MAX_COLUMNS_DRAWN])
     figures = [
         _figure(table, column, by_column[column], f"shape-{number}-{column}") for column in drawn
     ]
@@ -131,14 +134,6 @@ def _shapes(table: TableStats, findings: Iterable[Finding], number: int) -> Html
         note = f"{format_count(left, 'column')} more, not drawn; those with findings come first."
         parts.insert(1, page.paragraph(note, quiet=True))
     return page.join(parts)
-
-
-def _drawn_columns(table: TableStats, by_column: Mapping[int, Sequence[Finding]]) -> list[int]:
-    columns = list(range(len(table.columns)))
-    if len(columns) <= MAX_COLUMNS_DRAWN:
-        return columns
-    first = sorted(columns, key=lambda column: (column not in by_column, column))
-    return sorted(first[:MAX_COLUMNS_DRAWN])
 
 
 def _figure(table: TableStats, column: int, findings: Sequence[Finding], key: str) -> Html:
@@ -221,7 +216,8 @@ def _numbers(table: TableStats, number: int) -> Html:
     values = table.values
     rows = []
     for column, label in enumerate(table.columns[:MAX_COLUMNS_DRAWN]):
-        low, median, high = _middle(table, column)
+        low, high = float(values.low[column]), float(values.high[column])
+        median = float(table.quantiles([0.5], column)[0])
         known = int(values.num_finite[column]) > 0
         mean = float(values.mean[column]) if known else None
         total = max(1, table.num_values)
@@ -240,8 +236,3 @@ def _numbers(table: TableStats, number: int) -> Html:
     left = len(table.columns) - len(rows)
     more = page.paragraph(f"{format_count(left, 'column')} more, not listed.", quiet=True)
     return page.join([shown, more] if left else [shown])
-
-
-def _middle(table: TableStats, column: int) -> tuple[float, float, float]:
-    low, high = float(table.values.low[column]), float(table.values.high[column])
-    return low, float(table.quantiles([0.5], column)[0]), high

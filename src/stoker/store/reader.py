@@ -79,24 +79,14 @@ def open_store(
 def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection) -> Store:
     """Open a store, an HDF5 file or a Zarr folder of this machine."""
     refuse_special(path, "the store", StoreError)
+    place = path.absolute()  # the caller may change the current folder
     if path.is_file() and path.name != "store.json":
         manifest, paths, aside, notes = describe_plain_file(path, chosen)
-        datasets = _datasets(manifest.fields)
-        place = path.absolute()  # the caller may change the current folder
-        shards = [Shard(place, None, datasets, manifest.block_bytes, paths=paths)]
-        return Store(place, manifest, shards, threads, notes, str(path), aside, chosen)
+        shard = Shard(place, None, _datasets(manifest.fields), manifest.block_bytes, paths=paths)
+        return Store(place, manifest, [shard], threads, notes, str(path), aside, chosen)
     if is_zarr(path) and not (path / MANIFEST_NAME).exists():
-        made, shard = open_zarr(path.absolute(), chosen)
-        return Store(
-            path.absolute(),
-            made.manifest,
-            [shard],
-            threads,
-            made.notes,
-            str(path),
-            made.aside,
-            chosen,
-        )
+        (manifest, _, aside, notes), shard = open_zarr(place, chosen)
+        return Store(place, manifest, [shard], threads, notes, str(path), aside, chosen)
     if chosen != Selection():
         given = [f"{name}={value!r}" for name, value in vars(chosen).items() if value]
         raise InputError(
@@ -344,7 +334,18 @@ class Store:
 
     def gather(self, field: str, indices: Array, out: Array | None = None) -> Array:
         """Read any rows of a dense field, in the order of `indices`."""
-        wanted = self._check_indices(indices)
+        wanted = np.asarray(indices)
+        if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
+            raise InputError(
+                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers", ""
+            )
+        wanted = wanted.astype(np.int64)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
+            raise InputError(
+                f"indices from {wanted.min()} to {wanted.max()}.",
+                f"0 to {self.num_samples - 1}",
+                "",
+            )
         out = self._buffer(field, "dense", len(wanted), out)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
         tasks: list[Task] = []
@@ -494,11 +495,7 @@ class Store:
         return sample
 
     def verify(self, advance: Callable[[int], None] = lambda _: None) -> VerifyReport:
-        """Read every byte against its checksum and collect all problems instead of the first.
-
-        Args:
-            advance: Told the bytes of every piece that was read.
-        """
+        """Read every byte against its checksum and collect all problems; `advance` is told the bytes of each read."""
         problems: list[str] = []
         num_bytes = num_blocks = 0
         for shard in self.shards:
@@ -624,21 +621,6 @@ class Store:
                 f"a range within 0 to {self.num_samples}",
                 "",
             )
-
-    def _check_indices(self, indices: Array) -> Array:
-        wanted = np.asarray(indices)
-        if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
-            raise InputError(
-                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers", ""
-            )
-        wanted = wanted.astype(np.int64)
-        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
-            raise InputError(
-                f"indices from {wanted.min()} to {wanted.max()}.",
-                f"0 to {self.num_samples - 1}",
-                "",
-            )
-        return wanted
 
 
 class _JoinedStore(Store):

@@ -73,12 +73,7 @@ def _with_home(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of copies, `root/STORE/VERSION/FILE`.
-
-    Attributes:
-        root: As the user or the default gave it.
-        id: Of its mark.
-    """
+    """A folder of copies, `root/STORE/VERSION/FILE`, and the id of its mark."""
 
     root: Path
     id: str
@@ -139,12 +134,9 @@ class Cache:
         return sorted(found)
 
     def make_room(self, part: Path, num_bytes: int, release: Callable[[], bool]) -> None:
-        """Remove copies until `num_bytes` more fit.
+        """Remove copies until `num_bytes` more fit, for `part`, which the caller has locked.
 
-        Args:
-            part: The file the bytes are for, locked by the caller.
-            num_bytes: Its size when it is whole.
-            release: Lets go of a copy that this process uses; False when there is none left.
+        `release` lets go of a copy that this process uses; False when there is none left.
         """
         limit = self.limit_bytes()
         if num_bytes > limit:

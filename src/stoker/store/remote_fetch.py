@@ -150,13 +150,17 @@ class Remote:
         except CorruptError:
             raise
         except Exception as error:  # noqa: BLE001  raised again as ours
-            if _is_absent(error):
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+            status = getattr(error, "status", None)
+            if missing or status in (404, 410):
                 raise AbsentError(
                     f"{self.name} has no {file}.",
                     "the address of a folder made by `stoker pack`",
                     f"look at {self.name}/{file}",
                 ) from _cause(error)
-            if _is_final(error):
+            # Asking again would be answered the same.
+            refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+            if refused or isinstance(error, PermissionError):
                 raise AbsentError(
                     f"{self.name}/{file} is refused: {_words(error)}.",
                     "a file that may be read",
@@ -206,18 +210,6 @@ def _login_header(login: str) -> dict[str, str]:
     user, _, password = login.partition(":")
     text = f"{unquote(user)}:{unquote(password)}".encode(errors="surrogatepass")
     return {"Authorization": f"Basic {base64.b64encode(text).decode()}"}
-
-
-def _is_absent(error: BaseException) -> bool:
-    missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-    return missing or getattr(error, "status", None) in (404, 410)
-
-
-def _is_final(error: BaseException) -> bool:
-    """Whether asking again would be answered the same."""
-    status = getattr(error, "status", None)
-    refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
-    return refused or isinstance(error, PermissionError)
 
 
 def _cause(error: BaseException) -> BaseException | None:

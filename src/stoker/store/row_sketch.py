@@ -50,11 +50,7 @@ def scramble(words: Array, seed: int = 1) -> Array:
 
 
 def hash_rows(rows: Array) -> Array:
-    """Return a 64-bit hash of the bytes of each row.
-
-    Args:
-        rows: `(n, ...)`, C-contiguous. Equal means equal bytes: 0.0 and -0.0 differ.
-    """
+    """Return a 64-bit hash of the bytes of each row, C-contiguous. Equal means equal bytes: 0.0 and -0.0 differ."""
     num_rows = len(rows)
     if num_rows == 0 or rows.size == 0:
         return np.zeros(num_rows, dtype=np.uint64)

@@ -31,12 +31,7 @@ _CHUNK_ROWS = 2**19
 
 @dataclass(frozen=True)
 class Layout:
-    """How a field becomes a table.
-
-    Attributes:
-        columns: Names of the columns.
-        inner: Values of one column per row: the middle axes, or all axes of a pooled field.
-    """
+    """How a field becomes a table: names of the columns, and how many values of one column a row has (`inner`)."""
 
     columns: tuple[str, ...]
     inner: int
@@ -125,13 +120,9 @@ class TableStats:
         first_row: int = 0,
         field: str = "features",
     ) -> TableStats:
-        """Scan `values` once.
+        """Scan `values` `(n, ...)` once; see `Layout.of` for what becomes a column. `columns` name the last axis.
 
-        Args:
-            values: `(n, ...)`; see `Layout.of` for what becomes a column.
-            columns: Names of the last axis.
-            first_row: Number of row 0, so that parts report rows of the whole.
-            field: Name of the field, for the findings.
+        `first_row` is the number of row 0, so that parts report rows of the whole; `field` is for the findings.
         """
         values = checked_values(values)
         layout = Layout.of(values, columns)

@@ -258,7 +258,11 @@ def _read_v3(folder: Path, facts: dict[str, Any]) -> ZarrArray:
         inside = codecs[0]["configuration"]
         sharding = _read_sharding(chunks, inside)
         chunks, codecs = tuple(inside["chunk_shape"]), inside["codecs"]
-    endian, decode = _read_codecs(codecs)
+    first, *others = codecs
+    if first["name"] != "bytes":
+        raise _UnusableError(f"has the codec {first['name']}")
+    is_little = first.get("configuration", {}).get("endian", "little") == "little"
+    decode = (_codec(each["name"], each.get("configuration", {})) for each in reversed(others))
     encoding = facts["chunk_key_encoding"]
     default = {"default": "/", "v2": "."}[encoding["name"]]
     separator = encoding.get("configuration", {}).get("separator", default)
@@ -270,24 +274,14 @@ def _read_v3(folder: Path, facts: dict[str, Any]) -> ZarrArray:
     return ZarrArray(
         folder,
         tuple(facts["shape"]),
-        dtype.newbyteorder(endian),
+        dtype.newbyteorder("<" if is_little else ">"),
         chunks,
         _fill(facts["fill_value"], dtype),
         "C",
-        decode,
+        tuple(decode),
         key,
         sharding,
     )
-
-
-def _read_codecs(codecs: Sequence[dict[str, Any]]) -> tuple[Any, tuple[Decode, ...]]:
-    """Return the byte order, and what undoes the codecs behind "bytes"."""
-    first, *others = codecs
-    if first["name"] != "bytes":
-        raise _UnusableError(f"has the codec {first['name']}")
-    endian = first.get("configuration", {}).get("endian", "little")
-    decode = (_codec(each["name"], each.get("configuration", {})) for each in reversed(others))
-    return "<" if endian == "little" else ">", tuple(decode)
 
 
 def _read_sharding(shape: Sequence[int], facts: Mapping[str, Any]) -> Sharding:

@@ -36,14 +36,7 @@ _WORKERS = "no effect here: the loader reads the store with threads of this proc
 
 @dataclass(frozen=True)
 class OptionTry:
-    """One value of one option, tried beside the others as they were.
-
-    Attributes:
-        option: Its key.
-        value: What was tried, as a user would read it.
-        measured: What came out.
-        is_kept: Whether it is what the tuned settings have.
-    """
+    """One value of one option, tried beside the others as they were; kept where the tuned settings have it."""
 
     option: str
     value: str

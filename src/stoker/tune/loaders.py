@@ -33,13 +33,7 @@ _MANY_BATCHES = 1_000_000
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """How batches are loaded ahead.
-
-    Attributes:
-        num_workers: Processes.
-        prefetch_factor: Batches ahead per worker; None exactly when there are no workers.
-        depth: Batches on the device ahead of the step, of `stoker.prefetch`.
-    """
+    """How batches are loaded ahead: by workers (`prefetch_factor` None without), and `depth` of them on the device."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -48,12 +42,7 @@ class LoaderChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTry(Outcome):
-    """One try; `rate` is batches per second.
-
-    Attributes:
-        choice: What was tried.
-        spread: (largest - smallest) / median rate of its slices.
-    """
+    """One try; `rate` is batches per second, `spread` (largest - smallest) / median rate of its slices."""
 
     choice: LoaderChoice
     spread: float
@@ -61,13 +50,7 @@ class LoaderTry(Outcome):
 
 @dataclass(frozen=True)
 class TunedLoader:
-    """Result of a tuning.
-
-    Attributes:
-        choice: The fastest, tried.
-        tries: All of them, in order; the first is the start.
-        reason: Where the search started, and what the choice gains.
-    """
+    """Result of a tuning: the fastest choice that was tried, all tries in order, and what it gains over the first."""
 
     choice: LoaderChoice
     tries: tuple[LoaderTry, ...]

@@ -47,11 +47,9 @@ def agree(outcome: OutcomeT) -> OutcomeT:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """How long to measure: the seconds of one try without warm-up, and the slices whose median is the rate.
 
-    Attributes:
-        seconds: Of one try, warm-up not counted.
-        num_slices: Parts whose median is the rate. Updates of many seconds may leave fewer, two at least.
+    Updates of many seconds may leave fewer slices, two at least.
     """
 
     seconds: float = 3.0
@@ -92,13 +90,7 @@ class Measured(Outcome):
 
 
 class JobBench:
-    """Measures one job at many settings.
-
-    Args:
-        run: Open; its store and job are used, its model is copied for each try.
-        effort: How long each try is.
-        gauge: Of the run's device.
-    """
+    """Measures one job at many settings; its store is used, and its model is copied for each try."""
 
     def __init__(self, run: Run, effort: Effort, gauge: Gauge | None = None) -> None:
         self._run = run
@@ -151,12 +143,7 @@ class JobBench:
         if ranks.are_several:
             each = max(1, settings.training.batch_size // ranks.world_size)
             with Ranks.alone():
-                return self._try_alone(
-                    settings.changed({"training.batch_size": each}), shape, effort
-                )
-        return self._try_alone(settings, shape, effort)
-
-    def _try_alone(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
+                return self._try(settings.changed({"training.batch_size": each}), shape, effort)
         run, steps = self._run, shape.accumulation_steps
         job = replace(run.job, model=copy.deepcopy(run.job.model))
         trial = Run(

@@ -82,13 +82,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def tuned_page(title: str, tuned: Tuned, facts: Mapping[str, str]) -> str:
-    """Return the page.
-
-    Args:
-        title: Of the page.
-        tuned: What was found.
-        facts: Names and values for its top.
-    """
+    """Return the page; `facts` stand at its top."""
     sections = [
         page.Section("result", "Result", _result(tuned, facts)),
         page.Section("curve", "Batch sizes", _curve(tuned)),

@@ -41,13 +41,7 @@ Accepts = Callable[[str, str, Any], str | None]
 
 @dataclass(frozen=True)
 class Migration:
-    """What became of an old file: each of its keys is in `moved` or in `dropped`.
-
-    Attributes:
-        text: Of the new file.
-        moved: In the order of the new file.
-        dropped: In the order of the old file.
-    """
+    """What became of an old file: each of its keys is in `moved` (in the new order) or in `dropped` (the old one)."""
 
     text: str
     moved: tuple[Moved, ...]
@@ -67,13 +61,9 @@ def migrate_file(
 def migrate_config(
     text: str, file: str = "<text>", recipe: str | None = None, accepts: Accepts | None = None
 ) -> Migration:
-    """Return an old config file in today's layout.
+    """Return the text of an old config file in today's layout; `recipe` is named in it, and its options taken over.
 
-    Args:
-        text: Of the old file.
-        file: Its name in messages.
-        recipe: The recipe to name in the new file; options of it are then taken over as well.
-        accepts: Says why a recipe does not take a value for one of its options; None when it does.
+    `accepts` says why a recipe does not take a value for one of its options; None when it does.
 
     Raises:
         ConfigError: The text is not YAML, or says one thing twice: no guess is made about that; or there is
@@ -303,16 +293,9 @@ _COMMENT = re.compile(r"\s#")
 
 @dataclass(frozen=True)
 class Moved:
-    """A key that was taken over.
+    """A key that was taken over, by its dotted names in the old and the new file, with the comments around it.
 
-    Attributes:
-        old: Its dotted name in the old file.
-        place: Where it stood.
-        new: Its dotted name in the new file.
-        value: As it is written there.
-        note: What was corrected, and why; empty where nothing was.
-        above: Lines of comment above it.
-        beside: Comment beside it.
+    `note` says what was corrected, and why; it is empty where nothing was.
     """
 
     old: str

@@ -38,13 +38,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Corrected:
-    """A value for a key, or the reason why there is none.
-
-    Attributes:
-        value: As the key takes it; meaningless with a reason.
-        note: What was corrected; empty where nothing was.
-        reason: Why no value could be found; empty where one was.
-    """
+    """A value for a key, with a note where it was corrected; or the reason why there is none."""
 
     value: Any = None
     note: str = ""

@@ -153,11 +153,8 @@ def find_dialect(
 ) -> Dialect:
     """Find how a file is written by trying the known ways on its first lines.
 
-    Args:
-        text: The whole file as utf-8, lines ended by a newline, quotes taken off.
-        file: For errors.
-        day_first: The user's word on "10/11/2020"; None looks for proof in the file.
-        naming: The user's word on columns.
+    The text is the whole file as utf-8, lines ended by a newline, quotes taken off. `day_first` and `naming` are the
+    user's word on "10/11/2020" and on columns; without the former, proof is looked for in the file.
     """
     naming = naming or Naming()
     lines = _sample(text)

@@ -154,10 +154,7 @@ def fit_scaler(features: Features, train: Array | slice, fitted_until_ns: int) -
 def apply_scaler(rows: Array, scaler: Scaler) -> Array:
     """Return `(rows - center) / scale` as float32; for packing and, the same way, for inference.
 
-    Args:
-        rows: `(n, features)` float64 as `make_features` gives them. Scaled in float64, so that
-            large raw columns do not lose their digits before the median is taken off.
-        scaler: Of the same symbol and timeframe.
+    Scaled in float64, so that large raw columns do not lose their digits before the median is taken off.
     """
     if rows.ndim != 2 or rows.shape[1] != len(scaler.columns):
         raise InputError(

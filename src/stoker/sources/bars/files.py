@@ -31,14 +31,7 @@ _MOST_SYMBOLS = 10_000
 
 @dataclass(frozen=True)
 class BarFile:
-    """A file with the symbol and timeframe it holds.
-
-    Attributes:
-        path: The file.
-        symbol: In upper case.
-        timeframe: Such as "M5".
-        ticker: The symbol as the file writes it, where it holds several.
-    """
+    """A file with the symbol (in upper case) and timeframe it holds; `ticker` is how a file of several writes it."""
 
     path: Path
     symbol: str

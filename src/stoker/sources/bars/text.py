@@ -54,11 +54,9 @@ def read_head(path: Path, decimal: str | None = None) -> tuple[bytes, int]:
 
 
 def find_text(path: Path, decimal: str | None = None) -> tuple[bytes, str | None]:
-    """Return the file as utf-8 with plain newlines and no quotes, and what is wrong at its end.
+    """Return a file (text, plain or gzipped; Parquet or Feather) as utf-8 with plain newlines and no quotes.
 
-    Args:
-        path: A text file, plain or gzipped; Parquet or Feather.
-        decimal: The decimal sign of quoted numbers such as "1,234"; None finds it.
+    With it comes what is wrong at its end. `decimal` is the sign of quoted numbers such as "1,234"; None finds it.
     """
     if file_kind(path) in ("parquet", "arrow"):
         return _typed_text(path), None

@@ -152,13 +152,7 @@ class _Read:
 
 
 def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> CocoSet:
-    """Read files of outlines, and find the pictures that they name.
-
-    Args:
-        paths: From `find_coco`; a file that is no COCO file is refused.
-        root: Folder of the pictures.
-        pictures: Below it, relative.
-    """
+    """Read files of outlines (`find_coco` found them; others are refused), and find the pictures that they name."""
     refused: list[Refusal] = []
     num_boxes = 0
     files = []

@@ -145,12 +145,7 @@ def pillow() -> Any:
 
 
 def open_picture(path: Path, data: bytes | None = None) -> Any:
-    """Open a picture without decoding it, within the limits of size and memory.
-
-    Args:
-        path: The file.
-        data: Its bytes, where they were read already; `path` is then for messages.
-    """
+    """Open a picture, or its bytes where they were read already, without decoding; within limits of size and memory."""
     image = pillow()
     if data is None and (kind := special_kind(path)):
         raise PictureError(f"is {kind}.", path=path)
@@ -342,14 +337,9 @@ def to_pixels(
     channels: int,
     value_range: tuple[float, float] | None = None,
 ) -> Pixels:
-    """Convert, scale and resize one picture.
+    """Convert, scale and resize one picture to (height, width), with 1 channel for grey or 3 for RGB.
 
-    Args:
-        decoded: From `decode`.
-        path: For messages.
-        size: Wanted (height, width).
-        channels: 1 for grey, 3 for RGB.
-        value_range: LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
+    `value_range` is LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
     """
     image, mode = decoded.image, decoded.image.mode
     span = None

@@ -62,14 +62,7 @@ class KeepEncoded:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One picture.
-
-    Attributes:
-        data: Of a JPEG, PNG or WebP file.
-        size: (height, width), upright.
-        orientation: EXIF orientation that `data` has to be turned by, 1 to 8.
-        is_new: Whether it was encoded anew.
-    """
+    """One picture: the bytes of a JPEG, PNG or WebP file, its upright (height, width), its EXIF orientation."""
 
     data: bytes
     size: tuple[int, int]

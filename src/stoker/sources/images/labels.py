@@ -69,12 +69,9 @@ class Labels:
 
 
 def read_labels(path: Path, pictures: Sequence[str], column: str | None = None) -> Labels:
-    """Read a CSV with one line per picture.
+    """Read a CSV with one line per picture; its separator is found out.
 
-    Args:
-        path: The file; its separator is found out.
-        pictures: Relative paths.
-        column: The column of labels; None takes the only one left, or the one called `label`.
+    `column` is that of labels; None takes the only one left, or the one called `label`.
     """
     require_file(path, "the file of labels")
     header, rows = _read_csv(path)

@@ -66,14 +66,7 @@ _AHEAD = 16
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies below a folder.
-
-    Attributes:
-        root: The folder.
-        pictures: Relative paths with `/`, sorted.
-        folders: Relative paths of all folders that are not hidden, sorted; they may be empty.
-        ignored: Reason to number of files.
-    """
+    """What lies below a folder: relative paths with `/`, sorted; folders that are not hidden, and may be empty, too."""
 
     root: Path
     pictures: Sequence[str]

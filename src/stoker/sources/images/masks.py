@@ -211,13 +211,8 @@ def read_mask(
 ) -> Array:
     """Return the classes of one mask, turned like its image, at the size of its image.
 
-    Args:
-        path: The mask.
-        image: Its image.
-        image_path: For messages.
-        mask_map: Which class a value or colour is.
-        orientation: Whether a mask without EXIF is turned like its image.
-        palettes: Colours of the masks before, to compare with where values are classes.
+    `orientation` says whether a mask without EXIF is turned too. Where values are classes, their colours are compared
+    with the `palettes` of the masks before.
     """
     decoded = decode(path)
     if palettes is not None and decoded.image.mode == "P":
@@ -417,12 +412,9 @@ class ContradictionError(SourceError):
 
 
 def find_map(masks: Iterable[tuple[Path, ...]]) -> MaskMap | None:
-    """Return `BINARY` if the masks hold 0 and 255 only, else None.
+    """Return `BINARY` if the masks, given in the order to look at them, hold 0 and 255 only; else None.
 
     At most 16 masks with something in them are looked at; the first with another value ends the search.
-
-    Args:
-        masks: Mask files of each sample, in the order to look at them.
     """
     seen = 0
     for paths in masks:
@@ -450,10 +442,7 @@ def find_map(masks: Iterable[tuple[Path, ...]]) -> MaskMap | None:
 
 
 def check_values(pixels: Mapping[int, int]) -> None:
-    """Refuse mask values that are more likely grey levels than classes.
-
-    Args:
-        pixels: Mask value to number of pixels, of the whole store.
+    """Refuse mask values that are more likely grey levels than classes, by the pixels of each in the whole store.
 
     Raises:
         SourceError: A few values, far apart, such as 0, 128 and 255; or nearly all that there are.

@@ -69,15 +69,9 @@ _MASSBANK_SUBKEYS = {
 
 @dataclass
 class Converted:
-    """An MSP made of other files.
+    """An MSP made of other files, and what was not taken: `num_unread` records are among `refused`.
 
-    Attributes:
-        path: The MSP.
-        refused: Records and lines that were not taken.
-        num_unread: Records among them.
-        ignored: Reason to number of files of a folder that are no spectra.
-        notes: What was read, for the user.
-        structures: The SDF whose records hold the structures; None where there is none.
+    `structures` is the SDF whose records hold the structures; None where there is none.
     """
 
     path: Path

@@ -275,8 +275,21 @@ class MassSpecSource(Options):
         for extra in extras:
             for name, counter in sums.items():
                 counter.update(extra[name])
+        # What became of files, lines and records; the last account is of samples.
+        before = extras[0]["before"] if extras else {}
+        accounts = []
+        if files := before.get("ignored_files"):
+            accounts.append(Account("other files", sum(files.values()), 0, {}, files))
+        counts = sums["counts"]
+        if lines := counts["unreadable_lines"]:
+            accounts.append(Account("unreadable lines", lines, 0, {LINE_IN_RECORD: lines}))
+        unread, left = int(before.get("unread", 0)), int(before.get("left_out", 0))
+        refused = {**sums["refused_records"], "unreadable record": unread}
+        ignored = {**sums["ignored_records"], "beyond --max-samples": left}
+        found = counts["records"] + unread + left
+        accounts.append(Account("records", found, counts["samples"], refused, ignored))
         return {
-            "accounts": _accounts(sums, extras[0]["before"] if extras else {}),
+            "accounts": [asdict(account) for account in accounts],
             "spectrum_kinds": dict(sums["spectrum_kinds"]),
             "has_structures": self.structures != "none",
             "counts": dict(sums["counts"]),
@@ -336,22 +349,6 @@ def _survey(
         conditions_of(keys),
         [] if rows else refused,
     )
-
-
-def _accounts(sums: Mapping[str, Counter[str]], before: Mapping[str, Json]) -> list[Json]:
-    """Return what became of files, lines and records; the last account is of samples."""
-    accounts = []
-    if files := before.get("ignored_files"):
-        accounts.append(Account("other files", sum(files.values()), 0, {}, files))
-    counts = sums["counts"]
-    if lines := counts["unreadable_lines"]:
-        accounts.append(Account("unreadable lines", lines, 0, {LINE_IN_RECORD: lines}))
-    unread, left = int(before.get("unread", 0)), int(before.get("left_out", 0))
-    refused = {**sums["refused_records"], "unreadable record": unread}
-    ignored = {**sums["ignored_records"], "beyond --max-samples": left}
-    found = counts["records"] + unread + left
-    accounts.append(Account("records", found, counts["samples"], refused, ignored))
-    return [asdict(account) for account in accounts]
 
 
 def _records_for(survey: _Survey, kinds: Sequence[SpectrumKind], wanted: int | None) -> int:

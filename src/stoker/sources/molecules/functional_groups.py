@@ -25,13 +25,7 @@ NUM_GROUPS = 48
 
 
 class FunctionalGroup(NamedTuple):
-    """One flag.
-
-    Attributes:
-        name: As it appears in the manifest of a store.
-        smarts: The pattern; one match anywhere sets the flag.
-        needs: Words of `PRESENCE` without which the pattern cannot match.
-    """
+    """One flag: one match of `smarts` sets it, and none can match without the words of `PRESENCE` in `needs`."""
 
     name: str
     smarts: str

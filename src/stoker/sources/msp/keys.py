@@ -198,12 +198,10 @@ class _Header:
 
 
 def fold_header(lines: Iterable[str], strict: bool) -> Folded | None:
-    """Turn header lines into `meta` and `synonyms`.
+    """Turn header lines (`key: value`, without the peak count) into `meta` and `synonyms`.
 
-    Args:
-        lines: `key: value` lines, without the peak count.
-        strict: Return None unless every line is, by itself and beyond doubt, one plain field
-            and only the first is a name. The block parser asks this way.
+    `strict`, as the block parser asks: None unless every line is, by itself and beyond doubt, one plain field and only
+    the first is a name.
     """
     header = _Header()
     meta, named = header.meta, False

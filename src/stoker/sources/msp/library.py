@@ -72,11 +72,7 @@ class SpectrumBatch:
 class MspRange:
     """A stretch of an uncompressed file that begins and ends between records.
 
-    Attributes:
-        start_byte: Of its first byte.
-        end_byte: Behind its last byte.
-        first_line: 1-based number of its first line.
-        num_records: `Name:` lines in it; records without a name come on top.
+    `num_records` are the `Name:` lines in it; records without a name come on top. Lines count from 1.
     """
 
     start_byte: int

@@ -93,12 +93,9 @@ _PEAK_IN_ANNOTATION = re.compile(rb"[;(\[{][ \t]*+%b[ \t,:]++%b(?=[\s,;)\]}]|$)"
 
 
 class PeakLine(NamedTuple):
-    """What one line says about peaks.
+    """What one line says about peaks: (m/z, intensity) pairs that can be taken, and why the rest cannot.
 
-    Attributes:
-        pairs: (m/z, intensity) that can be taken.
-        problems: Why the rest cannot.
-        plain: Only numbers and delimiters, so that it cannot be the prose of a comment.
+    It is `plain` where it has only numbers and delimiters, so that it cannot be the prose of a comment.
     """
 
     pairs: list[tuple[float, float]]
@@ -203,16 +200,7 @@ class _Draft:
 
 @dataclass(slots=True)
 class Parsed:
-    """What came out of some text: records with raw peaks, in the order of the file.
-
-    Attributes:
-        records: Finished records.
-        sizes: Peaks of each record.
-        mz: float64 pieces that hold the peaks of all records, one after the other.
-        intensity: float32 pieces beside them.
-        refused: What was not taken.
-        tally: What became of every line.
-    """
+    """What came out of some text: records, and the peaks of all of them one after the other, in the file's order."""
 
     records: list[Record] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
