@@ -501,6 +501,16 @@ def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def has_sparse_gradients(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether an embedding asks for sparse gradients (`sparse=True`) and is trained."""
+    return any(
+        getattr(module, "sparse", None) is True
+        and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        for root in modules
+        for module in root.modules()
+    )
+
+
 def make_unfused(optimizer: torch.optim.Optimizer) -> None:
     """Undo `make_guarded`: torch's fused SGD refuses sparse gradients."""
     groups = optimizer.param_groups
