@@ -146,6 +146,7 @@ def test_pack_verify_inspect_and_their_json(arrays):
         (["config", "check", "dirty.csv"], 2, ["not a section per line"]),
         (["inspect", "dirty.csv"], 3, ["nan features['b']"]),
         (["inspect", "nothing"], 2, ["nothing does not exist"]),
+        (["inspect", "ran"], 2, ["ran is the folder of a run", "Try: stoker report ran"]),
         (["verify", "features.npy"], 2, ["Try: stoker pack arrays features.npy OUT"]),
         (["config", "check", "none.yaml"], 2, ["none.yaml"]),
         (["demo", "--weeks", "1"], 2, ["weeks"]),
@@ -153,6 +154,9 @@ def test_pack_verify_inspect_and_their_json(arrays):
 )
 def test_mistakes_end_with_their_code_and_what_to_type(arrays, args, code, words):
     (arrays / "dirty.csv").write_text("a,b\n1,\n2,3\n")
+    (arrays / "ran").mkdir()  # a run, with predictions that are a table
+    (arrays / "ran/run.jsonl").touch()
+    (arrays / "ran/predictions.csv").write_text("a,b\n1,2\n2,3\n")
     done = stoker(*args, cwd=arrays)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

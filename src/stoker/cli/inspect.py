@@ -84,11 +84,16 @@ def inspect(
         window: As in `stoker pack series`.
     """
     from stoker.sources.bars.files import holds_bars
+    from stoker.store.manifest import run_error
 
     if kind not in (None, "table", "bars"):
         raise InputError(f"--as is {kind!r}.", "table or bars", "--as table")
     chosen = arrays.selection()
     require_output(html, "--html", [path])
+    if (
+        error := run_error(path)
+    ) is not None:  # before the plots and predictions in it are taken for data
+        raise error
     name = shown(path)
     source: Source | None
     if window is not None:

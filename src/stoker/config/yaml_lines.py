@@ -176,7 +176,8 @@ def _syntax_problem(error: yaml.YAMLError, text: str, file: str) -> Problem:
             "spaces",
             command("expand", "-t", "2", Path(file)),
         )
-    if isinstance(error, yaml.composer.ComposerError) and text.startswith("---", mark.index):
+    is_composed = isinstance(error, yaml.composer.ComposerError)
+    if is_composed and mark is not None and text.startswith("---", mark.index):
         given = "a second document begins here"
         return Problem(place, "", given, "one document per file", "delete the line '---'")
     return Problem(place, "", f"not YAML: {given}", "key: value lines", _LOOK)

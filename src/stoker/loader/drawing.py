@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -328,9 +329,10 @@ def mix(shares: Mapping[str | Store, float], *, per_batch: bool = False) -> Mixt
         shares: Store, or its path, to its share; they are divided by their sum.
         per_batch: Whether every batch holds the shares.
     """
-    if not isinstance(shares, Mapping):
-        given = [shares] if isinstance(shares, str | Path) else list(shares)
-        paths = [str(each.path if isinstance(each, Store) else each) for each in given[:4]]
+    given: Any = shares  # code without types hands over a list, or one path
+    if not isinstance(given, Mapping):
+        listed = [given] if isinstance(given, str | Path) else list(given)
+        paths = [str(each.path if isinstance(each, Store) else each) for each in listed[:4]]
         raise InputError(
             f"mix was given a {type(shares).__name__}.",
             "a dict of each store, or its path, and its share",

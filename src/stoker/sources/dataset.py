@@ -174,7 +174,7 @@ def _by_number(samples: Any) -> Any:
         n: v if isinstance(v, list) else as_array(v, repr(n))
         for n, v in ((n, plain_column(v)) for n, v in named_values(samples))
     }
-    counts = {n: len(a) for n, a in arrays.items() if isinstance(a, list) or getattr(a, "ndim", 0)}
+    counts = {n: len(a) for n, a in arrays.items() if isinstance(a, list) or np.ndim(a)}
     if len(set(counts.values())) != 1 or len(counts) != len(arrays):
         raise InputError(
             f"the arrays have these rows: {counts}.",

@@ -247,19 +247,19 @@ def _as_field(
     kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
     if kind == "dense":
         shape = rows[0].shape if like is None else tuple(like.shape)
-        other = next((n for n, row in enumerate(rows) if row.shape != shape), None)
-        if other is not None:
-            raise InputError(
-                f"{name!r} has the shape {rows[other].shape} in sample {numbers[other]}, and {shape} before.",
-                "one shape in all samples, or a field that is named as ragged",
-                f"ragged=[{name!r}]",
-            )
+        for number, row in zip(numbers, rows, strict=True):
+            if row.shape != shape:
+                raise InputError(
+                    f"{name!r} has the shape {row.shape} in sample {number}, and {shape} before.",
+                    "one shape in all samples, or a field that is named as ragged",
+                    f"ragged=[{name!r}]",
+                )
         return Dense(np.stack(rows) if rows else np.empty((0, *shape), dtype))
     inner = rows[lead].shape[1:] if like is None else tuple(like.shape)
     rows = [row.reshape(0, *inner) if row.shape == (0,) else row for row in rows]
-    other = next((n for n, row in enumerate(rows) if not row.ndim or row.shape[1:] != inner), None)
-    if other is not None:
-        raise _differs(name, numbers, column, lead, other, "not of one shape", is_shape=True)
+    for n, row in enumerate(rows):
+        if not row.ndim or row.shape[1:] != inner:
+            raise _differs(name, numbers, column, lead, n, "not of one shape", is_shape=True)
     lengths = np.array([len(row) for row in rows], np.int64)
     values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
     return Ragged(values, offsets_of(lengths))

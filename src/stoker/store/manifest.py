@@ -246,17 +246,24 @@ def find_store(folder: Path) -> Path:
     return replaced if (replaced / MANIFEST_NAME).exists() else folder
 
 
+def run_error(folder: Path) -> StoreError | None:
+    """Return the error for the folder of a run that was given as data; None for anything else."""
+    if not (folder / LOG_NAME).is_file() or (folder / MANIFEST_NAME).exists():
+        return None
+    return StoreError(
+        f"{folder} is the folder of a run, no store.",
+        "a folder made by `stoker pack`, or a plain .h5 file",
+        command("stoker", "report", folder),
+    )
+
+
 def _not_a_store(folder: Path) -> StoreError:
     if not folder.exists():
         return StoreError(
             f"{folder} does not exist.", "a store folder, an HDF5 file or a URL", look_for(folder)
         )
-    if (folder / LOG_NAME).is_file():
-        return StoreError(
-            f"{folder} is the folder of a run, no store.",
-            "a folder made by `stoker pack`, or a plain .h5 file",
-            command("stoker", "report", folder),
-        )
+    if (error := run_error(folder)) is not None:
+        return error
     return StoreError(
         f"{folder} has no {MANIFEST_NAME}, so it is not a finished store.",
         "a folder made by `stoker pack`, or a plain .h5 file",
