@@ -98,7 +98,7 @@ def restore(template: Path, copy: Path) -> None:
             if kind == stat.S_IFDIR:
                 shutil.rmtree(entry.path)
             else:
-                os.unlink(entry.path)
+                Path(entry.path).unlink()
     for entry in wanted.values():
         path, was = copy / entry.name, entry.stat(follow_symlinks=False)
         if entry.is_dir(follow_symlinks=False):
