@@ -134,7 +134,7 @@ class StepState:
         ]
         around = containers_around(self.changed_modules(), self.code())
         named += [(name, entries) for name, entries in around if isinstance(entries, dict)]
-        counts = [
+        counts: list[tuple[str, Any]] = [
             (f"{key} of {owner}", value)
             for owner, entries in named
             for key, value in entries.items()
