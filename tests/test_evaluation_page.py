@@ -164,3 +164,11 @@ def test_an_axis_of_shares_is_named_between_its_ends():
     made = evaluation_section(replace(MADE, curves=(calibration,)), "worth")
     names = re.findall("<span[^>]*>([^<]*)</span>", made.split('class="xs"')[1].split("</div>")[0])
     assert names == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+
+
+def test_the_strongest_baseline_stands_beside_the_model():
+    made = evaluation_section(MADE, "worth")
+    heads = re.findall(
+        "<th[^>]*>([^<]*)</th>", made.split('id="worth-overall"')[1].split("</thead>")[0]
+    )
+    assert heads == ["metric", "model", "95 % interval", "boosted trees", "majority"]

@@ -37,7 +37,7 @@ a{color:var(--note);overflow-wrap:anywhere;text-underline-offset:3px;text-decora
 section{margin:0 0 44px;scroll-margin-top:16px}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));
 gap:14px 24px;margin:0 0 18px}
-dt{font-size:.8rem}
+dt{font-size:.8rem}.long{grid-column:span 2}
 dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:10px;
 background:linear-gradient(to left,var(--card) 40%,transparent) 100% 0/40px 100% no-repeat local,

@@ -49,11 +49,14 @@ def evaluation_section(made: Evaluation, key: str) -> Html:
 
 
 def _overall(made: Evaluation, key: str) -> Html:
+    """Return model and baselines side by side, the strongest one first: a phone may show no more."""
+    best = None if made.best_baseline is None else made.best_baseline[0]
+    baselines = dict(sorted(made.baselines.items(), key=lambda item: item[0] != best))
     header = (
         "metric",
         "model",
         "95 % interval",
-        *(page.shorten(name, 40) for name in made.baselines),
+        *(page.shorten(name, 40) for name in baselines),
     )
     rows = []
     for name, value in made.metrics.items():
@@ -62,7 +65,7 @@ def _overall(made: Evaluation, key: str) -> Html:
         spelled = "" if span is None else "n/a"
         spelled = f"{_number(span[0])} to\u00a0{_number(span[1])}" if span and known else spelled
         mark = " (compared by)" if name == made.compared_by[0] else ""
-        others = (_number(metrics.get(name)) for metrics in made.baselines.values())
+        others = (_number(metrics.get(name)) for metrics in baselines.values())
         rows.append((page.name(f"{metric_words(name)}{mark}"), _number(value), spelled, *others))
     return page.table(
         header, rows, key=f"{key}-overall", numeric=range(1, len(header)), labels=(0,), tight=True

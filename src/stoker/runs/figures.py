@@ -100,9 +100,10 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
     chance = as_number(as_mapping(runs[0].result.get("baseline")).get(name))
     marks = [] if chance is None else [Mark("chance", chance)]
     made = Evaluation.from_json(runs[0].result.get("evaluation"))
-    for who, metrics in list(made.baselines.items())[-1:] if made is not None else []:
-        if name in metrics:
-            marks.append(Mark(f"{who}, on test samples", metrics[name], is_dashed=True))
+    best = None if made is None else made.best_baseline
+    if made is not None and best is not None and name in made.baselines[best[0]]:
+        value = made.baselines[best[0]][name]
+        marks.append(Mark(f"{best[0]}, on test samples", value, is_dashed=True))
     return Chart(
         f"metric-{number}",
         f"Validation: {metric_words(name)}",
