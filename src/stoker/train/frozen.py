@@ -501,8 +501,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         if depth > 1 or not (is_plain or isinstance(value, torch.nn.Module)):
             return
         for name in (*names, "__call__") if is_plain else names:
-            found: Any = inspect.getattr_static(type(value), name, None)
-            method = found.fget if isinstance(found, property) else found
+            found = inspect.getattr_static(type(value), name, None)
+            method: Any = found.fget if isinstance(found, property) else found
             if _is_own(method):
                 add(MethodType(method, value))
         for name in names.keys() & vars(value).keys() - MODULE_TABLES:
