@@ -56,6 +56,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch, tmp_path):
     """A device that captures steps: a GPU, or the CPU with graphs of paper."""
+    (
+        tmp_path / "cache"
+    ).mkdir()  # torch keeps compiled kernels there, and warns where it is missing
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "cpu":
         from paper_graphs import use_paper_graphs  # imports torch

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import signal
 import subprocess
@@ -105,6 +107,30 @@ def test_a_forked_child_can_iterate_what_the_parent_has_iterated(path, chunk_byt
         # A child of an epoch that was left early begins the next one.
         loader.set_epoch(loader.epoch + bool(taken))
         assert seen == targets_of(loader)
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_leaves_the_garbage_of_its_parent_alone():
+    """A CUDA event in it cannot be freed after a fork: the child, a DataLoader worker, would abort."""
+
+    class Garbage:
+        def __del__(self):
+            if os.getpid() != parent:
+                os._exit(3)
+
+    parent, held = os.getpid(), Garbage()
+    held.myself = held
+    gc.disable()
+    try:
+        del held
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    assert os.waitpid(child, 0)[1] == 0
+    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore:This process", "ignore:a Loader in a forked")

@@ -319,7 +319,9 @@ class Step:
                 self._block = torch.zeros(_NUM_FLAGS, device=norm.device)
                 self._flags = list(self._block.unbind())
             flag = self._flags.pop()
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], flag, self._one)
+        # The kernel knows no bfloat16.
+        known = norm.float() if norm.dtype == torch.bfloat16 else norm
+        torch._amp_foreach_non_finite_check_and_unscale_([known], flag, self._one)
         if captured:
             self._skipped += flag
         return flag
