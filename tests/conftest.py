@@ -53,13 +53,17 @@ warm_stoker.do_not_wait_for_the_disk()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture
+def forgetful(tmp_path, monkeypatch):
+    """What was learned on a GPU is kept between runs; not between tests."""
+    cache = tmp_path / "cache"
+    cache.mkdir()  # torch keeps compiled kernels there, and warns where it is missing
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch, tmp_path):
+def device(request, monkeypatch, forgetful):
     """A device that captures steps: a GPU, or the CPU with graphs of paper."""
-    (
-        tmp_path / "cache"
-    ).mkdir()  # torch keeps compiled kernels there, and warns where it is missing
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "cpu":
         from paper_graphs import use_paper_graphs  # imports torch
 
