@@ -469,6 +469,7 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
     column = plain(column)
     texts = trimmed(column) if is_text(column.type) else column
     known = texts.is_valid().to_numpy(zero_copy_only=False)
+    _refuse_other_order(texts, made, (ns, good), faults)
     for row in np.flatnonzero(known & ~good).tolist():
         why = "not a date as in the other rows"
         faults.setdefault(row, Fault.of(made.name, texts[row], why))
@@ -483,6 +484,32 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
     values = np.stack([np.asarray(part, np.float64) for part in parts], axis=1)
     values[~(good & known)] = np.nan
     return values
+
+
+def _refuse_other_order(
+    texts: Any, made: Column, read: tuple[Array, Array], faults: MutableMapping[int, Fault]
+) -> None:
+    """Refuse "03/25/2020" by name where days are expected first.
+
+    Where more rows read only in the other order than only in the expected one, "03/05/2020" is refused too: it would
+    be read as another day without a word. A few mistyped rows condemn no others.
+    """
+    ns, good = read
+    if made.day_first is None or good.all() or not is_text(texts.type):
+        return
+    other_ns, other_good = times(texts, replace(made, day_first=not made.day_first))
+    strange = other_good & ~good
+    if not strange.any():
+        return
+    expected, found = ("day", "month") if made.day_first else ("month", "day")
+    for row in np.flatnonzero(strange).tolist():
+        day = np.datetime64(int(other_ns[row]) // DAY_NS, "D")
+        why = f"a date {found}-first; expected: {expected}-first, or {day}"
+        faults.setdefault(row, Fault.of(made.name, texts[row], why))
+    if strange.sum() > (good & ~other_good).sum():
+        why = f"{expected}-first or {found}-first, as other rows are; expected: {expected}-first, or 2020-12-31"
+        for row in np.flatnonzero(good & other_good & (ns != other_ns)).tolist():
+            faults.setdefault(row, Fault.of(made.name, texts[row], why))
 
 
 def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
