@@ -10,24 +10,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paper_graphs import use_paper_graphs
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.capture import CapturedPass
 from stoker.train.trainer import Trainer
-from training_makers import DEVICES, make_model, out_of_memory, weights, write_rows
+from training_makers import make_model, out_of_memory, weights, write_rows
 
 
 @pytest.fixture(autouse=True)
 def forgetful(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stoker
-from paper_graphs import Jitter, use_paper_graphs
+from paper_graphs import Jitter
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
@@ -21,16 +21,9 @@ from stoker.train.capture_function import MOST_GRAPHS
 from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.ranks import Ranks
 from store_makers import write_store
-from training_makers import DEVICES, make_model
+from training_makers import make_model
 
 FIRST = WARM_UP_STEPS + CHECKED_REPLAYS
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 class Loop:

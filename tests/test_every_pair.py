@@ -33,7 +33,7 @@ from stoker.train.step import Step
 from stoker.train.trainer import Trainer
 from stoker.units import GIB
 from store_makers import write_store
-from training_makers import DEVICES, out_of_memory
+from training_makers import out_of_memory
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -47,13 +47,6 @@ SAMPLE_BYTES = 3 * 4 * 4 * 4 + 8
 @pytest.fixture(autouse=True)
 def forgetful(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 @functools.cache

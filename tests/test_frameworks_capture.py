@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paper_graphs import use_paper_graphs
-from training_makers import DEVICES, make_model
+from training_makers import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
@@ -27,13 +26,6 @@ needs_huggingface = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers"
 )
 BATCH, STEPS = 8, 12
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 @cache

@@ -9,20 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from paper_graphs import use_paper_graphs
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.trainer import Trainer
-from training_makers import DEVICES, make_model, write_rows
+from training_makers import make_model, write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 @pytest.fixture(scope="module")

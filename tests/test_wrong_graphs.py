@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paper_graphs import Jitter, use_paper_graphs
+from paper_graphs import Jitter
 from stoker.augment import Compose, MixUp, Normalize, RandomCrop, RandomHorizontalFlip
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
@@ -20,19 +20,12 @@ from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.replay_check import same_counts
 from stoker.train.trainer import Trainer
 from store_makers import write_store
-from training_makers import DEVICES, make_model, write_rows
+from training_makers import make_model, write_rows
 
 
 @pytest.fixture(autouse=True)
 def forgetful(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        use_paper_graphs(monkeypatch)
-    return request.param
 
 
 @pytest.fixture
