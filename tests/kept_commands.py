@@ -20,3 +20,19 @@ def keep() -> None:
     """Take it in `app(…)` and in a `CliRunner`; `main.run` changes its command and builds its own."""
     typer.Typer.__call__ = lambda self, *words, **options: kept(self)(*words, **options)
     typer.testing._get_command = kept
+
+
+def invoke(*words: object) -> typer.testing.Result:
+    """Run `stoker words` in this process; on lines that are wide enough for every message."""
+    from stoker.cli.main import app
+
+    return typer.testing.CliRunner(env={"COLUMNS": "400"}).invoke(
+        app, [str(word) for word in words]
+    )
+
+
+def said_by(*words: object) -> str:
+    """Run `stoker words`, which must end well, in this process; return what it printed."""
+    result = invoke(*words)
+    assert result.exit_code == 0, result.output
+    return result.output

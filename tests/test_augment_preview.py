@@ -13,8 +13,8 @@ from docs_build.pictures import SIZE, draw_scene, write_pictures
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from typer.testing import CliRunner
 
+from kept_commands import invoke
 from stoker.augment.compose import Compose
 from stoker.augment.geometry import RandomCrop, RandomHorizontalFlip, RandomRotation
 from stoker.augment.preview import (
@@ -27,7 +27,6 @@ from stoker.augment.preview import (
     write_png,
 )
 from stoker.augment.sheet import GAP, STRIP, Line, class_colour, colour_mask, make_sheet
-from stoker.cli.main import app
 from stoker.errors import InputError, MissingExtraError, SourceError
 from stoker.ownership import SIGNATURE
 from stoker.packing import pack
@@ -38,7 +37,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 def run(*args: object, code: int = 0) -> str:
     """Run the command line; errors of ours are returned as text, with their exit code checked."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    result = invoke(*args)
     got = getattr(result.exception, "exit_code", result.exit_code)
     assert got == code, (got, result.output, result.exception)
     return result.output + str(result.exception or "")

@@ -24,10 +24,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
+from kept_commands import invoke
 from stoker import bounds
-from stoker.cli.main import app
 from stoker.errors import Refusal, RefusalList, SourceError, StoreError, count_refused
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
@@ -68,7 +67,7 @@ def memory_of(imports: str, work: str, *words: object) -> tuple[int, str]:
 
 def run(*words: object) -> tuple[int, str]:
     """Run a command; return its exit code and what it said."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = invoke(*words)
     said = result.output + str(result.exception or "")
     code = getattr(result.exception, "exit_code", result.exit_code)
     return code, said

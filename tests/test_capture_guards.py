@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import random
@@ -17,13 +16,12 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train import graph as capturing
 from stoker.train.batches import Work
-from stoker.train.capture import CapturedStep, step_state
 from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
 from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS, alike
 from stoker.train.replay_check import difference
 from stoker.train.trainer import Trainer
 from test_capture import forgetful  # noqa: F401  a fixture
-from training_makers import DEVICES, make_model, write_dirty, write_rows
+from training_makers import make_model, write_dirty, write_rows
 
 CPU = torch.device("cpu")
 
@@ -177,75 +175,6 @@ def test_a_list_that_is_longer_is_a_difference():
 
 
 # -- whole runs: graphs on a GPU, and stand-ins that freeze the same things without one -------------
-
-
-class PaperGraph:
-    """Runs the step again with the optimizer's numbers of the time when it was recorded."""
-
-    owner: CapturedStep
-
-    def record(self):
-        self.owner = PaperGraph.recording
-        self._groups = [dict(g) for g in self.owner.step.parts.optimizer.param_groups]
-
-    def replay(self):
-        groups = self.owner.step.parts.optimizer.param_groups
-        now = [dict(group) for group in groups]
-        for group, recorded in zip(groups, self._groups, strict=True):
-            group.update(recorded)
-        self.owner._loss.copy_(self.owner._graphed_part())
-        for parameter, gradient in self.owner._gradients:  # of a graph without the update
-            gradient.copy_(parameter.grad)
-            parameter.grad = None
-        for group, values in zip(groups, now, strict=True):
-            group.update(values)
-
-
-@contextlib.contextmanager
-def record_on_paper(graph, pool, stream, capture_error_mode):
-    """Run what is recorded, and undo it: a recording computes nothing."""
-    graph.record()
-    step = PaperGraph.recording.step
-    tensors = list(step_state(step.parts).tensors())
-    before, num_skipped = [tensor.detach().clone() for tensor in tensors], step.num_skipped
-    yield
-    with torch.no_grad():
-        for tensor, kept in zip(tensors, before, strict=True):
-            tensor.copy_(kept)
-    step._skipped += num_skipped - step.num_skipped
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, monkeypatch):
-    """A GPU, or a CPU on which graphs are made of paper."""
-    if request.param == "cuda":
-        return "cuda"
-    capture = CapturedStep._capture
-
-    def capture_on_paper(self):
-        PaperGraph.recording = self
-        return capture(self)
-
-    def warm_up(self, work):
-        self._set_static(work)
-        result = self._graphed_part()
-        self._rest()
-        return result
-
-    def cannot_capture(asked, feed, step):
-        return "capture is off" if asked == "off" else None
-
-    monkeypatch.setattr("stoker.train.trainer.cannot_capture", cannot_capture)
-    monkeypatch.setattr(capturing, "_side_stream", lambda _: None)
-    monkeypatch.setattr(CapturedStep, "_capture", capture_on_paper)
-    monkeypatch.setattr(CapturedStep, "_warm_up", warm_up)
-    monkeypatch.setattr(CapturedStep, "_copy_generator", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", PaperGraph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", record_on_paper)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
-    return "cpu"
 
 
 def make_run(
@@ -424,6 +353,8 @@ def test_a_snapshot_puts_back_states_weights_and_the_count(path, device):
 @pytest.mark.parametrize("bad_step", range(WARM_UP_STEPS + CHECKED_REPLAYS + 1))
 def test_an_update_that_is_left_out_counts_once(tmp_path, device, bad_step):
     """Also where it was computed both ways."""
+    if device == "cpu" and bad_step == WARM_UP_STEPS + CHECKED_REPLAYS:
+        pytest.skip("on a CPU the host decides, and a graph of paper repeats its answer")
     path = write_dirty(tmp_path, bad_step * 20 + 5)
     trainer = make_run(path, device, "on", order="sequential", epochs=1, nonfinite="skip")
     trainer.fit()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from kept_commands import said_by as run
 from stoker.errors import InputError, MissingExtraError
 from stoker.recipes.images.evaluation import ImageMetrics, fit_ridge, hits_in_top, thumbnails
 from stoker.recipes.images.networks import (
@@ -304,16 +305,6 @@ def folder(tmp_path_factory):
             pixels[..., 2 - number] += 150
             Image.fromarray(pixels).save(root / "pictures" / name / f"{place}.png")
     return root
-
-
-def run(*words):
-    from typer.testing import CliRunner
-
-    from stoker.cli.main import app
-
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")

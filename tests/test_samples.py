@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from typer.testing import CliRunner
 
+from kept_commands import invoke
 from molecule_makers import msp_record
-from stoker.cli.main import app
 from stoker.packing.samples import (
     MAX_DRAWN,
     Samples,
@@ -28,10 +27,6 @@ from stoker.store.fields import Dense, Ragged
 from store_makers import write_store
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra 'vision')")
-
-
-def invoke(*words: object):
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [str(word) for word in words])
 
 
 def pictures_in(text: str) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from kept_commands import said_by as run
 from stoker.errors import InputError
 from stoker.recipes.answers import predict_file
 from stoker.recipes.inference import load_trained
@@ -198,16 +199,6 @@ def test_two_pictures_of_one_stem_have_two_masks():
         "d/a.png.png",
         "d/b.png",
     ]
-
-
-def run(*words):
-    from typer.testing import CliRunner
-
-    from stoker.cli.main import app
-
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 from torch import nn
-from typer.testing import CliRunner
 
+from kept_commands import invoke
 from stoker import Loader, PackOptions, pack
-from stoker.cli.main import app
 from stoker.errors import InputError, SourceError
 from stoker.sources.series import SeriesSource
 from stoker.store.reader import open_store
 
 ONE = PackOptions(jobs=1)
-
-
-def invoke(*words: object):
-    return CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(word) for word in words])
 
 
 def windows_of(values, window, stride):

@@ -8,19 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from stoker.cli.main import app
+from kept_commands import invoke
 from stoker.packing import PackOptions, pack
 from stoker.packing.samples import Samples, sample_facts, samples_of, samples_section
 from stoker.packing.window_figures import WARNING, Window, bars_of
 from stoker.sources.bars import BarsSource
 from stoker.store.manifest import PAGE_NAME
 from stoker.store.reader import open_store
-
-
-def invoke(*words: object):
-    return CliRunner(env={"COLUMNS": "400"}).invoke(app, [str(word) for word in words])
 
 
 def write_bars(path, header="time,open,high,low,close,volume", rows=400, seed=0):

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 
 from stoker.address import MARK, masked, shown
@@ -98,6 +98,12 @@ def _bytes_of(letter: str) -> bytes:
 def command(*words: object) -> str:
     """Return a command to type, each word quoted."""
     return " ".join(map(quoted, words))
+
+
+def first_names(names: Collection[object], most: int = 4) -> str:
+    """Return the first names by commas, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(str, itertools.islice(names, most))) + more
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:

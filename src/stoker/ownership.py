@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO
 
 from stoker import lifetime
-from stoker.display import quoted
+from stoker.display import first_names, quoted
 from stoker.errors import InputError, StokerError, file_error
 from stoker.strict_json import json_text, parse_json
 
@@ -136,9 +136,8 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
 def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
     """Return the error for something that is not ours."""
     if others:
-        shown = ", ".join(repr(name) for name in sorted(others)[:_LISTED])
-        more = f" and {len(others) - _LISTED:,} more" if len(others) > _LISTED else ""
-        given = f"{path} holds {shown}{more}, which stoker did not write; {why}."
+        shown = first_names([repr(name) for name in sorted(others)], _LISTED)
+        given = f"{path} holds {shown}, which stoker did not write; {why}."
     else:
         given = f"{path} was not made by stoker; {why}."
     return InputError(

@@ -19,16 +19,9 @@ from stoker.units import format_bytes
 
 _PART_COLOURS = {"wait": "--c1", "load": "--c3", "host": "--c4", "compute": "--bar"}
 _SPAN_COLOURS = {
-    "wait": "--c1",
-    "load": "--c3",
-    "copy": "--note",
-    "sync": "--c4",
-    "step": "--line",
-    "forward": "--c0",
-    "backward": "--c5",
-    "optimizer": "--c2",
-    "kernels": "--c2",
-}
+    "wait": "--c1", "load": "--c3", "copy": "--note", "sync": "--c4", "step": "--line",
+    "forward": "--c0", "backward": "--c5", "optimizer": "--c2", "kernels": "--c2",
+}  # fmt: skip
 _MOST_SPANS = 600
 _MOST_PROSE = 400
 _LANE_HEIGHT, _SPAN_HEIGHT = 24, 16

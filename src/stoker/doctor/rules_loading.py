@@ -57,16 +57,9 @@ _HDF5_BYTES_PER_SECOND = 2.0e9
 _WASTEFUL = 4.0
 """Bytes read per byte used above which the chunks are called wrong."""
 
-NAMED_CAUSES = frozenset(
-    {
-        "decode-bound",
-        "disk-bound",
-        "augment-on-cpu",
-        "python-collate",
-        "hdf5-chunks",
-        "hdf5-compressed",
-    }
-)
+NAMED_CAUSES = frozenset({
+    "decode-bound", "disk-bound", "augment-on-cpu", "python-collate", "hdf5-chunks", "hdf5-compressed",
+})  # fmt: skip
 
 
 def _without(loader: LoaderFacts, pace: Pace, part: float, residue: float = 0.0) -> Gain:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from stoker import page
+from stoker.display import first_names
 from stoker.packing.window_figures import WARNING, Window, window_facts, window_figure
 from stoker.page import Html
 from stoker.page.charts import chart_grid
@@ -240,12 +241,10 @@ def _names(samples: Samples) -> Sequence[str]:
 def _shares(counts: Mapping[int, int], names: Sequence[str], unit: str) -> str:
     total = max(1, sum(counts.values()))
     ranked = sorted(counts.items(), key=lambda item: -item[1])
-    listed = [
-        f"{_class_name(value, names)} {count:,} ({count / total:.1%})"
-        for value, count in ranked[:_LISTED]
+    told = [
+        f"{_class_name(value, names)} {count:,} ({count / total:.1%})" for value, count in ranked
     ]
-    more = f", and {len(ranked) - _LISTED} more" if len(ranked) > _LISTED else ""
-    return f"{', '.join(listed)}{more} {unit}"
+    return f"{first_names(told, _LISTED)} {unit}"
 
 
 def _class_name(value: int, names: Sequence[str]) -> str:

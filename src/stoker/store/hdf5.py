@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, look_for, look_in, quoted
+from stoker.display import command, first_names, look_for, look_in, quoted
 from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.report import LOG_NAME
 from stoker.stalls import Waiting
@@ -148,10 +148,9 @@ def check_readable(file: Path, dataset: h5py.Dataset) -> None:
         lost = _lacks(place, [inside for each, inside in sources if each == place])
         gone += [f"{place}, dataset {each!r}" for each in lost]
     if gone:
-        missing = f"{gone[0]} and {len(gone) - 1:,} more" if len(gone) > 1 else gone[0]
         raise StoreError(
-            f"{file}: dataset {name!r} takes values from {missing}, which is not there: they would be read as "
-            f"{dataset.fillvalue if has_fill(dataset) else 0}.",
+            f"{file}: dataset {name!r} takes values from {first_names(gone, 1)}, which is not there: they would be "
+            f"read as {dataset.fillvalue if has_fill(dataset) else 0}.",
             "all files that its values are in",
             look_in(file.parent),
         )

@@ -26,7 +26,7 @@ import h5py
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command, nearest
+from stoker.display import command, first_names, nearest
 from stoker.errors import StoreError
 from stoker.store.hdf5 import (
     check_claims,
@@ -172,7 +172,7 @@ def select(
     if lost := [why for name in chosen.fields if (why := aside.get(prefix + name))]:
         raise StoreError(
             f"{path}: {lost[0].removesuffix(': left aside')}.",
-            f"arrays of numbers: {_listed([name.removeprefix(prefix) for name in lengths])}",
+            f"arrays of numbers: {first_names([name.removeprefix(prefix) for name in lengths])}",
             "convert it with h5py and numpy, into an array of numbers",
         )
     inside = {name: rows for name, rows in lengths.items() if name.startswith(prefix)}
@@ -277,7 +277,7 @@ def _chosen_fields(
         near = nearest(unknown[0], known) or next(iter(known))
         raise StoreError(
             f"{path} has no numeric array {unknown[0]!r}.",
-            f"one of {_listed(known)}",
+            f"one of {first_names(known)}",
             _advice(path, chosen, "fields", [near]),
         )
     counts = {name: lengths[known[name]] for name in chosen.fields}
@@ -306,7 +306,7 @@ def _unclear(
     """Return the error that lists the candidates, those with most bytes first."""
     order = sorted(by_length, key=lambda rows: -sum(sizes[name] for name in by_length[rows]))
     listed = [
-        f"{rows:,} rows: {_listed([name.removeprefix(prefix) for name in by_length[rows]])}"
+        f"{rows:,} rows: {first_names([name.removeprefix(prefix) for name in by_length[rows]])}"
         for rows in order[:_MOST_LENGTHS]
     ]
     if len(order) > len(listed):
@@ -327,11 +327,6 @@ def _advice(path: Path, chosen: Selection, option: str, value: object) -> str:
     if path.suffix.lower() in (".npz", ".npy"):
         return shell
     return f"{option}={value!r}, or {shell}"
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    shown = ", ".join(list(names)[:_MOST_NAMES])
-    return f"{shown} and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else shown
 
 
 def _why_aside(
@@ -441,7 +436,9 @@ def _describe(identifier: Any) -> dict[str, tuple[Shape, str] | str]:
 def _number_type(shape: Shape, dtype: np.dtype[Any]) -> tuple[Shape, str] | str:
     base = dtype.base
     if base.names is not None:
-        return f"is a table of the columns {_listed(base.names)} (a compound type) within a table"
+        return (
+            f"is a table of the columns {first_names(base.names)} (a compound type) within a table"
+        )
     if h5py.check_string_dtype(base) is not None:
         return f"is text (dtype {base})"
     if (inner := h5py.check_vlen_dtype(base)) is not None:

@@ -35,13 +35,8 @@ _SCALARS = {
 }
 _DEVICE_ONLY = {"numpy": "numpy", "nonzero": "nonzero"}
 _COLLECTIVES = (
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-)
+    "all_reduce", "barrier", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
+)  # fmt: skip
 _KNOWN: dict[int, tuple[bool, Any]] = {}
 _OPTIM: tuple[str, ...] = ()
 

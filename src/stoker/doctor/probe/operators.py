@@ -32,44 +32,20 @@ _TEARDOWN_CALLS, _TEARDOWN_SECONDS = 3, 2e-3
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
 _MOST_EVENTS = 400_000
 _COPIED_BYTES = 1 << 25
-_PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "mkldnn_linear"),
-        *("_convolution", "mkldnn_convolution", "cudnn_convolution", "convolution_backward"),
-        *("_slow_conv2d_forward", "_slow_conv2d_backward", "thnn_conv2d", "_thnn_fused_lstm_cell"),
-        *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"),
-    )
-)
-_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("t", "transpose", "permute", "view", "reshape", "_reshape_alias", "as_strided", "expand"),
-        *(
-            "detach",
-            "detach_",
-            "select",
-            "slice",
-            "squeeze",
-            "unsqueeze",
-            "narrow",
-            "alias",
-            "unbind",
-        ),
-        *(
-            "empty",
-            "empty_like",
-            "empty_strided",
-            "resize_",
-            "linear",
-            "flatten",
-            "to",
-            "result_type",
-            "resolve_conj",
-            "resolve_neg",
-        ),
-    )
-)
+_PRODUCTS = frozenset((
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::linear",
+    "aten::mkldnn_linear", "aten::_convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution",
+    "aten::convolution_backward", "aten::_slow_conv2d_forward", "aten::_slow_conv2d_backward", "aten::thnn_conv2d",
+    "aten::_thnn_fused_lstm_cell", "aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn",
+    "aten::_cudnn_rnn_backward",
+))  # fmt: skip
+_VIEWS = frozenset((
+    "aten::t", "aten::transpose", "aten::permute", "aten::view", "aten::reshape", "aten::_reshape_alias",
+    "aten::as_strided", "aten::expand", "aten::detach", "aten::detach_", "aten::select", "aten::slice",
+    "aten::squeeze", "aten::unsqueeze", "aten::narrow", "aten::alias", "aten::unbind", "aten::empty",
+    "aten::empty_like", "aten::empty_strided", "aten::resize_", "aten::linear", "aten::flatten", "aten::to",
+    "aten::result_type", "aten::resolve_conj", "aten::resolve_neg",
+))  # fmt: skip
 """Operators that move no data themselves."""
 _FETCHES = ("aten::item", "aten::_local_scalar_dense")
 """Not work of the model, whose operators are counted: a loop over values has thousands of them."""

@@ -542,17 +542,8 @@ TIME_NAMES = (
 CLOSE_NAMES = ("close_time", "closetime", "end", "end_time", "bar_end", "time_close")
 """Names of the time at which a bar ends."""
 TICKER_NAMES = (
-    "ticker",
-    "symbol",
-    "pair",
-    "instrument",
-    "sym",
-    "tic",
-    "name",
-    "stock",
-    "asset",
-    "code",
-)
+    "ticker", "symbol", "pair", "instrument", "sym", "tic", "name", "stock", "asset", "code",
+)  # fmt: skip
 # Known at the open, and no news: they would be features that only count the days.
 NO_FEATURES = {
     "close_time", "closetime", "per", "period", "timeframe", "index", "id", "", "ignore", "unnamed_0",

@@ -25,41 +25,17 @@ ENDINGS = {
 # Pictures too: Pillow reads some of them here and there, and a file that it cannot read is refused by its name.
 _SOMETIMES = {".avif", ".heic", ".heif", ".jp2", ".jxl"}
 SPLIT_ALIASES = {
-    "train": 0,
-    "training": 0,
-    "val": 1,
-    "valid": 1,
-    "validation": 1,
-    "dev": 1,
-    "test": 2,
-    "testing": 2,
-}
+    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2, "testing": 2,
+}  # fmt: skip
 """Names of folders and list files, in small letters, to the number that the field `split` holds."""
 
 _BESIDE_SPLITS = {
-    "set",
-    "data",
-    "dataset",
-    "images",
-    "image",
-    "imgs",
-    "img",
-    "pictures",
-    "seg",
-    "masks",
-    "labels",
-}
+    "set", "data", "dataset", "images", "image", "imgs", "img", "pictures", "seg", "masks", "labels",
+}  # fmt: skip
 _SYSTEM = {
-    "__macosx",
-    "__pycache__",
-    "@eadir",
-    "$recycle.bin",
-    "system volume information",
-    "lost+found",
-    "thumbs.db",
-    "desktop.ini",
-    "icon\r",
-}
+    "__macosx", "__pycache__", "@eadir", "$recycle.bin", "system volume information", "lost+found",
+    "thumbs.db", "desktop.ini", "icon\r",
+}  # fmt: skip
 HIDDEN = "hidden or system file"
 _AHEAD = 16
 

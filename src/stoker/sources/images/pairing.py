@@ -18,16 +18,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 MASK_FOLDERS = {
-    "mask",
-    "masks",
-    "labels",
-    "label",
-    "annotations",
-    "annotation",
-    "gt",
-    "groundtruth",
+    "mask", "masks", "labels", "label", "annotations", "annotation", "gt", "groundtruth",
     "segmentation",
-}
+}  # fmt: skip
 IMAGE_FOLDERS = {"image", "images", "img", "imgs", "jpegimages"}
 _OBJECT = r"(?:[_-]?\d+)?"
 _LOOK = 400

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from stoker.display import command
+from stoker.display import command, first_names
 from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.images.coco import Outlines, find_coco, read_coco
@@ -37,7 +37,7 @@ from stoker.sources.images.masks import (
     read_mask,
 )
 from stoker.sources.images.pairing import Affixes, Pairing, divide, pair_names, suggest
-from stoker.sources.images.source import Columns, Payload, PictureFolder, merged_facts, some, stack
+from stoker.sources.images.source import Columns, Payload, PictureFolder, merged_facts, stack
 from stoker.store.fields import Array, Dense
 
 
@@ -206,7 +206,7 @@ class SegmentationSource(PictureFolder):
             refused += bad_lines
             found += len(bad_lines)
             has_split = True
-        notes = [f"masks are drawn from the outlines in {some([str(file) for file in files], 3)}"]
+        notes = [f"masks are drawn from the outlines in {first_names(files, 3)}"]
         if made.splits and not self.lists:
             notes.append("the split is that of the COCO files")
         empty = sum(not outlines.shapes for outlines in made.outlines.values())
@@ -249,7 +249,9 @@ class SegmentationSource(PictureFolder):
         return f"with {_options(found[0])}, {found[1]:,} of {found[2]:,} images without a mask find one"
 
     def _no_pairs(self, images: Sequence[str], masks: Sequence[str]) -> SourceError:
-        shown = f"{some(images, 2)} in {self.images}; {some(masks, 2)} in {self.masks}"
+        shown = (
+            f"{first_names(images, 2)} in {self.images}; {first_names(masks, 2)} in {self.masks}"
+        )
         if not images or not masks:
             empty = self.images if not images else self.masks
             what = "images" if not images else "masks"

@@ -14,12 +14,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from stoker.display import command
+from stoker.display import command, first_names
 from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, PlainSource, Preparation
 from stoker.sources.images.coco import find_coco
@@ -408,7 +408,7 @@ def _by_folders(listing: Listing) -> _Sorted:
     if splits:
         notes.append(f"{', '.join(splits)} are taken as splits, the folders below as classes")
     if empty:
-        notes.append(f"class folders without pictures are no classes: {some(empty)}")
+        notes.append(f"class folders without pictures are no classes: {first_names(empty, _NAMED)}")
     if num_nested:
         notes.append(f"{num_nested:,} pictures lie deeper; their class is the first folder")
     items = [(name, numbers[kind], split) for name, kind, split in placed]
@@ -434,7 +434,7 @@ def _refuse_parts(listing: Listing, names: Sequence[str]) -> None:
     scenes = lowered & {"jpegimages", "segmentationclass"} or lowered <= {"images", "masks"}
     if scenes and len(names) > 1:
         raise SourceError(
-            f"{listing.root} holds images and masks, not classes: {some(names)}.",
+            f"{listing.root} holds images and masks, not classes: {first_names(names, _NAMED)}.",
             "folder/<class>/<image>; or for a class of every pixel, images and masks",
             command("stoker", "pack", "segmentation", listing.root, "OUT"),
         )
@@ -442,7 +442,8 @@ def _refuse_parts(listing: Listing, names: Sequence[str]) -> None:
     if len(parts) > 1 and first is not None:
         others = [name for name in names if name not in parts]
         raise SourceError(
-            f"{listing.root} holds {some(parts)}, which are splits, beside {some(others)}: no class folders.",
+            f"{listing.root} holds {first_names(parts, _NAMED)}, which are splits, beside "
+            f"{first_names(others, _NAMED)}: no class folders.",
             "folders of splits alone, or of classes alone",
             command("stoker", "pack", "images", listing.root / first, "OUT"),
         )
@@ -456,7 +457,8 @@ def _check_level(
     direct = any(name.count("/") == depth + 1 for name, _, _ in placed)
     if len(classes) == 1 and len(below) > 1 and not direct and not depth:
         raise SourceError(
-            f"all pictures of {listing.root} lie in folders of its only folder {classes[0]!r}: {some(sorted(below))}.",
+            f"all pictures of {listing.root} lie in folders of its only folder {classes[0]!r}: "
+            f"{first_names(sorted(below), _NAMED)}.",
             "the folder whose folders are the classes",
             command("stoker", "pack", "images", listing.root / classes[0], "OUT"),
         )
@@ -594,12 +596,6 @@ def _original_sizes(
             )
         ],
     }
-
-
-def some(names: Sequence[str], most: int = _NAMED) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(PurePosixPath(name).as_posix() for name in names[:most]) + more
 
 
 def stack(items: Sequence[Array], shape: tuple[int, ...]) -> Array:

@@ -306,21 +306,10 @@ _SECOND_BYTES[list(b"Ss")] |= _MAYBE_PSI
 # ------------------------------------------------------------------------------------------ write
 
 _WRITTEN_KEYS = {
-    "name": "Name",
-    "inchikey": "InChIKey",
-    "inchi": "InChI",
-    "smiles": "SMILES",
-    "formula": "Formula",
-    "mw": "MW",
-    "exact_mass": "ExactMass",
-    "cas": "CAS#",
-    "nist": "NIST#",
-    "db": "DB#",
-    "id": "ID",
-    "ri": "RI",
-    "precursor_mz": "PrecursorMZ",
-    "comment": "Comment",
-}
+    "name": "Name", "inchikey": "InChIKey", "inchi": "InChI", "smiles": "SMILES", "formula": "Formula",
+    "mw": "MW", "exact_mass": "ExactMass", "cas": "CAS#", "nist": "NIST#", "db": "DB#", "id": "ID",
+    "ri": "RI", "precursor_mz": "PrecursorMZ", "comment": "Comment",
+}  # fmt: skip
 
 
 def write_msp(batches: Iterable[SpectrumBatch], file: str | Path | IO[str]) -> None:

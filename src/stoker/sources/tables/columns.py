@@ -47,17 +47,9 @@ MOST_CLASSES = 10_000
 FEW_CLASSES = 20
 """Whole-number targets of at most so many different values are classes."""
 KINDS = (
-    "number",
-    "float64",
-    "bool",
-    "category",
-    "one-hot",
-    "codes",
-    "date",
-    "day-first",
-    "month-first",
+    "number", "float64", "bool", "category", "one-hot", "codes", "date", "day-first", "month-first",
     "seconds",
-)
+)  # fmt: skip
 """What may be typed after `--dtype NAME=`."""
 _WORDS = ({"true": 1, "false": 0}, {"yes": 1, "no": 0}, {"t": 1, "f": 0}, {"y": 1, "n": 0})
 _UNITS = {"s": SECOND_NS, "ms": 1_000_000, "us": 1000, "ns": 1}

@@ -37,19 +37,8 @@ from stoker.units import format_bytes
 
 CSV_BLOCK_BYTES = 8 << 20
 SUFFIXES = (
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".data",
-    ".dat",
-    ".tab",
-    ".arff",
-    ".parquet",
-    ".pq",
-    ".feather",
-    ".arrow",
-    ".ipc",
-)
+    ".csv", ".tsv", ".txt", ".data", ".dat", ".tab", ".arff", ".parquet", ".pq", ".feather", ".arrow", ".ipc",
+)  # fmt: skip
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 _TABLE_FORMATS = "CSV or other text with separators, Parquet, or Feather"
 _PARTITION = re.compile(r"([^=/]+)=([^/]*)")

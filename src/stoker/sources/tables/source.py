@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stoker import bounds
-from stoker.display import quoted
+from stoker.display import first_names, quoted
 from stoker.errors import InputError, Refusal, RefusalList, SourceError
 from stoker.ownership import always, writing
 from stoker.sources.contract import (
@@ -396,9 +396,8 @@ def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
             said.setdefault(file.layout.said, []).append(file.path)
     lines = []
     for words, paths in said.items():
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         if words != "separator comma":
-            lines.append(f"{paths[0]}{more}: {words}")
+            lines.append(f"{first_names(paths, 1)}: {words}")
     return [*lines, *(f"ignored {count:,}: {reason}" for reason, count in ignored.items())]
 
 
