@@ -155,6 +155,24 @@ def test_names_are_taken_apart(name, stem, ticker, adjusted):
     assert is_adjusted(clean_name(name)) == adjusted
 
 
+@pytest.mark.parametrize(
+    ("bar", "remedy"),
+    [
+        ("2020-04-{:02d} 11:00:00 EDT,1,2,0.5,1", "in UTC or with its offset"),
+        ("2020-04-{:02d} 11:00:00-04:00,1 EUR,2 EUR,0.5 EUR,1 EUR", "without signs and units"),
+    ],
+)
+def test_lines_that_do_not_read_under_a_known_header_are_shown(tmp_path, bar, remedy):
+    path = tmp_path / "X_D1.csv"
+    bars = "\n".join(bar.format(day) for day in range(1, 9))
+    path.write_text(f"Datetime,Open,High,Low,Close\n{bars}\n")
+    with pytest.raises(
+        SourceError, match="do not read as bars; one is '2020-04-08 11:00"
+    ) as caught:
+        read_bars(path)
+    assert remedy in str(caught.value)
+
+
 def test_columns_that_the_user_names(tmp_path):
     path = tmp_path / "X_D1.csv"
     rows = [cells(day, "x") for day in range(5)]

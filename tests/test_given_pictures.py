@@ -104,3 +104,19 @@ def test_masks_are_made_of_pictures_in_memory(drawn):
     for one, other in zip(*made, strict=True):
         assert torch.equal(one.batch["images"], other.batch["images"])
     assert [key for batch in made[0] for key in batch.keys.tolist()] == [0, 1, 2]
+
+
+def test_pictures_in_other_units_are_told(tmp_path):
+    """A float picture from 0 to 1 is black where training had a camera's 0 to 4095."""
+    shades = np.linspace(0, 1, 30, dtype=np.float32).reshape(6, 5)
+    Image.fromarray(shades).save(tmp_path / "float.tif")
+    Image.fromarray((shades * 4095).astype(np.uint16)).save(tmp_path / "good.tif")
+    Image.fromarray(np.zeros((6, 5), np.uint16)).save(tmp_path / "lens_cap.tif")
+    rule = {"channels": 1, "value_range": (0.0, 4095.0), "first_frame": False, "batch_size": 3}
+    reader = PictureReader.open(tmp_path, size=(6, 5), normalise=lambda x: x, **rule)
+    assert reader is not None
+    assert len(list(reader)) == 1
+    (note,) = reader.notes()
+    assert note == (
+        "1 picture of one grey in the value range of training: other units? float.tif with values 0 to 1"
+    )

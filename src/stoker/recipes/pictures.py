@@ -201,6 +201,7 @@ class FolderPictures:
         self._channels, self._value_range = channels, value_range
         self._first_frame, self._batch_size = first_frame, batch_size
         self._num_refused = 0
+        self._one_grey: list[str] = []
         self.num_rows: int | None = len(pictures.keys)
 
     @classmethod
@@ -219,6 +220,9 @@ class FolderPictures:
     def _pixels(self, place: int, decoded: Decoded, size: Size) -> Array:
         path = self._pictures.path(place)
         made = to_pixels(decoded, path, size, self._channels, self._value_range)
+        if made.span is not None and made.span[0] < made.span[1] and np.ptp(made.values) == 0:
+            low, high = made.span
+            self._one_grey.append(f"{self._pictures.keys[place]} with values {low:g} to {high:g}")
         return np.moveaxis(made.values, -1, 0)
 
     def _refuse(self, error: SourceError) -> str:
@@ -227,5 +231,11 @@ class FolderPictures:
         return error.reason if isinstance(error, PictureError) else error.given
 
     def _left_out(self, what: str) -> list[str]:
-        count = self._num_refused
-        return [f"{format_count(count, 'picture')} without {what}; see 'reason'"] if count else []
+        count, grey = self._num_refused, self._one_grey
+        told = [f"{format_count(count, 'picture')} without {what}; see 'reason'"] if count else []
+        if grey:
+            many = format_count(len(grey), "picture")
+            told.append(
+                f"{many} of one grey in the value range of training: other units? {grey[0]}"
+            )
+        return told

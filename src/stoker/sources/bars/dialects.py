@@ -164,7 +164,7 @@ def find_dialect(
     header = max((cells for cells in headers if cells), key=len, default=None)
     named = any(dialect.header_line for score, dialect in scored if score == best)
     if header is not None and not (best and named):
-        raise unknown_header(file, header, naming)
+        raise unknown_header(file, header, naming, lines[-1][1])
     if len(lines) == 1 and any(_is_header(lines[0][1].split(mark)) for mark in ",;\t|"):
         raise SourceError(
             f"{file} has a header and no bars.", "at least one bar", "a file or a frame with bars"
@@ -642,8 +642,11 @@ class Naming:
         ]
 
 
-def unknown_header(file: str, header: Sequence[str], naming: Naming) -> SourceError:
-    """Return the error for a header that names no prices: positions are not trusted under names."""
+def unknown_header(file: str, header: Sequence[str], naming: Naming, bar: str = "") -> SourceError:
+    """Return the error for a header that names no prices: positions are not trusted under names.
+
+    Where the header names all that is needed, the fault is in the lines below, of which `bar` is one.
+    """
     if naming.is_asked and not header:
         return SourceError(
             f"{file} has no header with the columns that --time-column and --columns name.",
@@ -655,6 +658,15 @@ def unknown_header(file: str, header: Sequence[str], naming: Naming) -> SourceEr
     time = next(
         (cell for cell in header if clean_name(cell) in TIME_NAMES), header[0] if header else "NAME"
     )
+    if bar and not missing and clean_name(time) in TIME_NAMES:
+        is_timed = any(match_time(cell.strip()) for cell in re.split("[,;\t|]", bar))
+        return SourceError(
+            f"{file}: the lines below its header do not read as bars; one is {bar[:80]!r}.",
+            "a time such as 2020-04-23 15:00, 2020-04-23 11:00-04:00 or 1587654000, and plain numbers",
+            "prices without signs and units"
+            if is_timed
+            else "the time in UTC or with its offset: letters such as EDT or CST stand for several zones",
+        )
     return SourceError(
         f"{file}: its header names no {', '.join(missing) or 'time'}; it has {', '.join(header)}.",
         "a time column, and open, high, low, close",
