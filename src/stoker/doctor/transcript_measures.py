@@ -530,6 +530,7 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         weight_seconds=profile["update_seconds"],
         double_seconds=double,
         matmul_seconds=profile["matmul_seconds"],
+        num_rows=profile.get("rows") or None,
     )
 
 
