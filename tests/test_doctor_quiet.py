@@ -244,3 +244,18 @@ def test_waiting_for_a_core_is_no_python_code_of_the_model(monkeypatch):
     for queued, left in (([0.0, 0.002, 0.005], 0.0), ([1.0, 1.001, 1.0025], 0.0015), (None, 0.003)):
         seen = operators.summarise([], [0, 10 * MS, 20 * MS], [], queued)
         assert seen["python_seconds"] == pytest.approx(left)
+
+
+def test_an_update_that_takes_much_of_a_step_on_a_cpu_has_a_note():
+    """A public recommender: Adam over its embeddings was 61 % of a step, and the doctor said nothing of it."""
+    rows = [row(seconds=0.010, optimizer=0.006) for _ in range(40)]
+    plain = {"version": "2.11.0+cpu", "optimizer": ["Adam", False]}
+    quiet = ({"optimizer": ["Adam", True]}, {"optimizer": None}, {"cuda": "H200"}, {"version": "2.1"})  # fmt: skip
+    for torch, share in ((plain, 0.6), *((plain | other, None) for other in quiet)):
+        told = measure([Process(rows, [], state(torch=torch))], "train.py", MachineFacts(cores=2))
+        notes = [note for note in told.notes if "the optimizer's update" in note]
+        assert len(notes) == (share is not None)
+        assert all(n.startswith("60% of a step") and "Adam(..., fused=True)" in n for n in notes)
+    short = [row(seconds=0.010, optimizer=0.002) for _ in range(40)]
+    told = measure([Process(short, [], state(torch=plain))], "train.py", MachineFacts(cores=2))
+    assert not any("the optimizer's update" in note for note in told.notes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stoker.doctor.measurements import LoaderWork, OperatorFacts
+from stoker.doctor.measurements import HostCall, LoaderWork, OperatorFacts
 from stoker.doctor.probe import operators
 from stoker.doctor.rules import diagnose
 from test_doctor_attach import event
@@ -26,15 +26,18 @@ def test_what_takes_all_indices_at_once_is_given_what_torch_gives_it(seen):
     assert seen.whole.loader.sample_seconds is None  # and the script's own checks have passed
 
 
+TINY = job(
+    0.002,
+    0.0002,
+    workers=0,
+    samples_per_step=2.0,
+    operators=OperatorFacts(130, 0.00001, 0.00001),
+)
+
+
 def tiny(**loader) -> float:
     """Return the predicted gain of a step of 2 ms with two samples, of which a batch costs 200 us."""
-    measured = job(
-        0.002,
-        0.0002,
-        workers=0,
-        samples_per_step=2.0,
-        operators=OperatorFacts(130, 0.00001, 0.00001),
-    )
+    measured = TINY
     about = replace(measured.loader, **loader)
     (found,) = [
         one for one in diagnose(replace(measured, loader=about)) if one.name == "batch-too-small"
@@ -65,3 +68,34 @@ def test_operators_that_move_no_data_do_not_grow_with_the_batch():
     assert operators.summarise(events, [0, 1_000_000], [])["work_seconds"] == 0
     events.append(event("aten::relu", 300, 50, *matrix))
     assert operators.summarise(events, [0, 1_000_000], [])["work_seconds"] > 0
+
+
+def test_rows_of_products_tell_a_batch_of_one_but_not_those_of_the_backward_pass():
+    one = [
+        event("aten::linear", 0, 50, [[1, 20], [8, 20], [8]], ["float"] * 3),
+        event("aten::addmm", 10, 30, [[8], [1, 20], [20, 8]], ["float"] * 3),
+        event("aten::linear", 60, 30, [[20], [8, 20], [8]], ["float"] * 3),  # a vector
+        event("autograd::engine::evaluate_function: AddmmBackward0", 100, 50),
+        event("aten::mm", 110, 30, [[8, 1], [1, 20]], ["float"] * 2),
+    ]
+    assert operators.summarise(one, [0, 1_000_000], [])["rows"] == 1
+    for more in ([[16, 20], [20, 8]], [[1, 16, 20], [1, 20, 8]], [[2, 3, 9, 9], [4, 3, 3, 3]]):
+        several = [*one, event("aten::mm", 200, 30, more, ["float"] * 2)]
+        assert operators.summarise(several, [0, 1_000_000], [])["rows"] > 1
+
+
+def test_one_row_at_a_time_without_a_loader_is_a_batch_too_small():
+    measured = replace(
+        TINY, loader=None, samples_per_step=None, wait_seconds=None, between_seconds=4e-5,
+        between=(HostCall("train.py:7", "between", 1.0, 4e-5),),
+    )  # fmt: skip
+    assert not [one for one in diagnose(measured) if one.name == "batch-too-small"]
+    rows = replace(measured, operators=replace(measured.operators, num_rows=1))
+    (found,) = [one for one in diagnose(rows) if one.name == "batch-too-small"]
+    assert "one row at a time" in found.evidence[0]
+    assert "Give the model 32 samples at once" in found.remedy
+    assert found.patch.where == "train.py:7"
+    # The user's code makes every sample by itself: 40 us of each.
+    assert found.gain.likely == pytest.approx(32 * 1.8 / (1.8 + 31 * 0.04))
+    several = replace(measured, operators=replace(measured.operators, num_rows=16))
+    assert not [one for one in diagnose(several) if one.name == "batch-too-small"]

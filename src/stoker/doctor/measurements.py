@@ -215,6 +215,8 @@ class OperatorFacts:
         weight_seconds: The part of it that grows with the weights only: the optimizer's.
         double_seconds: Time in operators on float64.
         matmul_seconds: Time in matrix products and convolutions, by dtype.
+        num_rows: Most rows that a matrix product of the forward pass multiplies. 1 means that the model is called
+            with one sample at a time; a larger number may be that of weights or of pixels.
     """
 
     per_step: float
@@ -222,6 +224,7 @@ class OperatorFacts:
     weight_seconds: float | None = None
     double_seconds: float | None = None
     matmul_seconds: Mapping[str, float] = field(default_factory=dict)
+    num_rows: int | None = None
 
 
 @dataclass(frozen=True)

@@ -169,8 +169,14 @@ def _launching(case: Case, pace: Pace, kernels: KernelFacts) -> float:
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """The cost of a step hardly depends on its samples, and it has few."""
+    """The cost of a step hardly depends on its samples, and it has few.
+
+    Without a DataLoader their number is unknown, unless the model multiplies one row at a time.
+    """
     samples, pace = case.measured.samples_per_step, case.pace
+    operators = case.measured.operators
+    if samples is None and operators is not None and operators.num_rows == 1:
+        samples = 1.0
     if samples is None or pace is None:
         return None
     alone = case.measured.ablation
@@ -180,6 +186,9 @@ def batch_too_small(case: Case) -> Finding | None:
     if samples > _SMALL_BATCH or fixed_and_growing is None:
         return None
     fixed, growing = fixed_and_growing
+    if case.measured.loader is None:  # code of the user's makes the samples, each by itself
+        made = min(fixed, case.measured.between_seconds or 0.0)
+        fixed, growing = fixed - made, growing + made
     loading = _growing_load(case, pace, samples)
     times = 2
     while times < _MOST_TIMES_LARGER and times * growing < fixed and times * samples < _ENOUGH:
@@ -272,22 +281,33 @@ def _measured_batches(
 def _batch_finding(
     case: Case, samples: float, size: int, gained: Gain, fixed_share: float | None
 ) -> Finding:
+    step = f" of {milliseconds(case.pace.step)}" if case.pace else ""
+    by_hand = case.measured.samples_per_step is None
+    told = "the model is called with one row at a time, in a step" if by_hand else ""
+    advice = f"Raise the batch size from {samples:.0f} to {size}, and the learning rate with it."
+    if by_hand:
+        advice = (
+            f"Give the model {size} samples at once, stacked to one tensor, and raise the learning rate; a game "
+            f"or a simulation: run {size} at once."
+        )
+    made_at = case.measured.between[0].where if by_hand and case.measured.between else None
     return case.finding(
         "batch-too-small",
         "the batch is too small to be worth a step",
         [
-            f"{samples:.0f} samples per step"
-            + (f" of {milliseconds(case.pace.step)}" if case.pace else ""),
+            f"{told or f'{samples:.0f} samples per step'}{step}",
             f"{fixed_share:.0%} of the computing does not depend on how many"
             if fixed_share
             else None,
             f"a step with {size} samples is expected to give {gained.likely:.1f} times the samples per second",
         ],
-        f"Raise the batch size from {samples:.0f} to {size}, and the learning rate with it.",
+        advice,
         gained,
-        loader_arguments={"batch_size": size},
-        where=case.measured.loader.where if case.measured.loader else None,
-        script=f"DataLoader(..., batch_size={size})",
+        loader_arguments={} if by_hand else {"batch_size": size},
+        where=case.measured.loader.where if case.measured.loader else made_at,
+        script=f"x = torch.stack(samples[at : at + {size}])  # then model(x)"
+        if by_hand
+        else f"DataLoader(..., batch_size={size})",
         config={"training.batch_size": size},
     )
 

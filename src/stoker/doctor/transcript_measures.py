@@ -6,6 +6,7 @@ the other ranks saw. Costs nothing; pure.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -60,6 +61,10 @@ _AHEAD = 0.9
 """A step shorter than this share of its kernels' time ends before they do."""
 _LOOSE = 1.2
 """Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
+_NOTABLE_UPDATE = 0.3
+"""Share of a step on a CPU from which an update that is not fused is told of."""
+_FUSED_ON_CPU = (2, 5)
+"""The first torch whose Adam, AdamW, SGD and Adagrad are all fused on a CPU."""
 _FEW_STEPS = 10
 """Steps below which every figure is rough."""
 _FEW_LOOKS = 20
@@ -133,6 +138,7 @@ def measure(
                 f"{NOTABLE_BETWEEN:.0%} that is no finding: without it a step would be × {1 / (1 - share):.2f} as "
                 "fast at most"
             )
+    said += _notes_update(torch, plain, step)
     if not rows:
         unjudged = [
             "too few training steps ended to measure one: let it run for longer (--seconds)"
@@ -506,6 +512,20 @@ def _allocator(
     )
 
 
+def _notes_update(torch: Mapping[str, Any], rows: Sequence[Row], step: Spread | None) -> list[str]:
+    """Tell of an update on a CPU that takes much of a step and updates one tensor after the other."""
+    name, fused = torch.get("optimizer") or ("", True)
+    version = tuple(map(int, re.findall(r"\d+", torch.get("version") or "0")[:2]))
+    if fused or torch.get("cuda") or step is None or version < _FUSED_ON_CPU or not rows:
+        return []
+    share = statistics.median(row.optimizer * undisturbed(row) for row in rows) / step.median
+    if share < _NOTABLE_UPDATE:
+        return []
+    told = f"{share:.0%} of a step is the optimizer's update: `{name}(..., fused=True)` makes one pass over a tensor "
+    most = f"without the update a step would be × {1 / (1 - min(share, 0.9)):.2f} as fast at most"
+    return [f"{told}instead of several; {most}"]
+
+
 def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | None:
     if not profile.get("kernels") or step is None or step.median <= 0:
         return None
@@ -530,6 +550,7 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         weight_seconds=profile["update_seconds"],
         double_seconds=double,
         matmul_seconds=profile["matmul_seconds"],
+        num_rows=profile.get("rows") or None,
     )
 
 

@@ -55,6 +55,7 @@ _SHORT = {
     "float": "float32",
     "double": "float64",
 }
+_BACKWARD = "autograd::engine"
 _UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
 """torch's annotations around an optimizer step and around waiting for a batch."""
 _DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
@@ -354,12 +355,14 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
     those of the step.
     """
     totals = {"operators": 0, "work_seconds": 0.0, "update_seconds": 0.0, "double_seconds": 0.0}
+    rows = 0
     products: dict[str, float] = {}
     stack: list[
         list[Any]
     ] = []  # [thread, end, self seconds, name, event, the annotation around it]
 
     def close(one: list[Any]) -> None:
+        nonlocal rows
         _, _, seconds, name, event, around = one
         tensors = _tensors(event) if around != _LOAD else []
         kinds = [kind for kind, _ in tensors]
@@ -367,6 +370,8 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
             totals["double_seconds"] += seconds
         if name in _PRODUCTS and tensors:
             products[kinds[0]] = products.get(kinds[0], 0.0) + seconds
+            if not any(above[3].startswith(_BACKWARD) for above in stack):
+                rows = max(rows, _num_rows([shape for _, shape in tensors]))
         accounted = min(max(seconds, 0.0), _size_seconds(name, [shape for _, shape in tensors]))
         totals["update_seconds" if around == _UPDATE else "work_seconds"] += accounted
 
@@ -384,7 +389,19 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
         stack.append([thread, start + seconds, seconds, name, event, around])
     while stack:
         close(stack.pop())
-    return {**totals, "matmul_seconds": products}
+    return {**totals, "matmul_seconds": products, "rows": rows}
+
+
+def _num_rows(shapes: list[list[int]]) -> int:
+    """Return how many rows a matrix product multiplies: those of the last matrix but one.
+
+    Where that is not the batch (weights times a batch, the pictures of a convolution), the number is too large: one row
+    is one sample for certain.
+    """
+    matrices = [shape for shape in shapes if len(shape) >= 2]
+    if len(matrices) < 2:
+        return 1  # a matrix times a vector
+    return math.prod(matrices[-2][:-1])
 
 
 def _size_seconds(name: str, shapes: list[list[int]]) -> float:

@@ -67,6 +67,10 @@ def _after_update(optimizer: Any, *_: Any) -> None:
             # A small model may never be sampled: its parameters tell that there is one.
             first = optimizer.param_groups[0]["params"][0]
             seen.trains_modules = isinstance(first, _torch.nn.Parameter)
+            kind = type(optimizer)
+            if kind.__module__.startswith("torch.optim") and "fused" in optimizer.param_groups[0]:
+                fused = bool(optimizer.param_groups[0]["fused"])
+                seen.torch["optimizer"] = [kind.__name__, fused]
     except Exception as error:  # noqa: BLE001  cheaper than a context manager
         recorder.note_failure("optimizer", error)
 
