@@ -176,6 +176,8 @@ def freeze() -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     forked_packers.fork_packers()
     warm_stoker.grow_few_trees()
+    if "torch" in sys.modules:
+        warm_stoker.keep_no_stacks()
     if session.config.option.workers:
         charmap.intervals_from_codec("utf-8")  # else every worker, 2 s where no cache is kept
     freeze()

@@ -25,7 +25,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
+from collections import Counter, deque
+from pathlib import Path
 
 import pytest
 from _pytest.reports import TestReport
@@ -156,6 +157,7 @@ class _Fork:
         factory = config._tmp_path_factory
         factory._basetemp = factory.getbasetemp() / f"worker-{self.number}"
         factory._basetemp.mkdir(exist_ok=True)
+        _count_folders(factory)
         code = 0
         try:
             while (tests := self.messages.recv()) is not None:
@@ -188,6 +190,24 @@ class _Fork:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # triton tells at length what it leaves
         atexit._run_exitfuncs()
         os._exit(code)
+
+
+def _count_folders(factory: pytest.TempPathFactory) -> None:
+    """Number the folders of tests without a look at all that are there, hundreds by the end, and without links."""
+    make, numbers = factory.mktemp, Counter[str]()
+
+    def mktemp(basename: str, numbered: bool = True) -> Path:
+        path = factory.getbasetemp() / f"{basename}{numbers[basename]}"
+        numbers[basename] += 1
+        try:
+            if numbered and path.parent == factory.getbasetemp():
+                path.mkdir(mode=0o700)
+                return path
+        except FileExistsError:
+            pass  # of a worker that has died
+        return make(basename, numbered)
+
+    factory.mktemp = mktemp
 
 
 def run(session: pytest.Session, number: int) -> None:

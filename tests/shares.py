@@ -13,31 +13,30 @@ from functools import cache
 TOGETHER = {
     "imports": (
         "every_pair", "frameworks_lightning", "frameworks_capture", "frameworks_huggingface",
-        "frameworks_adapted", "frameworks_accelerate", "examples",
+        "frameworks_adapted", "frameworks_accelerate", "advice", "examples",
         "doctor_attach", "doctor_between", "doctor_endings", "doctor_samples",
     ),  # Lightning and transformers are 7 s of imports
     "sources": (
-        "advice", "ownership", "architecture", "facts", "printed_commands", "registry", "terminal", "words",
-        "bad_machine",
+        "ownership", "architecture", "facts", "printed_commands", "registry", "terminal", "words", "bad_machine",
     ),  # to parse the package and walk through it is 2 s
     "graphs": ("export", "recipe_images"),  # the exporter is 3 s of imports
 }  # fmt: skip
 LONG_FIRST = (
-    "imports", "sources", "augment_fused", "graphs", "ranks", "cluster", "demo", "docs_site", "run", "doctor_job",
-    "gallery", "tune", "shipped_configs", "predict", "report_page", "wrong_graphs", "msp", "remote_store", "lifetime",
-    "doctor_cases", "cli", "bounds", "cli_doctor", "recipe_forex", "tune_command", "trainer_edges", "packing",
-    "config_effects", "recipe_massspec", "recipe_tabular", "trainer", "docs_code", "secrets", "monitor",
-    "massspec_answers", "augment_workers", "loader_edges", "capture_function", "update", "staging",
-    "capture_accumulated", "elastic", "plan", "compat_massspec", "recipe_segmentation", "commit", "no_lookahead",
-    "trainer_manners", "forked_workers", "massspec", "compat_basics", "store", "compat_migrate", "order",
-    "quality_page", "completion", "segmentation_answers", "next_commands", "accounts", "stranger_optimizers",
-    "stranger_habits", "gather_ahead", "foreign_position", "checkpoint", "walk_forward", "doctor_page",
-    "proof_campaigns", "config", "augment_ahead", "capture_guards", "doctor_benchmark", "proof_growth", "mutate",
-    "loader", "raw_bars", "cli_train", "pictures_loader", "array_table_sources", "baselines", "stranger_models",
-    "config_mistakes", "documents", "trainer_resuming", "extending", "lanes", "augment_preview", "raw_tables",
-    "quality", "bars", "series_source", "drawing", "split_edges", "compat_chunk_loader", "machine", "answers_bars",
-    "one_plan", "augment_bench", "pack_from", "molecules", "optimizers_captured", "stranger_steps", "loader_turns",
-    "compat_massspec_memory", "pictures_damage",
+    "imports", "augment_fused", "sources", "graphs", "cluster", "docs_site", "run", "demo", "gallery", "predict",
+    "wrong_graphs", "ranks", "trainer_manners", "shipped_configs", "lifetime", "recipe_massspec", "bounds",
+    "trainer_edges", "report_page", "doctor_job", "msp", "remote_store", "config_effects", "recipe_tabular", "plan",
+    "cli_doctor", "recipe_forex", "massspec", "tune", "massspec_answers", "no_lookahead", "cli", "doctor_cases",
+    "trainer", "compat_migrate", "packing", "loader_edges", "secrets", "elastic", "segmentation_answers",
+    "capture_accumulated", "recipe_segmentation", "capture_function", "update", "compat_massspec", "store",
+    "docs_code", "commit", "compat_basics", "order", "stranger_optimizers", "checkpoint", "monitor", "quality_page",
+    "stranger_habits", "array_table_sources", "completion", "proof_growth", "augment_workers", "capture_guards",
+    "baselines", "staging", "gather_ahead", "walk_forward", "next_commands", "augment_ahead", "foreign_position",
+    "config", "raw_bars", "doctor_benchmark", "doctor_page", "loader", "quality", "bars", "drawing",
+    "stranger_models", "config_mistakes", "forked_workers", "cli_train", "pictures_loader", "documents",
+    "augment_preview", "series_source", "trainer_resuming", "extending", "lanes", "tune_command", "proof_campaigns",
+    "split_edges", "compat_chunk_loader", "machine", "answers_bars", "one_plan", "augment_bench", "pack_from",
+    "molecules", "optimizers_captured", "stranger_steps", "loader_turns", "compat_massspec_memory", "pictures_damage",
+    "raw_tables", "mutate", "accounts",
 )  # fmt: skip
 _SHARES = {
     name: (share, place) for share, names in TOGETHER.items() for place, name in enumerate(names)

@@ -31,6 +31,7 @@ import traceback
 import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 from forked import Forked, begin_as_python_does, has_cuda_in_use
 from forked_packers import fork_packers
@@ -104,6 +105,7 @@ def _load():
     whole = typer.main.get_command(stoker.cli.main.app)  # a fork may change its copy
     typer.main.get_command = lambda app: whole
     do_not_wait_for_the_disk()
+    keep_no_stacks()
     grow_few_trees()
     fork_packers()
     for made_here in list(weakref.finalize._registry):
@@ -117,6 +119,17 @@ def _load():
 def do_not_wait_for_the_disk() -> None:
     """Leave `fsync` out: no test takes the power away, and the suite would wait a minute for it."""
     os.fsync = os.fstat  # which fails for what is no open file, too
+
+
+def keep_no_stacks() -> None:
+    """Leave out the stack that torch writes down at every seed, three times: for CUDA, XPU and MTIA not begun yet.
+
+    Only an error of theirs would show it; it is 2 % of all training in the tests.
+    """
+    import torch
+
+    for module in (torch.cuda, torch.xpu, torch.mtia):
+        module.traceback = SimpleNamespace(format_stack=list)
 
 
 def grow_few_trees() -> None:
