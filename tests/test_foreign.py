@@ -211,9 +211,10 @@ def test_a_time_that_python_has_no_year_for_is_refused(tmp_path):
     assert len(table_of(tmp_path / "x.parquet", tmp_path / "s")[1]) == 1
 
 
-def test_a_header_alone_is_called_so(tmp_path):
-    with pytest.raises(SourceError, match="a header and no rows"):
-        table_of(write(tmp_path / "x.csv", b"a,b,c\n"), tmp_path / "s")
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_header_alone_holds_no_rows(tmp_path, end):
+    with pytest.raises(SourceError, match=r"x\.csv holds no rows"):
+        table_of(write(tmp_path / "x.csv", f"a,b,c{end}".encode()), tmp_path / "s")
 
 
 def test_a_signalling_nan_is_a_nan_without_a_warning(tmp_path):

@@ -199,6 +199,8 @@ def batches(
                 yield _renamed(batch, file, file.names)
         else:
             assert file.layout is not None
+            if file.layout.is_empty:
+                return
             with _stream(file.path) as opened, _sound_text(file):
                 source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
                 for batch in _open_csv(source, refused, file):
