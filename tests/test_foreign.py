@@ -211,12 +211,21 @@ def test_a_time_that_python_has_no_year_for_is_refused(tmp_path):
     assert len(table_of(tmp_path / "x.parquet", tmp_path / "s")[1]) == 1
 
 
-def test_a_header_alone_is_called_so(tmp_path):
-    with pytest.raises(SourceError, match="a header and no rows"):
-        table_of(write(tmp_path / "x.csv", b"a,b,c\n"), tmp_path / "s")
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_header_alone_holds_no_rows(tmp_path, end):
+    with pytest.raises(SourceError, match=r"x\.csv holds no rows"):
+        table_of(write(tmp_path / "x.csv", f"a,b,c{end}".encode()), tmp_path / "s")
 
 
 def test_a_signalling_nan_is_a_nan_without_a_warning(tmp_path):
     bits = np.array([0x7FF0000000000001, 0x3FF0000000000000], np.uint64).view(np.float64)
     parquet.write_table(pa.table({"a": np.tile(bits, 5)}), tmp_path / "x.parquet")
     assert np.isnan(table_of(tmp_path / "x.parquet", tmp_path / "s")[0]["a"]).sum() == 5
+
+
+def test_a_header_longer_than_the_first_look_is_read(tmp_path):
+    names = [f"gene-{number:01000d}" for number in range(300)]
+    rows = [",".join([str(row)] * len(names)) for row in (1.5, 2.5, 4.5)]
+    path = write(tmp_path / "x.csv", "\n".join([",".join(names), *rows]).encode())
+    made = table_of(path, tmp_path / "s")[0]
+    assert made[names[-1]].tolist() == [1.5, 2.5, 4.5]

@@ -7,6 +7,7 @@ reads or converts it, or None where the bytes say nothing. Costs: one read of 16
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import json
 import lzma
@@ -34,15 +35,23 @@ class Foreign(NamedTuple):
 
 
 def identify_file(path: Path) -> Foreign | None:
-    """Return what a file is, if its first bytes tell, and how to go on."""
+    """Return what a file is that is no HDF5 file, and how to go on; None for what may be a damaged one."""
+    head = _read_head(path)
+    return name_kind(path) or (_other(path, head) if head else None)
+
+
+def name_kind(path: Path) -> Foreign | None:
+    """Return the kind of a file, if its first bytes tell, and how to go on; None for a table of text."""
+    head = _read_head(path)
+    return _archive(path, head) or _binary(path, head) or text_kind(path, head)
+
+
+def _read_head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+            return file.read(_HEAD_BYTES)
     except OSError:
-        return None
-    return (
-        _archive(path, head) or _binary(path, head) or text_kind(path, head) or _other(path, head)
-    )
+        return b""
 
 
 def _archive(path: Path, head: bytes) -> Foreign | None:
@@ -120,9 +129,9 @@ def _binary(path: Path, head: bytes) -> Foreign | None:
 
 def _other(path: Path, head: bytes) -> Foreign | None:
     """Tell text that may be a table from bytes that nobody here knows; None for what is named like HDF5."""
-    if not head or path.suffix.lower() in _HDF5_SUFFIXES or b"\x89HDF" in head:
+    if path.suffix.lower() in _HDF5_SUFFIXES or b"\x89HDF" in head:
         return None
-    if b"\x00" not in head:
+    if b"\x00" not in head or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return Foreign("a text", command("stoker", "pack", "table", path, "OUT"))
     return Foreign(f"of an unknown kind (it begins with {head[:8]!r})", command("file", path))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from stoker.display import command, nearest, quoted
 from stoker.errors import InputError, SourceError
-from stoker.store.foreign import TAR, identify_file, text_kind
+from stoker.store.foreign import TAR, name_kind, text_kind
 from stoker.units import format_bytes, format_count
 
 HEAD_BYTES = 256 << 10
@@ -109,6 +109,7 @@ class Layout:
         has_header: Whether the names stand in the file.
         said: What was found out, in words for the user.
         comment: What a line that is no row begins with; such lines are passed over.
+        is_empty: Whether there is a header and nothing below it.
     """
 
     sep: str
@@ -120,14 +121,14 @@ class Layout:
     has_header: bool
     said: str
     comment: str | None = None
+    is_empty: bool = False
 
 
 def file_kind(path: Path) -> str:
     """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read."""
     found = _by_magic(path, _MAGIC)
-    if found is None and (other := identify_file(path)) is not None:
-        is_read = other.what == "a text" or (compression_of(path) and other.what != TAR)
-        found = None if is_read else other.what
+    if found is None and (other := name_kind(path)) is not None:
+        found = None if compression_of(path) and other.what != TAR else other.what
     return found or "text"
 
 
@@ -146,7 +147,7 @@ def refuse_kind(path: Path, kind: str) -> SourceError | None:
     """Return the error for a file that is no table that stoker reads; None where it is one."""
     if kind in ("text", "parquet", "arrow"):
         return None
-    other = identify_file(path)
+    other = name_kind(path)
     arrays = command("stoker", "pack", "arrays", path, "OUT")
     fix = arrays if kind in _MAGIC.values() or other is None else other.fix
     return SourceError(f"{path} is {kind}.", "CSV, Parquet or Feather", fix)
@@ -208,14 +209,12 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     said += [] if has_header else [f"no header, so columns are named c0 to c{width - 1}"]
     said += ["the header names all columns but the first"] if is_short else []
     said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
-    if has_header and not body and is_whole:
-        raise SourceError(
-            f"{path} holds a header and no rows.",
-            "a header and at least one row",
-            "--no-header, if its only line is a row",
-        )
     skip = first_line if has_header else preamble
-    return Layout(sep, decimal, encoding, skip, preamble, names, has_header, ", ".join(said))
+    is_empty = has_header and not body and is_whole
+    said_so = ", ".join(said)
+    return Layout(
+        sep, decimal, encoding, skip, preamble, names, has_header, said_so, is_empty=is_empty
+    )
 
 
 _ENCODINGS = ("shift_jis", "gb18030", "euc_kr", "big5", "cp1251", "cp1250", "latin-1")

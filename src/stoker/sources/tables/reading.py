@@ -36,6 +36,8 @@ from stoker.sources.tables.layout import (
 from stoker.units import format_bytes
 
 CSV_BLOCK_BYTES = 8 << 20
+_HEAD_LINES = 12
+"""Rows that are looked at at least, also where a row has tens of thousands of cells."""
 SUFFIXES = (
     ".csv", ".tsv", ".txt", ".data", ".dat", ".tab", ".arff", ".parquet", ".pq", ".feather", ".arrow", ".ipc",
 )  # fmt: skip
@@ -142,14 +144,13 @@ def open_table(
             raw, num_rows = table.column_names, table.num_rows
         else:
             with _stream(path) as stream:
-                head = stream.read(HEAD_BYTES)
-                is_whole = not stream.read(1)
+                head, is_whole = _read_head(stream)
             layout = find_layout(head, path, asked, is_whole=is_whole)
             raw = list(layout.names)
     names = [name.strip() for name in raw]
     names = [name or f"unnamed_{place}" for place, name in enumerate(names)]
     names += [name for name in partitions if name not in names]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise SourceError(
             f"{path} has two columns called {', '.join(map(repr, twice))}.",
@@ -157,6 +158,17 @@ def open_table(
             "rename one of them",
         )
     return TableFile(path, kind, tuple(names), layout, partitions, num_rows)
+
+
+def _read_head(stream: Any) -> tuple[bytes, bool]:
+    """Return the first bytes of a text, more of them where rows are long, and whether that is all."""
+    head = stream.read(HEAD_BYTES)
+    while head.count(b"\n") < _HEAD_LINES and len(head) < CSV_BLOCK_BYTES:
+        more = stream.read(HEAD_BYTES)
+        if not more:
+            return head, True
+        head += more
+    return head, not stream.read(1)
 
 
 def batches(
@@ -188,6 +200,8 @@ def batches(
                 yield _renamed(batch, file, file.names)
         else:
             assert file.layout is not None
+            if file.layout.is_empty:
+                return
             with _stream(file.path) as opened, _sound_text(file):
                 source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
                 for batch in _open_csv(source, refused, file):

@@ -7,6 +7,7 @@ rows is read closely; of the others only text columns and long whole numbers are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -326,7 +327,7 @@ class Survey:
                 "a name of this list",
             )
         outputs = [name for each in made for name in each.outputs]
-        twice = [name for name in dict.fromkeys(outputs) if outputs.count(name) > 1]
+        twice = [name for name, count in Counter(outputs).items() if count > 1]
         if twice:
             raise SourceError(
                 f"two columns would be called {', '.join(map(repr, twice))}: one of the file, and a part of another.",
