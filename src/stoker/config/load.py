@@ -429,8 +429,7 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
             return bound
     choices = next((option["enum"] for option in options if "enum" in option), None)
     if choices is not None:
-        near = difflib.get_close_matches(text.lower(), choices, n=1)
-        return str(near[0] if near else choices[0])
+        return nearest(text, map(str, choices)) or str(choices[0])
     if "boolean" in kinds:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
         return words.get(text.lower(), _yaml_word(schema.get("default")))
