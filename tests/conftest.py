@@ -53,10 +53,15 @@ warm_stoker.do_not_wait_for_the_disk()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch, tmp_path):
-    """A device that captures steps: a GPU, or the CPU with graphs of paper."""
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """What was learned on a GPU is kept between runs; not between tests that use this."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch, own_cache):
+    """A device that captures steps: a GPU, or the CPU with graphs of paper."""
     if request.param == "cpu":
         from paper_graphs import use_paper_graphs  # imports torch
 

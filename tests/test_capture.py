@@ -27,11 +27,7 @@ from training_makers import (
     write_rows,
 )
 
-
-@pytest.fixture(autouse=True)
-def forgetful(tmp_path, monkeypatch):
-    """What was learned on a GPU is kept between runs; not between tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

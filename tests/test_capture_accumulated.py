@@ -16,10 +16,7 @@ from stoker.train.capture import CapturedPass
 from stoker.train.trainer import Trainer
 from training_makers import make_model, out_of_memory, weights, write_rows
 
-
-@pytest.fixture(autouse=True)
-def forgetful(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

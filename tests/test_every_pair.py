@@ -36,17 +36,12 @@ from store_makers import write_store
 from training_makers import out_of_memory
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "own_cache"),
     # Of a CPU without bfloat16, once.
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
 ]
 SAMPLES, BATCH = 96, 16
 SAMPLE_BYTES = 3 * 4 * 4 * 4 + 8
-
-
-@pytest.fixture(autouse=True)
-def forgetful(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @functools.cache

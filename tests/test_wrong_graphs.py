@@ -22,10 +22,7 @@ from stoker.train.trainer import Trainer
 from store_makers import write_store
 from training_makers import make_model, write_rows
 
-
-@pytest.fixture(autouse=True)
-def forgetful(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

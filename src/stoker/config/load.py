@@ -161,32 +161,6 @@ def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> 
     return "\n".join(lines) + "\n"
 
 
-def render_reference() -> str:
-    """Return the tables of docs/config.md in Markdown: one per section, a row per key."""
-    lines: list[str] = []
-    for section, model in sections().items():
-        keys = [key for key in PLACES if key.rpartition(".")[0] == section]
-        if not keys:
-            continue
-        lines += ["", f"### `{section}`", "", (model.__doc__ or "").strip(), ""]
-        lines += [
-            "| key | allowed | default | unit | meaning | also written as |",
-            "|---|---|---|---|---|---|",
-        ]
-        for key in keys:
-            schema = key_schemas()[key]
-            cells = (
-                f"`{key}`",
-                describe_allowed(schema),
-                f"`{_yaml_word(schema['default'])}`",
-                str(schema.get("unit", "")),
-                schema["description"],
-                ", ".join(f"`{place}`" for place in PLACES[key] if place != key),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def _yaml_word(value: Any) -> str:
     if isinstance(value, Mapping):
         parts = (f"{_in_brackets(key)}: {_in_brackets(below)}" for key, below in value.items())
