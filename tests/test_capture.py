@@ -27,7 +27,7 @@ from training_makers import (
     write_rows,
 )
 
-pytestmark = pytest.mark.usefixtures("forgetful")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

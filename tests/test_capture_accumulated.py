@@ -16,7 +16,7 @@ from stoker.train.capture import CapturedPass
 from stoker.train.trainer import Trainer
 from training_makers import make_model, out_of_memory, weights, write_rows
 
-pytestmark = pytest.mark.usefixtures("forgetful")
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rn
 from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS, alike
 from stoker.train.replay_check import difference
 from stoker.train.trainer import Trainer
-from test_capture import forgetful  # noqa: F401  a fixture
 from training_makers import make_model, write_dirty, write_rows
 
 CPU = torch.device("cpu")

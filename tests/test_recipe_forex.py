@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipe_loops import train_job
 from stoker.errors import InputError, QualityError
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
@@ -609,31 +610,7 @@ def test_a_step_never_asks_the_host(store):
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_learns(store, device):
     job = make_job(store)
-    model = job.model.to(device)
-    epochs = 8
-    common = {"device": device, "fields": job.fields}
-    with (
-        Loader(store, 64, order=job.order, samples=job.samples["train"], **common) as training,
-        Loader(store, 256, samples=job.samples["val"], **common) as judging,
-    ):
-        optimizer = job.make_optimizer(model.parameters(), 6e-3)
-        schedule = job.make_schedule(optimizer, epochs * len(training))
-        for _ in range(epochs):
-            for batch in training:
-                inputs, targets = job.unpack(batch)
-                loss = job.criterion(model(inputs), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                schedule.step()
-        metrics = job.metrics()
-        model.eval()
-        with torch.no_grad():
-            for batch in judging:
-                inputs, targets = job.unpack(batch)
-                metrics.update(model(inputs), targets)
-    reached = metrics.compute()
+    _, _, reached = train_job(job, store, epochs=8, batch_size=64, lr=6e-3, device=device)
     assert reached["accuracy"] > job.baseline["accuracy"] + 0.3
     assert reached["balanced_accuracy"] > job.baseline["balanced_accuracy"] + 0.3
     assert reached["side_accuracy"] > 0.9

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from source_trees import nodes
 from stoker import page
 from stoker.cli import main
-from stoker.cli.progress import Bar
-from stoker.cli.terminal import echo, make_console, print_commands, print_json, styled
+from stoker.cli.terminal import Bar, echo, make_console, print_commands, print_json, styled
 from stoker.display import escaped_json, printable
 from stoker.errors import InputError, StokerError
 
@@ -105,7 +104,7 @@ def test_lines_tables_and_bars_show_names_as_they_are(capsys, stderr):
 
 
 def test_a_bar_takes_names_as_they_are(capsys):
-    from stoker.cli.progress import _make_bars
+    from stoker.cli.terminal import _make_bars
 
     bars = _make_bars()
     bars.add_task("[red]x", total=3, unit="rows", info="[bold]y")

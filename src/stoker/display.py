@@ -53,12 +53,10 @@ def _escaped(match: re.Match[str]) -> str:
 
 def escaped_json(text: str) -> str:
     """Return a JSON text that can be printed: letters as they are, what a terminal would obey escaped."""
-    return _UNPRINTABLE.sub(_escaped_in_json, text)
-
-
-def _escaped_in_json(match: re.Match[str]) -> str:
     # Inside strings `json` has escaped line ends already; the others are its own.
-    return match[0] if match[0] == "\n" else json_text(match[0])[1:-1]
+    return _UNPRINTABLE.sub(
+        lambda match: match[0] if match[0] == "\n" else json_text(match[0])[1:-1], text
+    )
 
 
 # -- commands ------------------------------------------------------------------------------------

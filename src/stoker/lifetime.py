@@ -68,6 +68,20 @@ def children_of_this_process() -> Iterator[None]:
             os.environ[TAG] = before
 
 
+@contextlib.contextmanager
+def until_terminated() -> Iterator[threading.Event]:
+    """Lend an event that SIGTERM sets, where a stop is a good end; outside of the main thread it is never set."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def end_with_parent(parent: int) -> None:
     """Kill this process when its parent `parent` is gone. Called by a child, first of all.
 

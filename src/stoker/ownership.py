@@ -121,7 +121,8 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     if (mark := read_mark(folder, kind)) is not None:
         return mark
     names = (path.name for path in folder.iterdir())
-    others = [name for name in names if not _is_temporary_of(name, MARK_NAME)]
+    ours = f".{MARK_NAME}."  # a mark that another process is about to write
+    others = [name for name in names if not (is_temporary(name) and name.startswith(ours))]
     if others:
         raise refused(folder, f"stoker needs this name for {what}", others)
     try:
@@ -381,10 +382,6 @@ def is_temporary(name: str) -> bool:
     stem, _, token = name.removesuffix(".tmp").rpartition(".")
     hexadecimal = len(token) == 8 and not set(token) - set("0123456789abcdef")
     return name.endswith(".tmp") and stem.startswith(".") and hexadecimal
-
-
-def _is_temporary_of(name: str, target: str) -> bool:
-    return is_temporary(name) and name.startswith(f".{target}.")
 
 
 def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: True) -> None:

@@ -71,8 +71,8 @@ def preview(
             raise InputError(f"{name} is {value}.", f"{low} to {high:,}", f"{name} {usual}")
     check_output(out, (images, masks))
     wanted = None if size is None else parse_size(size)
-    if wanted is not None:
-        _check_size(wanted)
+    if wanted is not None and (min(wanted) < 2 or max(wanted) > 4096):
+        raise InputError(f"--size is {size}.", "2 to 4,096 a side", "--size 360x480")
     compose = _compose(preset, config, seed, ignore_index)
     samples = read_samples(images, masks, rows, wanted)
     sheet = make_preview(samples, compose, columns=columns, epoch=epoch, ignore_index=ignore_index)
@@ -100,11 +100,6 @@ def preview(
 
 
 app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
-
-
-def _check_size(size: tuple[int, int]) -> None:
-    if min(size) < 2 or max(size) > 4096:
-        raise InputError(f"--size is {size[0]}x{size[1]}.", "2 to 4,096 a side", "--size 360x480")
 
 
 def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: int) -> Compose:

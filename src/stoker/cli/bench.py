@@ -11,9 +11,8 @@ from pathlib import Path
 import typer
 
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.progress import Bar
 from stoker.cli.renamed import PASS_ON, bench_augment
-from stoker.cli.terminal import echo, print_json
+from stoker.cli.terminal import Bar, echo, print_json
 from stoker.errors import InputError
 from stoker.units import GB
 

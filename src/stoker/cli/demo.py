@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.progress import Bar
 from stoker.cli.tables import make_table
-from stoker.cli.terminal import make_console, print_json
+from stoker.cli.terminal import Bar, make_console, print_json
 from stoker.display import command
 from stoker.units import format_bytes, format_count, format_rate, format_seconds
 

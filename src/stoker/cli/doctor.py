@@ -29,8 +29,7 @@ from stoker.cli.doctor_verbs import (
     trace_facts,
 )
 from stoker.cli.options import DeviceOption, SetOption, StoreOption, require_output, verb
-from stoker.cli.progress import Bar
-from stoker.cli.terminal import make_console, print_json, styled
+from stoker.cli.terminal import Bar, make_console, print_json, styled
 from stoker.display import quoted
 from stoker.errors import EXIT_INTERRUPTED, InputError
 from stoker.ownership import SIGNATURE, always, never, write_text

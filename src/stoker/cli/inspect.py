@@ -23,8 +23,7 @@ from stoker.cli.data_options import (
     split_names,
 )
 from stoker.cli.options import JsonOption, require_output, verb
-from stoker.cli.progress import Bar
-from stoker.cli.terminal import make_console, print_json
+from stoker.cli.terminal import Bar, make_console, print_json
 from stoker.display import command, printable
 from stoker.errors import EXIT_REFUSED, InputError, RefusalList, count_refused
 from stoker.ownership import temporary_folder, write_text

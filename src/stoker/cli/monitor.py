@@ -8,8 +8,6 @@ after Ctrl-C.
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +18,7 @@ from stoker.cli.machine import _or
 from stoker.cli.options import verb
 from stoker.cli.terminal import echo, make_console, print_json, styled
 from stoker.errors import InputError
+from stoker.lifetime import until_terminated
 from stoker.units import format_bytes, format_rate, format_seconds, local_time, parse_seconds
 
 if TYPE_CHECKING:
@@ -116,24 +115,13 @@ def _look_on(
     watching: Monitor, log: CsvLog | None, as_json: bool, seconds: float, begins_by: float
 ) -> None:
     begun = False
-    with _until_told_to_stop() as stop, _shown(as_json, watching.history) as show:
+    with until_terminated() as stop, _shown(as_json, watching.history) as show:
         for snapshot in watching.looks(seconds, stop):
             if log is not None:
                 log.write(snapshot)
             show(snapshot)
             run_dir = None if snapshot.run is None else snapshot.run.folder
             begun = begun or _has_begun(run_dir, begins_by)
-
-
-@contextlib.contextmanager
-def _until_told_to_stop() -> Iterator[threading.Event]:
-    """Give an event that SIGTERM sets; a scheduler's stop is a good end."""
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

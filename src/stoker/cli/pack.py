@@ -23,9 +23,8 @@ from stoker.cli.data_options import (
     split_names,
 )
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.progress import Bar
 from stoker.cli.tables import store_table
-from stoker.cli.terminal import make_console, print_json
+from stoker.cli.terminal import Bar, make_console, print_json
 from stoker.display import command, printable
 from stoker.errors import InputError
 from stoker.ownership import write_text

@@ -19,9 +19,8 @@ import typer
 
 from stoker.address import as_url
 from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption, verb
-from stoker.cli.progress import Bar
 from stoker.cli.tables import make_table, print_evaluation
-from stoker.cli.terminal import echo, make_console, print_commands, print_json
+from stoker.cli.terminal import Bar, echo, make_console, print_commands, print_json
 from stoker.display import command, secret_hint
 from stoker.errors import InputError
 

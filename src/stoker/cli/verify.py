@@ -8,8 +8,7 @@ import typer
 
 from stoker.address import shown
 from stoker.cli.options import JsonOption, StoreArgument, verb
-from stoker.cli.progress import Bar
-from stoker.cli.terminal import echo, print_json
+from stoker.cli.terminal import Bar, echo, print_json
 from stoker.errors import EXIT_INPUT
 from stoker.units import format_bytes, format_rate
 

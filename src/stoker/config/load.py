@@ -161,32 +161,6 @@ def describe_tree(config: Config, defaults: Mapping[str, Any] | None = None) -> 
     return "\n".join(lines) + "\n"
 
 
-def render_reference() -> str:
-    """Return the tables of docs/config.md in Markdown: one per section, a row per key."""
-    lines: list[str] = []
-    for section, model in sections().items():
-        keys = [key for key in PLACES if key.rpartition(".")[0] == section]
-        if not keys:
-            continue
-        lines += ["", f"### `{section}`", "", (model.__doc__ or "").strip(), ""]
-        lines += [
-            "| key | allowed | default | unit | meaning | also written as |",
-            "|---|---|---|---|---|---|",
-        ]
-        for key in keys:
-            schema = key_schemas()[key]
-            cells = (
-                f"`{key}`",
-                describe_allowed(schema),
-                f"`{_yaml_word(schema['default'])}`",
-                str(schema.get("unit", "")),
-                schema["description"],
-                ", ".join(f"`{place}`" for place in PLACES[key] if place != key),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def _yaml_word(value: Any) -> str:
     if isinstance(value, Mapping):
         parts = (f"{_in_brackets(key)}: {_in_brackets(below)}" for key, below in value.items())
@@ -429,8 +403,7 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
             return bound
     choices = next((option["enum"] for option in options if "enum" in option), None)
     if choices is not None:
-        near = difflib.get_close_matches(text.lower(), choices, n=1)
-        return str(near[0] if near else choices[0])
+        return nearest(text, map(str, choices)) or str(choices[0])
     if "boolean" in kinds:
         words = {"1": "true", "0": "false", "true": "true", "false": "false"}
         return words.get(text.lower(), _yaml_word(schema.get("default")))

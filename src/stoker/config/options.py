@@ -10,7 +10,6 @@ stand here and not in their rooms because a config is checked before torch is im
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import field
@@ -20,6 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from stoker.config.names import FORMER
+from stoker.display import nearest
 from stoker.errors import InputError
 from stoker.units import GIB
 
@@ -65,8 +65,8 @@ def _refusal(kind: type[Any], error: ValidationError) -> InputError:
     name, value = str(first["loc"][0]), first["input"]
     schemas = TypeAdapter(kind).json_schema()["properties"]
     if name not in schemas:
-        near = difflib.get_close_matches(name, schemas, n=1)
-        fix = f"{near[0]}={value!r}" if near else f"leave {name} out"
+        near = nearest(name, schemas)
+        fix = f"{near}={value!r}" if near else f"leave {name} out"
         return InputError(f"there is no option {name!r}.", ", ".join(schemas), fix)
     is_above = first["type"] == "less_than_equal"
     allowed = describe_allowed(schemas[name], bounds=is_above, in_python=True)

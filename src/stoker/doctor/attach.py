@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from stoker.doctor.measurements import MachineFacts, Measurements
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.errors import InputError
-from stoker.lifetime import child_environment
+from stoker.lifetime import child_environment, until_terminated
 from stoker.machine import probe
 from stoker.ownership import temporary_folder
 from stoker.strict_json import json_text
@@ -87,7 +87,7 @@ def run_script(
     _check(command, steps, seconds)
     with (
         temporary_folder("stoker-doctor-") as folder,
-        _until_terminated() as terminated,
+        until_terminated() as terminated,
     ):
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
         if seconds is not None:
@@ -170,20 +170,6 @@ def _start(
 
 
 # -- waiting for the script, ending it ---------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _until_terminated() -> Iterator[threading.Event]:
-    """Context with an event that SIGTERM sets; outside of the main thread it is never set."""
-    told = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
-    try:
-        yield told
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _watch(

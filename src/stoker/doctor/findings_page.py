@@ -47,7 +47,7 @@ def findings_page(consultation: Consultation) -> str:
     if measured.loader is not None:
         sections.append(page.Section("loader", "The loader's work", _loader(measured)))
     if measured.notes:
-        sections.append(page.Section("notes", "Notes", _bullets(measured.notes)))
+        sections.append(page.Section("notes", "Notes", page.bullets(measured.notes)))
     return page.html(measured.subject, sections, subtitle=f"{consultation.verdict}.")
 
 
@@ -104,7 +104,7 @@ def _findings(consultation: Consultation, of_job: bool) -> Html:
             (
                 page.join([page.badge(f"{number}", "note"), " ", page.name(finding.name)]),
                 _gain(finding),
-                page.join([_prose(finding.title), _bullets(finding.evidence)]),
+                page.join([_prose(finding.title), page.bullets(finding.evidence)]),
                 _remedy(finding, of_job),
             )
         )
@@ -142,13 +142,6 @@ def _prose(text: str) -> Html:
 
 def _lines(lines: Sequence[str]) -> Html:
     return Html("<p>" + "<br>".join(page.code(line) for line in lines) + "</p>")
-
-
-def _bullets(lines: Sequence[str]) -> Html:
-    items = "".join(f"<li>{page.escape(page.shorten(line, _MOST_PROSE))}</li>" for line in lines)
-    return Html(
-        f'<ul style="margin:0 0 12px;padding-left:18px;overflow-wrap:anywhere">{items}</ul>'
-    )
 
 
 def _outcome(outcome: Outcome) -> Html:
@@ -221,7 +214,7 @@ def draw_timeline(spans: Sequence[TimelineSpan]) -> Html:
     told = f"{steps} steps in {milliseconds(end)}."
     return page.join(
         [
-            _legend(kinds),
+            page.legend((kind, f"var({_SPAN_COLOURS[kind]})") for kind in kinds),
             Html(f'<div class="bars" id="lanes">{rows}{axis}</div>'),
             page.paragraph(f"{told} Time runs from left to right, in milliseconds.", quiet=True),
         ]
@@ -271,17 +264,6 @@ def _time_axis(end: float) -> str:
         for tick in ticks
     )
     return f'<div class="line axis"><div class="pic">{names}</div></div>'
-
-
-def _legend(kinds: Sequence[str]) -> Html:
-    marks = "".join(
-        '<span style="display:inline-flex;align-items:center;gap:6px;margin-right:16px">'
-        f'<svg aria-hidden="true" viewBox="0 0 10 10" style="width:12px;height:12px">'
-        f'<path style="fill:var({_SPAN_COLOURS[kind]})" d="M0 0h10v10h-10z"/></svg>'
-        f"{page.escape(kind)}</span>"
-        for kind in kinds
-    )
-    return Html(f'<p style="font-size:.85rem">{marks}</p>')
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ def time_copy(batch: Batch, device: torch.device) -> Spread | None:
     """Return the seconds of copying a batch from pinned memory to the GPU; None on a CPU."""
     if device.type != "cuda":
         return None
-    host = torch.empty(_num_bytes(batch), dtype=torch.uint8, pin_memory=True)
+    num_bytes = sum(tensor.nbytes for tensor in batch.values())
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)
     took = []
     for _ in range(_REPEATS + 2):
@@ -76,10 +77,6 @@ def time_copy(batch: Batch, device: torch.device) -> Spread | None:
         torch.cuda.synchronize(device)
         took.append(time.perf_counter() - began)
     return Spread.of(took[2:])
-
-
-def _num_bytes(batch: Batch) -> int:
-    return sum(tensor.nbytes for tensor in batch.values())
 
 
 def _gather_and_augment(run: Run, loader: Loader) -> tuple[float, float]:

@@ -305,20 +305,16 @@ def slow_between_steps(case: Case) -> Finding | None:
             "computes; log every 50 steps."
         )
         script = ""
-    elif case.on_gpu:
-        remedy = (
-            "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-            f'num_workers={workers}, or iterate over stoker.prefetch(batches, "cuda"); log every 50 steps. {_OWN_DATA}'
-        )
-        script = (
-            'for batch in stoker.prefetch(batches, "cuda"):  # a generator of what is made here now'
-        )
     else:
+        ahead = 'stoker.prefetch(batches, "cuda")'
+        prefetch = f", or iterate over {ahead}" if case.on_gpu else ""
         remedy = (
             "Do this work while the model computes: move loading into a Dataset for a DataLoader with "
-            f"num_workers={workers}; log every 50 steps. {_OWN_DATA}"
+            f"num_workers={workers}{prefetch}; log every 50 steps. {_OWN_DATA}"
         )
         script = f"DataLoader(dataset, num_workers={workers})  # its __getitem__ does what is done here now"
+        if case.on_gpu:
+            script = f"for batch in {ahead}:  # a generator of what is made here now"
     return case.advise(
         "slow-between-steps",
         "the step waits for code between the model's calls",

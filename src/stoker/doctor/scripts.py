@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,8 +163,11 @@ def _call_at(where: str | None) -> tuple[str, str, ast.Call] | None:
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     except (OSError, ValueError, SyntaxError):
         return None
-    call = _find_call(calls, int(line))
-    return None if call is None else (file, source, call)
+    number = int(line)
+    spanning = [call for call in calls if call.lineno <= number <= (call.end_lineno or call.lineno)]
+    # A call of something named "Loader" is preferred.
+    spanning.sort(key=lambda call: ("Loader" not in ast.unparse(call.func), -call.lineno))
+    return (file, source, spanning[0]) if spanning else None
 
 
 def _diff(file: str, source: str, edited: str) -> str | None:
@@ -180,13 +183,6 @@ def _diff(file: str, source: str, edited: str) -> str | None:
     # With a/ and b/, as `git apply` and `patch -p1` expect them.
     found = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=_CONTEXT)
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in found)
-
-
-def _find_call(calls: Iterable[ast.Call], line: int) -> ast.Call | None:
-    """Return the call that spans a line; a call of something named "Loader" is preferred."""
-    spanning = [call for call in calls if call.lineno <= line <= (call.end_lineno or call.lineno)]
-    spanning.sort(key=lambda call: ("Loader" not in ast.unparse(call.func), -call.lineno))
-    return spanning[0] if spanning else None
 
 
 class _Edit(NamedTuple):

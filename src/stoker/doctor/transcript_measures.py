@@ -150,6 +150,7 @@ def measure(
     if _queued_outside(rows, clock) > _MUCH_QUEUEING:
         unjudged.append("other work on this machine had the cores most of the time")
     samples = sum(row.samples for row in rows)
+    sampled = state.get("training", {})
     return Measurements(
         subject,
         machine=replace(
@@ -185,7 +186,7 @@ def measure(
         host_calls=_calls(state, sites, "host", usual_host),
         between=between,
         between_seconds=between_seconds,
-        between_loads=_looks_like_loading(state),
+        between_loads=sampled.get("data", 0) > sampled.get("between", 0),
         evaluation_seconds=evaluated,
         evaluation_where=next((s["where"] for s in _costliest(sites, "evaluation")), None),
         long_steps=_long_steps(state, elsewhere),
@@ -285,12 +286,6 @@ def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | N
         outside_share=(doing.get("between", 0) + doing.get("data", 0)) / looks,
         lines=tuple((where, count / looks) for where, count in lines[:5]),
     )
-
-
-def _looks_like_loading(state: Mapping[str, Any]) -> bool:
-    """Return whether most of the code that was sampled between the model's calls looks like loading."""
-    doing = state.get("training", {})
-    return bool(doing.get("data", 0) > doing.get("between", 0))
 
 
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:

@@ -282,7 +282,13 @@ def samples_section(samples: Samples) -> page.Section | None:
         page.facts({what: facts[what] for what in facts if what not in ("classes", "mask classes")})
     ]
     if samples.mask_counts:
-        parts.append(_legend(samples))
+        names, whole = _names(samples), max(1, sum(samples.mask_counts.values()))
+        parts.append(
+            page.legend(
+                (f"{_class_name(value, names)} {count / whole:.1%}", f"rgb{colour_of(value)}")
+                for value, count in sorted(samples.mask_counts.items())[:64]
+            )
+        )
     if samples.label_counts:
         names, counts = _names(samples), samples.label_counts
         total = max(1, sum(counts.values()))
@@ -294,20 +300,6 @@ def samples_section(samples: Samples) -> page.Section | None:
     has_windows = any(info.kind == "series" for info in samples.fields.values())
     grid = chart_grid(figures) if has_windows else page.grid(figures)
     return page.Section("samples", "Samples", page.join([*parts, grid]))
-
-
-def _legend(samples: Samples) -> Html:
-    names = _names(samples)
-    total = max(1, sum(samples.mask_counts.values()))
-    labels = [
-        Html(
-            f'<span class="badge plain"><svg width="12" height="12" style="display:inline;width:12px;height:12px">'
-            f'<rect width="12" height="12" fill="rgb{colour_of(value)}" stroke="#808080"/></svg> '
-            f"{page.escape(_class_name(value, names))} {count / total:.1%}</span>"
-        )
-        for value, count in sorted(samples.mask_counts.items())[:64]
-    ]
-    return Html(f"<p>{''.join(labels)}</p>")
 
 
 def _picture_figure(row: Mapping[str, Any], names: Sequence[str], number: int) -> Html:

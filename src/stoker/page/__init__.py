@@ -86,6 +86,21 @@ def paragraph(text: str, *, quiet: bool = False) -> Html:
     return Html(f"<p{' class=quiet' if quiet else ''}>{escape(text)}</p>")
 
 
+def bullets(lines: Iterable[str], most: int = 400) -> Html:
+    """Return lines as a list, each cut to `most` characters."""
+    items = "".join(f"<li>{escape(shorten(line, most))}</li>" for line in lines)
+    return Html(f"<ul>{items}</ul>")
+
+
+def legend(colours: Iterable[tuple[str, str]]) -> Html:
+    """Return names, each behind its colour as CSS writes it."""
+    items = "".join(
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
+        for name, colour in colours
+    )
+    return Html(f'<p class="colours">{items}</p>')
+
+
 def badge(text: str, kind: str = "plain") -> Html:
     """Return a small label; kinds are "refuse", "warn", "note", "good" and "plain"."""
     return Html(f'<span class="badge {escape(kind)}">{escape(text)}</span>')

@@ -43,7 +43,8 @@ def evaluation_section(made: Evaluation, key: str) -> Html:
         parts.append(_importance(made))
     if made.examples:
         parts += [Html("<h3>Examples</h3>"), page.grid(_examples(made.examples, key))]
-        parts += [_colours(made.colours)] if made.colours else []
+        known = [pair for pair in made.colours.items() if _COLOUR.fullmatch(pair[1])]
+        parts += [page.legend(known[:_MOST_GROUPS])] if known else []
     parts += [page.paragraph(note, quiet=True) for note in made.notes]
     return page.join(parts)
 
@@ -135,35 +136,32 @@ def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html
 def _bar(value: float | None) -> Html:
     if value is None or not math.isfinite(value):
         return Html("n/a")
-    return Html(
-        f'<span class="meter" style="--share:{100 * value:.0f}%">{page.escape(_number(value))}</span>'
-    )
+    return _meter(value, value)
+
+
+def _meter(value: float, share: float) -> Html:
+    told = page.escape(_number(value))
+    return Html(f'<span class="meter" style="--share:{100 * share:.0f}%">{told}</span>')
+
+
+def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
+    """Return the first line, usually the truth, plain and the others dashed."""
+    return [
+        Line(name, list(points), number, "plain" if number == 0 else "dashed")
+        for number, (name, points) in enumerate(lines.items())
+    ]
 
 
 def _chart(curve: Curve, key: str) -> Chart:
-    lines = [
-        Line(name, list(points), number, "plain" if number == 0 else "dashed")
-        for number, (name, points) in enumerate(curve.lines.items())
-    ]
-    return Chart(
-        key,
-        curve.title,
-        lines,
-        curve.unit,
-        scale="number",
-        along=curve.along,
-        begin=math.inf,
-        low=None,
-    )
+    lines = _drawn(curve.lines)
+    return Chart(key, curve.title, lines, curve.unit, "number", curve.along, math.inf, low=None)
 
 
 def _importance(made: Evaluation) -> Html:
     top = list(made.importance.items())[:_MOST_INPUTS]
     most = max((loss for _, loss in top), default=0.0) or 1.0
     items = "".join(
-        f"<tr><td class=label>{page.name(name)}</td><td class=number>"
-        f'<span class="meter" style="--share:{max(0.0, 100 * loss / most):.0f}%">{page.escape(_number(loss))}</span>'
-        "</td></tr>"
+        f"<tr><td class=label>{page.name(name)}</td><td class=number>{_meter(loss, max(0.0, loss / most))}</td></tr>"
         for name, loss in top
     )
     title = f"Inputs: {page.escape(metric_words(made.compared_by[0]))} lost when permuted"
@@ -184,16 +182,6 @@ def _examples(examples: Sequence[Example], key: str) -> Iterable[Html]:
         )
 
 
-def _colours(colours: Mapping[str, str]) -> Html:
-    """Return what the colours of masks mean."""
-    items = "".join(
-        f'<span><i style="background:{colour}"></i>{page.escape(name)}</span>'
-        for name, colour in list(colours.items())[:_MOST_GROUPS]
-        if _COLOUR.fullmatch(colour)
-    )
-    return Html(f'<p class="colours">{items}</p>')
-
-
 def _picture(example: Example, key: str) -> Html:
     if example.kind == "image":
         # Only pictures as bytes: a log must not make a browser ask a server.
@@ -207,11 +195,7 @@ def _picture(example: Example, key: str) -> Html:
     if example.kind == "spectrum":
         return _mirror(example, key)
     if example.kind == "series":
-        lines = [
-            Line(name, list(points), number, "plain" if number == 0 else "dashed")
-            for number, (name, points) in enumerate(example.lines.items())
-        ]
-        return line_chart(Chart(key, "", lines, "", scale="count", low=None))
+        return line_chart(Chart(key, "", _drawn(example.lines), "", scale="count", low=None))
     return Html("")
 
 

@@ -151,16 +151,15 @@ def _device_memory(runs: Sequence[RunRecord]) -> Chart:
         for index in run.gpu_indices
     ]
     total = largest(totals)
-    marks = [] if total is None else _memory_marks(total / divisor)
+    marks = []
+    if total is not None:
+        whole = total / divisor
+        target = f"target {MEMORY.low:.0f} to {MEMORY.high:.0f} %"
+        marks = [Mark(target, whole * MEMORY.low / 100, whole * MEMORY.high / 100)]
+        marks.append(Mark("whole GPU", whole))
     drawn = [_scaled(line, 1 / divisor) for line in lines]
     chart = Chart("device-memory", "Device memory", drawn, unit, marks=marks)
     return _settled(chart, peaks=True)
-
-
-def _memory_marks(total: float) -> list[Mark]:
-    target = f"target {MEMORY.low:.0f} to {MEMORY.high:.0f} %"
-    whole = Mark("whole GPU", total)
-    return [Mark(target, total * MEMORY.low / 100, total * MEMORY.high / 100), whole]
 
 
 def gpu_charts(runs: Sequence[RunRecord]) -> list[Chart]:

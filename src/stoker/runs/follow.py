@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,10 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
     """Return the values of a `RunNow` that an event changes."""
     values = line.values
     if line.event == "telemetry":
-        return dict(_from_telemetry(as_mapping(values.get("run"))))
+        run = as_mapping(values.get("run"))
+        told = _numbers(run, ("samples_per_second", "wait_share", "loss"))
+        sizes = {name: as_whole(run.get(name)) for name in ("allocated_bytes", "reserved_bytes")}
+        return told | sizes | {"epoch": _from_one(run.get("epoch"))}
     if line.event == "steps":
         return {
             "loss": as_number(values.get("loss")),
@@ -212,13 +215,6 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
     if line.event == "note" and isinstance(values.get("text"), str):
         return {"note": values["text"]}
     return {}
-
-
-def _from_telemetry(run: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from _numbers(run, ("samples_per_second", "wait_share", "loss")).items()
-    yield "epoch", _from_one(run.get("epoch"))
-    for name in ("allocated_bytes", "reserved_bytes"):
-        yield name, as_whole(run.get(name))
 
 
 def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -68,7 +68,9 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
     log = _read_lines(folder / LOG_NAME, problems)
     readings = _read_lines(folder / TELEMETRY_NAME, problems)
     clock = _Clock([log, readings])
-    session = log[_last_begin(log) :]
+    # What the last process has written: its config is its first line.
+    begins = (place for place, line in enumerate(log) if line.event == "config")
+    session = log[max(begins, default=0) :]
     epochs = _epochs(log, clock)
     state, told = _judge(folder, log, readings, epochs, now())
     if state == "empty" and _has_bytes(folder / LOG_NAME):
@@ -189,11 +191,6 @@ class _Clock:
         return max(0.0, moment - self._pauses[bisect_right(self._starts, moment) - 1])
 
 
-def _last_begin(log: Sequence[LogLine]) -> int:
-    """Return where the last process began to write the run log."""
-    return max((place for place, line in enumerate(log) if line.event == "config"), default=0)
-
-
 def _last(lines: Sequence[LogLine], event: str) -> Mapping[str, Any]:
     return next((line.values for line in reversed(lines) if line.event == event), {})
 
@@ -203,11 +200,6 @@ def _notes(lines: Iterable[LogLine]) -> Iterator[tuple[LogLine, Note]]:
         note = read_note(line)
         if note is not None:
             yield line, note
-
-
-def _last_end(lines: Sequence[LogLine]) -> RunEnd | None:
-    """Return how the last process that said so ended."""
-    return next((end for line in reversed(lines) if (end := RunEnd.read(line))), None)
 
 
 def _epochs(log: Sequence[LogLine], clock: _Clock) -> tuple[Epoch, ...]:
@@ -297,7 +289,8 @@ def _judge(
         return "empty", "Nothing is written yet."
     if _is_finished(log, readings, epochs):
         return "done", f"Done: {format_count(len(epochs), 'epoch')}."
-    end = _last_end(sorted((*log, *readings), key=lambda line: line.time))
+    lines = sorted((*log, *readings), key=lambda line: line.time)
+    end = next((end for line in reversed(lines) if (end := RunEnd.read(line))), None)
     finished = f"{format_count(len(epochs), 'epoch')} finished"
     if end is not None and end.ended in ("terminated", "interrupted"):
         return "stopped", f"Stopped before its end ({end.ended}); {finished}. `--resume` goes on."

@@ -288,26 +288,21 @@ def _findings(run: RunRecord, key: str) -> Html | None:
         return None
     rows = []
     for finding in run.findings:
-        name = str(finding.get("name", ""))
+        name, evidence = str(finding.get("name", "")), finding.get("evidence")
+        lines = evidence if isinstance(evidence, list) else filter(None, [evidence])
         title = page.join(
             [page.name(str(finding.get("title") or name)), Html("<br>"), page.code(name)]
         )
         rows.append(
             (
                 title,
-                _evidence(finding.get("evidence")),
+                page.bullets(map(str, lines)),
                 page.instruction(str(finding.get("remedy", ""))),
                 _gain(finding),
             )
         )
     header = ("finding", "evidence", "remedy", "predicted")
     return page.table(header, rows, key=f"{key}-table", wide=(0, 1, 2), labels=(3,))
-
-
-def _evidence(value: Any) -> Html:
-    lines = value if isinstance(value, list) else [] if value is None else [value]
-    items = "".join(f"<li>{page.escape(page.shorten(str(line), 400))}</li>" for line in lines)
-    return Html(f"<ul>{items}</ul>")
 
 
 def _gain(finding: Mapping[str, Any]) -> str:
@@ -418,8 +413,7 @@ def _plan(run: RunRecord, key: str) -> Html | None:
 
 
 def _listed(title: str, lines: Sequence[str]) -> Html:
-    items = "".join(f"<li>{page.escape(page.shorten(line, 600))}</li>" for line in lines)
-    return Html(f"{_heading(title)}<ul>{items}</ul>")
+    return page.join([_heading(title), page.bullets(lines, 600)])
 
 
 def _epochs(run: RunRecord, key: str) -> Html | None:

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -330,7 +330,9 @@ class TelemetryLog:
         log.write("end", asdict(self.end))
 
     def _take(self, log: RunLog, meter: Meter, rates: _Rates) -> None:
-        values: dict[str, Any] = {"gpus": [_changing(gpu) for gpu in meter.read_gpus()]}
+        # Without the uuid, which is in the run log's `machine`.
+        gpus = [_compact(asdict(replace(gpu, uuid=None))) for gpu in meter.read_gpus()]
+        values: dict[str, Any] = {"gpus": gpus}
         process = meter.read_process()
         if process is not None:
             values["process"] = _compact(asdict(process))
@@ -408,8 +410,3 @@ def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if value is not None
     }
-
-
-def _changing(gpu: GpuReading) -> dict[str, Any]:
-    """Return the values of a GPU to write; without its uuid, which is in the run log's `machine`."""
-    return {name: value for name, value in _compact(asdict(gpu)).items() if name != "uuid"}

@@ -85,7 +85,12 @@ def inspect_store(store: Store, progress: Progress | None = None) -> Inspection:
     """Look at every value of a store (or of a plain HDF5 file), in two threads or more."""
     progress = progress or Silent()
     wanted = {name: info for name, info in store.fields.items() if _worth_a_look(info)}
-    progress.start("inspecting", _num_bytes(store, wanted), "bytes")
+    num_bytes = sum(
+        shard.rows[name + _VALUES[info.kind]] * _row_bytes(info)
+        for name, info in wanted.items()
+        for shard in store.manifest.shards
+    )
+    progress.start("inspecting", num_bytes, "bytes")
     stats: dict[str, TableStats] = {}
     largest = max((_row_bytes(info) for info in wanted.values()), default=0)
     fix = "store smaller rows: the first dimension counts samples"
@@ -118,14 +123,6 @@ def inspect_parts(parts: Iterable[ShardData]) -> Inspection:
 def _worth_a_look(info: FieldInfo) -> bool:
     kind = np.dtype(info.dtype).kind
     return kind == "f" or (kind in "iu" and info.columns is not None)
-
-
-def _num_bytes(store: Store, wanted: Mapping[str, FieldInfo]) -> int:
-    return sum(
-        shard.rows[name + _VALUES[info.kind]] * _row_bytes(info)
-        for name, info in wanted.items()
-        for shard in store.manifest.shards
-    )
 
 
 def _row_bytes(info: FieldInfo) -> int:

@@ -6,7 +6,7 @@ nothing is copied until it is read; the arrays must not change meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,7 +70,7 @@ class _MemoryStore(Store):
         return memory_store, self.made_of
 
 
-def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str] = ()) -> Store:
+def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
     """Return a store over fields in memory, all with the same number of samples; messages call it `name`."""
     datasets = {
         name: array for field, data in fields.items() for name, array in data.arrays(field).items()
@@ -86,8 +86,8 @@ def memory_store(fields: Mapping[str, FieldData], name: str, notes: Iterable[str
     )
     described = {field: FieldInfo.of(data) for field, data in fields.items()}
     manifest = Manifest(num_samples=num_samples, fields=described, shards=[shard])
-    store = _MemoryStore(_NOWHERE, manifest, [_MemoryShard(datasets)], None, notes, name)
-    store.made_of = (dict(fields), name, tuple(notes))
+    store = _MemoryStore(_NOWHERE, manifest, [_MemoryShard(datasets)], None, (), name)
+    store.made_of = (dict(fields), name)
     return store
 
 

@@ -31,6 +31,7 @@ from stoker.config.load import _yaml_word
 from stoker.config.resolve import AUGMENT, OPTIONS, _answer_all, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import Document, KeyPath, Loader, Place, Problem, decode, read_yaml
+from stoker.display import nearest, printable
 from stoker.errors import ConfigError, require_file
 
 NAME = "recipe.name"
@@ -71,10 +72,15 @@ def migrate_config(
     """
     if recipe is not None and recipe not in RECIPE_OPTIONS:
         known = ", ".join(RECIPE_OPTIONS)
-        near = difflib.get_close_matches(recipe, RECIPE_OPTIONS, n=1) or [*RECIPE_OPTIONS]
-        raise ConfigError(f"--recipe is {recipe!r}.", known, f"--recipe {near[0]}")
+        near = nearest(recipe, RECIPE_OPTIONS) or next(iter(RECIPE_OPTIONS))
+        raise ConfigError(f"--recipe is {recipe!r}.", known, f"--recipe {near}")
     document = read_yaml(text, file)
-    loose = [known for known in document.problems if not _is_about_a_value(known, document)]
+    unreadable = {".".join(path) for path in document.unreadable}
+    loose = [
+        problem
+        for problem in document.problems
+        if problem in document.repeats or problem.key not in unreadable
+    ]
     if not loose and not isinstance(document.values, dict | None):
         loose = [
             Problem(
@@ -94,12 +100,6 @@ def migrate_config(
     dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
     new = render_text(moved, comments.header, dropped)
     return Migration(new, moved, dropped)
-
-
-def _is_about_a_value(problem: Problem, document: Document) -> bool:
-    return problem not in document.repeats and any(
-        ".".join(path) == problem.key for path in document.unreadable
-    )
 
 
 def find_target(path: KeyPath) -> str | None:
@@ -376,13 +376,8 @@ def render_text(entries: Sequence[Moved], header: Sequence[str], dropped: Sequen
     """Return the text of a config."""
     lines = [*header, *_lines(entries)]
     if dropped:
-        lines += ["# Not taken over:", *(f"#   {_printable(str(entry))}" for entry in dropped)]
+        lines += ["# Not taken over:", *(f"#   {printable(str(entry))}" for entry in dropped)]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _printable(text: str) -> str:
-    """Return a text that cannot leave its line."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _lines(entries: Sequence[Moved]) -> Iterator[str]:

@@ -121,26 +121,24 @@ def find_files(paths: Sequence[str | Path]) -> tuple[list[BarFile], list[str]]:
             require_file(file.path, "the file of bars")
             found.append(file)
             continue
-        for inside in sorted(Path(path).iterdir()):
-            if inside.name.lower().endswith(_SUFFIXES) and inside.is_file():
-                if None in name_file(inside):
-                    notes.append(f"{inside}: its name says no symbol and timeframe; ignored")
-                else:
-                    found.append(BarFile.parse(inside))
+        for inside in _files_in(Path(path)):
+            if None in name_file(inside):
+                notes.append(f"{inside}: its name says no symbol and timeframe; ignored")
+            else:
+                found.append(BarFile.parse(inside))
     return found, notes
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that may hold bars, by their endings."""
+    named = (path for path in folder.iterdir() if path.name.lower().endswith(_SUFFIXES))
+    return sorted(path for path in named if path.is_file())
 
 
 def unnamed_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the files of folders that may hold bars, and whose names do not say of what."""
     folders = [Path(path) for path in paths if Path(path).is_dir()]
-    return [
-        inside
-        for folder in folders
-        for inside in sorted(folder.iterdir())
-        if inside.name.lower().endswith(_SUFFIXES)
-        and inside.is_file()
-        and None in name_file(inside)
-    ]
+    return [path for folder in folders for path in _files_in(folder) if None in name_file(path)]
 
 
 def shared_extras(
@@ -165,14 +163,10 @@ def holds_bars(path: Path) -> bool:
     label, equals, file = str(path).partition("=")
     if equals and ":" in label and not path.exists():
         return Path(file).is_file()
-    if path.is_dir():
-        inside = [file for file in sorted(path.iterdir()) if _may_hold_bars(file)]
-        return bool(inside) and all(map(_reads_as_bars, inside[:3]))
-    return _may_hold_bars(path) and _reads_as_bars(path)
-
-
-def _may_hold_bars(path: Path) -> bool:
-    return path.is_file() and path.name.lower().endswith(_SUFFIXES) and None not in name_file(path)
+    one = [path] if path.is_file() and path.name.lower().endswith(_SUFFIXES) else []
+    files = _files_in(path) if path.is_dir() else one
+    named = [file for file in files if None not in name_file(file)]
+    return bool(named) and all(map(_reads_as_bars, named[:3]))
 
 
 def _reads_as_bars(path: Path) -> bool:

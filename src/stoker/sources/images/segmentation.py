@@ -143,15 +143,14 @@ class SegmentationSource(PictureFolder):
         ]
         found = len(image_names) + len(mask_names) - pairing.num_masks + sum(ignored.values())
         found -= sum(pairing.ignored.values())
-        pairs, splits, notes = list(pairing.pairs), self._splits(pairing), []
+        splits, notes = self._splits(pairing), []
+        items = [(image, masks, splits.get(image, 0)) for image, masks in pairing.pairs]
         if self.lists:
-            splits, pairs, bad_lines = self._listed(image_names, pairs, ignored)
+            items, bad_lines = self._listed(image_names, items, ignored)
             refused += bad_lines
             found += len(bad_lines)
         elif splits:
             notes.append("the folders train, val and test are taken as splits")
-        items = [(image, masks, splits.get(image, 0)) for image, masks in pairs]
-        self._check_ranges(self.images, items)
         mask_map = self._given_map()
         if mask_map is None:
             step = max(1, len(items) // 64)
@@ -170,15 +169,7 @@ class SegmentationSource(PictureFolder):
             notes.append(better)
         names = self.class_names or (mask_map.names if mask_map else ())
         common = Payload((), names, bool(splits) or bool(self.lists), mask_map)
-        return Preparation(
-            self._parts(items, common, self.images, 1),
-            self._estimate(items, self.images, 1),
-            refused,
-            notes,
-            found,
-            dict(+ignored),
-            "pictures",
-        )
+        return self._prepared(items, common, self.images, 1, refused, notes, found, ignored)
 
     def _by_outlines(self, files: Sequence[Path], images: Listing) -> Preparation:
         """Return the pictures that COCO files name; their masks are drawn from the outlines."""
@@ -201,8 +192,7 @@ class SegmentationSource(PictureFolder):
         refused = list(made.refused)
         has_split = bool(made.splits)
         if self.lists:
-            splits, items, bad_lines = self._listed(images.pictures, items, ignored)
-            items = [(name, outlines, splits[name]) for name, outlines, _ in items]
+            items, bad_lines = self._listed(images.pictures, items, ignored)
             refused += bad_lines
             found += len(bad_lines)
             has_split = True
@@ -214,16 +204,8 @@ class SegmentationSource(PictureFolder):
             notes.append(f"{empty:,} pictures without an object: all background")
         if made.num_boxes:
             notes.append(f"{made.num_boxes:,} annotations have a box and no outline: not drawn")
-        self._check_ranges(self.images, items)
-        return Preparation(
-            self._parts(items, Payload((), made.classes, has_split), self.images, 1),
-            self._estimate(items, self.images, 1),
-            refused,
-            notes,
-            found,
-            dict(+ignored),
-            "pictures",
-        )
+        common = Payload((), made.classes, has_split)
+        return self._prepared(items, common, self.images, 1, refused, notes, found, ignored)
 
     def _splits(self, pairing: Pairing) -> dict[str, int]:
         """Return the split of each image whose first folder is train, val or test, if all are."""

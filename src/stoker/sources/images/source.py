@@ -118,17 +118,31 @@ class PictureFolder(PlainSource):
 
     def _listed(
         self, names: Sequence[str], items: Sequence[Any], ignored: Counter[str]
-    ) -> tuple[dict[str, int], list[Any], list[Refusal]]:
-        """Return the split of each listed picture, the items that a list names, and lines that name none."""
+    ) -> tuple[list[Any], list[Refusal]]:
+        """Return the items that a list names, with its split, and the lines that name none."""
         split, bad_lines = read_lists(parse_lists(self.lists), names)
-        listed = [item for item in items if item[0] in split]
+        listed = [(name, what, split[name]) for name, what, _ in items if name in split]
         ignored["in no list"] += len(items) - len(listed)
-        return split, listed, bad_lines
+        return listed, bad_lines
 
-    def _check_ranges(self, folder: Path, items: Sequence[Any]) -> None:
+    def _prepared(
+        self,
+        items: Sequence[Any],
+        common: Payload,
+        folder: Path,
+        bytes_more: int,
+        refused: Sequence[Refusal],
+        notes: Sequence[str],
+        found: int,
+        ignored: Counter[str],
+    ) -> Preparation:
+        """Look at the ranges of some pictures, and cut all of them into parts."""
         if self.value_range is None:
             step = max(1, len(items) // _LOOK_AT)
             check_ranges(folder / item[0] for item in items[::step])
+        parts = self._parts(items, common, folder, bytes_more)
+        size = self._estimate(items, folder, bytes_more)
+        return Preparation(parts, size, refused, notes, found, dict(+ignored), "pictures")
 
     def _parts(
         self, items: Sequence[Any], common: Payload, label: Path, bytes_more: int
@@ -288,22 +302,13 @@ class ImagesSource(PictureFolder):
         ignored = listing.ignored + sorted_out.ignored
         has_split = sorted_out.has_split
         if self.lists:
-            split, items, bad_lines = self._listed(listing.pictures, items, ignored)
-            items = [(name, label, split[name]) for name, label, _ in items]
+            items, bad_lines = self._listed(listing.pictures, items, ignored)
             refused += bad_lines
             found += len(bad_lines)
             has_split = True
-        self._check_ranges(self.folder, items)
         common = Payload((), sorted_out.classes, has_split)
-        return Preparation(
-            self._parts(items, common, self.folder, 0),
-            self._estimate(items, self.folder, 0),
-            refused,
-            sorted_out.notes,
-            found,
-            dict(+ignored),
-            "pictures",
-        )
+        notes = sorted_out.notes
+        return self._prepared(items, common, self.folder, 0, refused, notes, found, ignored)
 
     def _by_csv(self, listing: Listing) -> _Sorted:
         assert self.labels is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -211,7 +211,10 @@ class BlockParser:
             plan = []
         for is_odd, items in groupby(plan, lambda item: item.line in odd or len(item) == 2):
             if is_odd:
-                parsed.extend(self._read_carefully(items))
+                for item in items:
+                    self._careful.feed(item.text, item.line)
+                    self._careful.close()
+                parsed.extend(self._careful.drain())
             else:
                 regular = [item for item in items if isinstance(item, _Regular)]
                 taken = _take_regular(regular, numbers, taken, parsed)
@@ -220,12 +223,6 @@ class BlockParser:
         num_lines = num_line_ends + (text[-1:] not in (b"", b"\n"))
         parsed.tally.blank += num_lines - parsed.tally.total
         return parsed
-
-    def _read_carefully(self, items: Iterable[_Regular | _Odd]) -> Parsed:
-        for item in items:
-            self._careful.feed(item.text, item.line)
-            self._careful.close()
-        return self._careful.drain()
 
     def _plan(self, text: bytes, first_line: int) -> Iterator[_Regular | _Odd]:
         """Cut a block at every `Name:` line under an empty line; say who reads each piece."""
