@@ -238,14 +238,14 @@ def _unknown_encoding(head: bytes, path: Path, is_whole: bool) -> SourceError:
 
 def _find_arff(lines: Sequence[str], path: Path) -> tuple[tuple[str, ...], int] | None:
     """Return the names and the number of lines above the rows of a file of Weka's (ARFF); None for other files."""
-    said = [line.strip() for line in lines]
-    first = next((line for line in said if line and not line.startswith("%")), "")
+    stripped = [line.strip() for line in lines]
+    first = next((line for line in stripped if line and not line.startswith("%")), "")
     if not re.match(r"@relation\b", first, re.IGNORECASE):
         return None
-    start = next((i for i, line in enumerate(said) if line.lower() == "@data"), len(said))
-    found = (re.match(_ATTRIBUTE, line, re.IGNORECASE) for line in said[:start])
+    start = next((i for i, line in enumerate(stripped) if line.lower() == "@data"), len(stripped))
+    found = (re.match(_ATTRIBUTE, line, re.IGNORECASE) for line in stripped[:start])
     names = tuple(match[1] or match[2] or match[3] for match in found if match)
-    rows = [line for line in said[start + 1 :] if line and not line.startswith("%")]
+    rows = [line for line in stripped[start + 1 :] if line and not line.startswith("%")]
     if not rows or not names or any(line.startswith("{") for line in rows):
         why = "with sparse rows" if rows and names else "whose rows were not found"
         raise SourceError(f"{path} is ARFF {why}.", "rows of cells", "save it as CSV")
@@ -256,7 +256,9 @@ def _find_arff(lines: Sequence[str], path: Path) -> tuple[tuple[str, ...], int] 
             "cells in double quotes",
             f"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}",
         )
-    while start + 1 < len(said) and (not said[start + 1] or said[start + 1].startswith("%")):
+    while start + 1 < len(stripped) and (
+        not stripped[start + 1] or stripped[start + 1].startswith("%")
+    ):
         start += 1
     return names, start + 1
 
