@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from browser import check_widths
 
+from browser import check_widths
 from stoker.report import LOG_NAME, RunLog
 from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example
 from stoker.runs.evaluation_page import evaluation_section
