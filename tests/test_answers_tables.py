@@ -10,8 +10,10 @@ from run_makers import settings_for
 from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import load_model
+from stoker.recipes.raw_tables import RawTable, _Piece
 from stoker.recipes.run import run_recipe
 from stoker.sources.tables import TableSource, parse_words
+from stoker.sources.tables.columns import find_kind
 from stoker.store.reader import open_store
 
 
@@ -89,3 +91,13 @@ def test_a_word_in_a_column_of_numbers_is_refused(tmp_path):
         with pytest.raises(SourceError) as told:
             pack(source, tmp_path / "store", PackOptions(jobs=1))
         assert told.value.fix == said
+
+
+def test_a_missing_date_is_named_by_its_column():
+    """A date becomes days, month, weekday and seconds: the reader of the reason knows the column only."""
+    kinds = pa.table({"when": ["2020-03-01 10:00", "2020-03-25 11:30"], "speed": ["1", "2"]})
+    columns = [find_kind(name, kinds.column(name), ".", None) for name in kinds.column_names]
+    facts = {"table": {"dtype": "float32", "classes": []}, "repairs": {}}
+    new = pa.table({"when": ["2020-03-02 10:00", None, None], "speed": ["1", "2", "x"]})
+    (batch,) = RawTable([_Piece("new", tuple(new.column_names), table=new)], columns, facts)
+    assert batch.reasons == [None, "no value in when", "column 'speed' holds 'x', not a number"]

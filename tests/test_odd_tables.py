@@ -18,7 +18,7 @@ from stoker.cli.main import app
 from stoker.errors import SourceError, StoreError
 from stoker.sources.bars import read_bars
 from stoker.sources.tables import TableSource, TextOptions, reading
-from stoker.sources.tables.columns import Column, encode, find_kind
+from stoker.sources.tables.columns import Column, Unusable, encode, find_kind
 from stoker.sources.tables.layout import find_layout
 from stoker.sources.tables.reading import TextFault, find_fault
 from stoker.store.fields import Dense
@@ -74,6 +74,18 @@ def test_a_table_has_dates_of_the_eighteenth_century():
     values, _ = encode(months, made, ".", faults)
     assert not faults
     assert values[0].tolist() == [np.datetime64("1749-01-01").astype(int), 1, 2]  # a Wednesday
+
+
+@pytest.mark.parametrize(
+    ("cell", "number"), [("{},5 %", "10,5"), ("€ {}.50", "10.50"), ("${}", "10"), ("A-{}", None)]
+)
+def test_numbers_with_a_sign_are_named_as_such(cell, number):
+    column = pa.array([cell.format(n) for n in range(10, 40)])
+    made = find_kind("share", column, ",", None)
+    assert isinstance(made, Unusable)
+    hint = f"numbers are read without signs and units: {number!r}"
+    assert (hint in made.what) == (number is not None)
+    assert number is not None or "without signs" not in made.what
 
 
 @pytest.mark.parametrize("day_first", [True, False])

@@ -27,6 +27,7 @@ from stoker.recipes.options import parse_options
 from stoker.recipes.scaling import OnDevice, RobustScale, fit_robust, training_rows
 from stoker.recipes.schedule import MAX_LR_FACTOR, lr_factor
 from stoker.recipes.tabular.data import find_inputs, find_task, split_samples
+from stoker.recipes.tabular.evaluation import _plain
 from stoker.recipes.tabular.goals import Classify, Regress
 from stoker.recipes.tabular.model import (
     PatchShape,
@@ -683,3 +684,12 @@ def test_real_flows_are_learned_after_the_named_repairs(shared_data, tmp_path):
     assert np.isfinite(losses).all()
     assert reached["accuracy"] > job.baseline["accuracy"] + 0.4
     assert reached["balanced_accuracy"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(4998240.0, "4,998,240"), (-12345.6, "-12,346"),
+     (0.000123456, "0.00012346"), (542.163, "542.16"), (1e20, "1e+20")],
+)  # fmt: skip
+def test_values_of_examples_are_written_out(value, text):
+    assert _plain(value) == text

@@ -177,6 +177,7 @@ class RawTable:
         # A model may predict another thing than the packed target: only the target itself is compared.
         self._is_comparable = bool(recorded["classes"]) == bool(facts.get("is_classifier"))
         self._outputs = [name for column in columns for name in column.outputs]
+        self._origins = [column.name for column in columns for _ in column.outputs]
         repairs = facts["repairs"].get(_FIELD, [])
         self._repairs = [FittedRepair.from_json(entry) for entry in repairs]
         self._ranges = ranges
@@ -292,7 +293,9 @@ class RawTable:
         self._num_unseen += sum(reason is not None for reason in reasons)
         bad = ~np.isfinite(features)
         for row in np.flatnonzero(bad.any(axis=1)).tolist():
-            names = [self._outputs[place] for place in np.flatnonzero(bad[row])[:5]]
+            names = list(dict.fromkeys(self._origins[place] for place in np.flatnonzero(bad[row])))[
+                :5
+            ]
             lost = "no value" if np.isnan(features[row, bad[row]]).any() else "no finite value"
             reasons[row] = f"{lost} in {', '.join(names)}"
         for row in empty:

@@ -132,6 +132,10 @@ class Column:
         return cls(**{**data, **lists})
 
 
+_SIGNS = "%‰€$£¥° "
+_SIGNED = re.compile(rf"(?=.*[{_SIGNS.strip()}])[{_SIGNS}]*[-+]?\d[\d.,' ]*[{_SIGNS}]*")
+
+
 class Unusable(NamedTuple):
     """A column that cannot be packed as it is."""
 
@@ -264,6 +268,8 @@ def judge_texts(name: str, num_values: int, num_rows: int, example: str) -> Colu
     if num_values <= CODE_VALUES and not differs and 2 * num_values <= num_rows:
         return Column(name, "codes")
     shown = f"{example[:_SHOWN_TEXT]!r}"
+    if _SIGNED.fullmatch(example):
+        shown += f" (numbers are read without signs and units: {example.strip(_SIGNS)!r})"
     return Unusable(
         name,
         f"holds text that is different in {num_values:,} of {num_rows:,} rows, such as {shown}",
