@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
-# Four workers for two cores: while some wait for a server or a signal, others compute.
+# Five workers for two cores: while some wait for a server or a signal, others compute.
 TESTS := $(BIN)/pytest -q --workers 5 -m "not whole_gpu"
 
 .DEFAULT_GOAL := help

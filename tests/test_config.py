@@ -135,16 +135,15 @@ def test_every_key_is_heard(key):
     assert any(after.reasons[each].startswith(key) for each in keys)
 
 
-@pytest.mark.parametrize("key", key_schemas())
-def test_every_key_has_words_a_unit_or_kind_and_a_default(key):
-    leaf = LEAVES[key]
-    assert leaf["description"].endswith(".")
-    assert "default" in leaf
-    assert describe_allowed(leaf)
-    kinds = {option.get("type") for option in leaf.get("anyOf", [leaf])}
-    assert kinds <= {"integer", "number", "boolean", "string", "null"} | (
-        {"object"} if key == "recipe.options" else set()
-    )
+def test_every_key_has_words_a_unit_or_kind_and_a_default():
+    for key in key_schemas():
+        leaf = LEAVES[key]
+        assert leaf["description"].endswith("."), key
+        assert "default" in leaf, key
+        assert describe_allowed(leaf), key
+        kinds = {option.get("type") for option in leaf.get("anyOf", [leaf])}
+        objects = {"object"} if key == "recipe.options" else set()
+        assert kinds <= {"integer", "number", "boolean", "string", "null"} | objects, key
 
 
 def test_documented_names_are_there():
