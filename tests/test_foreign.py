@@ -229,3 +229,23 @@ def test_a_header_longer_than_the_first_look_is_read(tmp_path):
     path = write(tmp_path / "x.csv", "\n".join([",".join(names), *rows]).encode())
     made = table_of(path, tmp_path / "s")[0]
     assert made[names[-1]].tolist() == [1.5, 2.5, 4.5]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_split_by_rows_that_are_ordered_by_class_is_said(tmp_path, is_ordered):
+    classes = ["a"] * 40 + ["b"] * 40
+    if not is_ordered:
+        classes = ["a", "b"] * 40
+    rows = "".join(f"{row},{name}\n" for row, name in enumerate(classes))
+    source = TableSource(
+        (write(tmp_path / "x.csv", f"n,c\n{rows}".encode()),),
+        target="c",
+        split=(0.6, 0.2, 0.2),
+        part_rows=30,
+    )
+    context = PartContext(tmp_path, lambda _: None, {})
+    built = [source.build(part, context) for part in source.prepare(tmp_path).parts]
+    notes = source.finish([part.extra for part in built]).get("notes", [])
+    assert [note.partition(":")[0] for note in notes] == (
+        ["val has no row of a", "test has no row of a"] if is_ordered else []
+    )
