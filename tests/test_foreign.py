@@ -249,3 +249,14 @@ def test_a_split_by_rows_that_are_ordered_by_class_is_said(tmp_path, is_ordered)
     assert [note.partition(":")[0] for note in notes] == (
         ["val has no row of a", "test has no row of a"] if is_ordered else []
     )
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [({"bytes": b"PNG", "path": "a.png"}, "stoker pack images"), ([1.0, 2.0], "pack_from")],
+)
+def test_what_no_table_holds_is_named_with_what_takes_it(tmp_path, cell, said):
+    parquet.write_table(pa.table({"a": [cell] * 3, "b": range(3)}), tmp_path / "x.parquet")
+    with pytest.raises(SourceError, match=said) as error:
+        table_of(tmp_path / "x.parquet", tmp_path / "s")
+    assert error.value.fix == "--drop a"
