@@ -176,8 +176,8 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
         )
     if (weka := _find_arff(lines, path)) is not None:
         names, skip = weka
-        said = f"ARFF, {format_count(skip, 'line')} above the rows"
-        return Layout(",", ".", encoding, skip, skip, names, True, said, "%")
+        found = f"ARFF, {format_count(skip, 'line')} above the rows"
+        return Layout(",", ".", encoding, skip, skip, names, True, found, "%")
     hint = re.fullmatch(r"\ufeff?sep=(.)", lines[0].strip())
     sep = asked.sep or (hint[1] if hint else _find_separator(lines))
     shift = 1 if hint else 0

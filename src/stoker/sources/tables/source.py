@@ -280,7 +280,8 @@ def _tell_of_order(counts: Array, source: TableSource, classes: Sequence[str]) -
     notes = []
     for name, row in zip(_SPLITS, counts, strict=True):
         expected = row.sum() * counts.sum(axis=0) / max(1, counts.sum())
-        absent = [classes[place] for place in np.flatnonzero((row == 0) & (expected >= _EXPECTED))]
+        is_absent = (row == 0) & (expected >= _EXPECTED)
+        absent = [each for each, is_none in zip(classes, is_absent, strict=True) if is_none]
         if absent:
             notes.append(
                 f"{name} has no row of {shown_names(absent, 6)}: --split goes by the order of rows, and they are "
