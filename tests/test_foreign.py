@@ -229,3 +229,34 @@ def test_a_header_longer_than_the_first_look_is_read(tmp_path):
     path = write(tmp_path / "x.csv", "\n".join([",".join(names), *rows]).encode())
     made = table_of(path, tmp_path / "s")[0]
     assert made[names[-1]].tolist() == [1.5, 2.5, 4.5]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_split_by_rows_that_are_ordered_by_class_is_said(tmp_path, is_ordered):
+    classes = ["a"] * 40 + ["b"] * 40
+    if not is_ordered:
+        classes = ["a", "b"] * 40
+    rows = "".join(f"{row},{name}\n" for row, name in enumerate(classes))
+    source = TableSource(
+        (write(tmp_path / "x.csv", f"n,c\n{rows}".encode()),),
+        target="c",
+        split=(0.6, 0.2, 0.2),
+        part_rows=30,
+    )
+    context = PartContext(tmp_path, lambda _: None, {})
+    built = [source.build(part, context) for part in source.prepare(tmp_path).parts]
+    notes = source.finish([part.extra for part in built]).get("notes", [])
+    assert [note.partition(":")[0] for note in notes] == (
+        ["val has no row of a", "test has no row of a"] if is_ordered else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [({"bytes": b"PNG", "path": "a.png"}, "stoker pack images"), ([1.0, 2.0], "pack_from")],
+)
+def test_what_no_table_holds_is_named_with_what_takes_it(tmp_path, cell, said):
+    parquet.write_table(pa.table({"a": [cell] * 3, "b": range(3)}), tmp_path / "x.parquet")
+    with pytest.raises(SourceError, match=said) as error:
+        table_of(tmp_path / "x.parquet", tmp_path / "s")
+    assert error.value.fix == "--drop a"

@@ -218,8 +218,14 @@ def _refuse_type(name: str, kind: pa.DataType) -> Unusable | None:
     )
     if types.is_null(inner):
         return Unusable(name, "holds no value at all", "drop")
+    if types.is_struct(inner) and any(types.is_binary(part.type) for part in inner):
+        what = "holds files as bytes: pictures are packed from a folder, by stoker pack images"
+        return Unusable(name, what, "drop")
     if not known or types.is_interval(inner):
-        return Unusable(name, f"holds {inner}, which is no number, text, date or boolean", "drop")
+        what = f"holds {inner}, which is no number, text, date or boolean"
+        if types.is_nested(inner) and hasattr(inner, "value_type"):
+            what += "; in Python, stoker.pack_from(pyarrow.parquet.read_table(FILE).to_pylist(), OUT) takes lists"
+        return Unusable(name, what, "drop")
     return None
 
 

@@ -47,11 +47,20 @@ from stoker.sources.tables.columns import (
     plain,
 )
 from stoker.sources.tables.layout import NULLS, TextOptions, parse_number
-from stoker.sources.tables.reading import TableFile, batches, find_files, open_table
+from stoker.sources.tables.reading import (
+    TableFile,
+    batches,
+    find_files,
+    open_table,
+    shown_names,
+)
 from stoker.sources.tables.survey import Survey, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.units import format_count
 
+_SPLITS = ("train", "val", "test")
+_EXPECTED = 5
+"""Rows of a class that a split should have by its share, from which on none of them is no accident (1 in 150)."""
 _PART_ROWS = 200_000
 _PART_BYTES = 512 << 20
 """Of text: wide rows make a part shorter, so that it fits the memory and Arrow's 2 GiB of text in a column."""
@@ -88,7 +97,7 @@ class TableSource(PlainSource):
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     kind: ClassVar[str] = "table"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         check_shares(self.split)
@@ -218,6 +227,10 @@ class TableSource(PlainSource):
                 "text": asdict(self.text),
             }
         kept = {name: data.keep(keep) for name, data in fields.items()}
+        if plan.cuts and plan.target is not None and plan.target.classes:
+            extra["in_split"] = _count_classes(
+                kept["split"].values, kept["targets"].values, plan.target
+            )
         return PartData(kept, [reasons[row] for row in sorted(reasons)], extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
@@ -229,7 +242,9 @@ class TableSource(PlainSource):
         if unseen:
             table["unseen"] = dict(unseen)
         target = {"classes": table["classes"], "target": self.target} if self.target else {}
-        return {"table": table, **target}
+        counts = [np.array(extra["in_split"]) for extra in extras if "in_split" in extra]
+        notes = _tell_of_order(sum(counts[1:], counts[0]), self, table["classes"]) if counts else []
+        return {"table": table, **target, **({"notes": notes} if notes else {})}
 
     def _parts_of(
         self, file: TableFile, refused: RefusalList, wanted: Collection[str]
@@ -250,6 +265,29 @@ class TableSource(PlainSource):
                 waiting, rows = [], 0
         if rows:
             yield pa.Table.from_batches(waiting).combine_chunks()
+
+
+def _count_classes(split: Array, targets: Array, target: Target) -> Json:
+    """Return the number of rows of each class in train, val and test."""
+    known = targets >= 0
+    places = split[known].astype(np.int64) * len(target.classes) + targets[known]
+    counts = np.bincount(places, minlength=len(_SPLITS) * len(target.classes))
+    return [row.tolist() for row in counts.reshape(len(_SPLITS), -1)]
+
+
+def _tell_of_order(counts: Array, source: TableSource, classes: Sequence[str]) -> list[str]:
+    """Tell where a split by the order of rows leaves a class out that has many rows: the file is ordered by class."""
+    notes = []
+    for name, row in zip(_SPLITS, counts, strict=True):
+        expected = row.sum() * counts.sum(axis=0) / max(1, counts.sum())
+        is_absent = (row == 0) & (expected >= _EXPECTED)
+        absent = [each for each, is_none in zip(classes, is_absent, strict=True) if is_none]
+        if absent:
+            notes.append(
+                f"{name} has no row of {shown_names(absent, 6)}: --split goes by the order of rows, and they are "
+                f"ordered by {source.target!r}. Without --split, training draws a split at random"
+            )
+    return notes
 
 
 @dataclass(frozen=True)
