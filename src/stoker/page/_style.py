@@ -126,7 +126,7 @@ h1{font-size:1.35rem}th,td{padding:7px 10px}
 .stack td.number::before{content:attr(data-head) " ";color:var(--quiet)}
 .stack td:empty{display:none}
 .tight th,.tight td{padding:7px 4px;font-size:.8rem}.tight th{font-size:.7rem}
-.tight td.number{white-space:normal;overflow-wrap:normal}
+.tight td .breaks{white-space:normal;overflow-wrap:normal}
 .tight td.label{white-space:normal;min-width:4.8rem;overflow-wrap:normal}
 .tight td:first-child,.tight th:first-child{position:sticky;left:0;background:var(--card)}
 .tight th:first-child,.tight td:first-child{padding-left:8px}

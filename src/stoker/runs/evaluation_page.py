@@ -64,7 +64,9 @@ def _overall(made: Evaluation, key: str) -> Html:
         span = made.intervals.get(name)
         known = span is not None and all(map(math.isfinite, span))
         spelled = "" if span is None else "n/a"
-        spelled = f"{_number(span[0])} to\u00a0{_number(span[1])}" if span and known else spelled
+        if span is not None and known:
+            ends = f"{_number(span[0])} to&nbsp;{_number(span[1])}"
+            spelled = Html(f"<span class=breaks>{ends}</span>")
         mark = " (compared by)" if name == made.compared_by[0] else ""
         others = (_number(metrics.get(name)) for metrics in baselines.values())
         rows.append((page.name(f"{metric_words(name)}{mark}"), _number(value), spelled, *others))
