@@ -1,10 +1,12 @@
 """Every recipe's default run on its public data set: minutes, the metric of its field, and its baselines.
 
-    python benchmarks/defaults.py [RECIPE ...] [--device cpu] [--data FOLDER] [--stores FOLDER] [--samples N]
+    python benchmarks/defaults.py [RECIPE ...] [--device cpu] [--data FOLDER] [--stores FOLDER] [--runs FOLDER]
+                                  [--samples N]
 
 Data: `shared/data` beside or above the checkout (docs/training.md says what is in it), or FOLDER of `--data`; a recipe
 whose data is not there is left out. `--stores FOLDER` takes FOLDER/RECIPE, packed before, where there is one: packing
-mass spectra needs RDKit, training and evaluating do not. Results of recipes that are not named are kept in the file.
+mass spectra needs RDKit, training and evaluating do not. `--runs FOLDER` keeps the runs as FOLDER/RECIPE, for
+`stoker report`. Results of recipes that are not named are kept in the file.
 
 `--samples N` trains two epochs on N samples where a whole run takes hours: the file then has the seconds of an epoch
 and the minutes that the default number of epochs would take at most, no metric. Seconds of a shared machine say more
@@ -158,16 +160,16 @@ def described(
     return row
 
 
-def overrides_of(name: str, store: Path, folder: Path) -> list[str]:
+def overrides_of(name: str, store: Path, run_dir: Path) -> list[str]:
     """Return what a default run is told: recipe, store, run folder, and how the data is to be read."""
-    values = {"recipe.name": name, "recipe.store": store, "run.dir": folder / "run"}
+    values = {"recipe.name": name, "recipe.store": store, "run.dir": run_dir}
     return [*(f"{key}={value}" for key, value in values.items()), *JOBS[name].options]
 
 
-def run_whole(name: str, store: Path, folder: Path, device: str | None) -> dict[str, Any]:
+def run_whole(name: str, store: Path, run_dir: Path, device: str | None) -> dict[str, Any]:
     """Train and evaluate one recipe with its defaults."""
     began, used = time.perf_counter(), time.process_time()
-    settings = resolve(parse_config("", overrides=overrides_of(name, store, folder)))
+    settings = resolve(parse_config("", overrides=overrides_of(name, store, run_dir)))
     run = run_recipe(settings, device=device)
     if run.evaluation is None:
         sys.exit(
@@ -178,13 +180,13 @@ def run_whole(name: str, store: Path, folder: Path, device: str | None) -> dict[
 
 
 def run_part(
-    name: str, store: Path, folder: Path, device: str | None, samples: int
+    name: str, store: Path, run_dir: Path, device: str | None, samples: int
 ) -> dict[str, Any]:
     """Train two epochs on some of the samples, and project the second onto a default run, without evaluations.
 
     On a CPU the minutes are its time over its cores: what others do at the same time does not enter.
     """
-    usual = overrides_of(name, store, folder)
+    usual = overrides_of(name, store, run_dir)
     told = [*usual, f"data.max_training_samples={samples}"]
     settings = choose_recipe(resolve(parse_config("", overrides=usual))).noted_settings
     with open_run(settings, device=device) as whole:
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--device", default=None)
     parser.add_argument("--data", type=Path, default=None, help="folder of the data sets")
     parser.add_argument("--stores", type=Path, default=None, help="folder of packed stores")
+    parser.add_argument("--runs", type=Path, default=None, help="folder that keeps the runs")
     parser.add_argument(
         "--samples", type=int, default=None, help="train on these, project the rest"
     )
@@ -241,10 +244,11 @@ def main() -> None:
                 except (subprocess.CalledProcessError, OSError, StopIteration) as error:
                     print(f"{name}: left out, {error}", file=sys.stderr)
                     continue
+            run_dir = Path(folder) / "run" if given.runs is None else given.runs / name
             if given.samples is None:
-                found[name] = run_whole(name, store, Path(folder), given.device)
+                found[name] = run_whole(name, store, run_dir, given.device)
             else:
-                found[name] = run_part(name, store, Path(folder), given.device, given.samples)
+                found[name] = run_part(name, store, run_dir, given.device, given.samples)
         found[name]["commit"] = current_commit()  # the file keeps results of earlier ones
         publish("defaults", found)
 

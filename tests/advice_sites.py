@@ -88,7 +88,7 @@ def all_sites() -> tuple[Site, ...]:
             for node in tree.body
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         }
-        for call in nodes(code):
+        for call in nodes(code, ast.Call):
             advice = _advice_of(call, file)
             if advice is not None:
                 said = named.get(advice.id, advice) if isinstance(advice, ast.Name) else advice
@@ -99,9 +99,7 @@ def all_sites() -> tuple[Site, ...]:
     return tuple(site for site in found if site.ways)
 
 
-def _advice_of(call: ast.AST, file: str) -> ast.expr | None:
-    if not isinstance(call, ast.Call):
-        return None
+def _advice_of(call: ast.Call, file: str) -> ast.expr | None:
     name = getattr(call.func, "attr", None) or getattr(call.func, "id", "")
     if name == "Problem" or (name == "clash" and file == "config/resolve.py"):
         return call.args[4]

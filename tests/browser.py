@@ -17,7 +17,9 @@ FRAMES = """<!doctype html>{frames}
     const d = frame.contentDocument.documentElement;
     const over = [...d.querySelectorAll("body *")].filter(e => !e.closest(".scroll") &&
       e.getBoundingClientRect().right > d.clientWidth + 0.5).map(e => e.tagName + "." + e.className);
-    return [d.clientWidth, d.scrollWidth, over];
+    const scrolled = [...d.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth)
+      .map(e => e.querySelector("table").id);
+    return [d.clientWidth, d.scrollWidth, over, scrolled];
   }}));
 }}</script>"""
 
@@ -37,8 +39,11 @@ def browse(path: Path, *options: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def check_widths(folder: Path, pages: dict[str, list[int]]) -> None:
-    """Fail where one of a folder's pages is wider than its frame; `pages` has the frames' widths."""
+def check_widths(folder: Path, pages: dict[str, list[int]], fitting: tuple[str, ...] = ()) -> None:
+    """Fail where a page of a folder, or its table whose id is in `fitting`, is wider than its frame.
+
+    `pages` has the frames' widths. Other tables may scroll inside their boxes.
+    """
     asked = [(name, width) for name, widths in pages.items() for width in widths]
     frames = "".join(
         f'<iframe src="{name}" width="{width}" height="900"></iframe>' for name, width in asked
@@ -48,7 +53,9 @@ def check_widths(folder: Path, pages: dict[str, list[int]]) -> None:
     dom, _ = browse(page, "--allow-file-access-from-files", "--virtual-time-budget=3000")
     measured = re.search(r"<title>(\[.*\])</title>", dom)
     assert measured is not None, dom[:500]
-    for (name, width), (client, scroll, over) in zip(asked, json.loads(measured[1]), strict=True):
+    found = json.loads(measured[1])
+    for (name, width), (client, scroll, over, scrolled) in zip(asked, found, strict=True):
         assert width - 20 <= client <= width, name
         assert scroll <= client, (name, width)
         assert over == [], (name, width)
+        assert not {*fitting} & {*scrolled}, (name, width)

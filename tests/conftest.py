@@ -54,13 +54,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """What was learned on a GPU is kept between runs; not between tests that use this."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def forgetful(tmp_path, monkeypatch):
+    """What was learned on a GPU is kept between runs; not between tests."""
+    cache = tmp_path / "cache"
+    cache.mkdir()  # torch keeps compiled kernels there, and warns where it is missing
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch, own_cache):
+def device(request, monkeypatch, forgetful):
     """A device that captures steps: a GPU, or the CPU with graphs of paper."""
     if request.param == "cpu":
         from paper_graphs import use_paper_graphs  # imports torch

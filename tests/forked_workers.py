@@ -35,6 +35,8 @@ import shares
 PR_SET_PDEATHSIG = 1  # a worker ends with the process that has started it
 PATIENCE = 10.0
 """Seconds in which a worker that is interrupted ends its test; then it is killed."""
+TOGETHER_SECONDS = 0.1
+"""Reports of so many seconds are sent together; those of a worker that dies before it are of tests that run again."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,13 +131,15 @@ class _Fork:
 
     def __init__(self, session, number: int, messages, running: mmap.mmap):
         self.session, self.number, self.messages, self._running = session, number, messages, running
-        self._reports: list[dict] = []
+        self._reports: list[tuple | dict] = []
 
     def pytest_runtest_logreport(self, report) -> None:
         config = self.session.config
-        self._reports.append(
-            config.hook.pytest_report_to_serializable(config=config, report=report)
-        )
+        if report.passed and not report.sections and not report.user_properties:
+            told = (report.location, report.when, report.duration, report.start, report.stop)
+        else:
+            told = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self._reports.append(told)
 
     def work(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -161,14 +165,19 @@ class _Fork:
         self._end(code)
 
     def _run(self, tests: list[int]) -> None:
-        items = self.session.items
+        items, done, told_at = self.session.items, [], time.monotonic()
         for place, number in enumerate(tests):
             # Behind the last one stands the session: what is made once for all tests stays.
             follows = items[tests[place + 1]] if place + 1 < len(tests) else self.session
             self._running[:] = struct.pack("q", number)
             item = items[number]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=follows)
-            self.messages.send((number, self._reports))
+            done.append((number, self._reports))
+            # Most tests take milliseconds: to send and to receive one by one is a third of that.
+            failed = any(isinstance(report, dict) for report in self._reports)
+            if failed or follows is self.session or time.monotonic() > told_at + TOGETHER_SECONDS:
+                self.messages.send(done)
+                done, told_at = [], time.monotonic()
             self._reports = []
 
     def _end(self, code: int) -> None:
@@ -221,7 +230,8 @@ def _attend(
     for worker in dict.fromkeys(known[each] for each in ready):
         if worker.messages.poll():
             with contextlib.suppress(EOFError):
-                _take(session, worker, *worker.messages.recv())
+                for number, reports in worker.messages.recv():
+                    _take(session, worker, number, reports)
                 if not worker.left:
                     worker.give(next_file(worker, workers, waiting))
                 continue
@@ -231,13 +241,16 @@ def _attend(
         _bury(session, workers, worker)
 
 
-def _take(session: pytest.Session, worker: Worker, number: int, reports: list[dict]) -> None:
-    hook, config = session.config.hook, session.config
-    for data in reports:
-        report = hook.pytest_report_from_serializable(config=config, data=data)
+def _take(session: pytest.Session, worker: Worker, number: int, reports: list) -> None:
+    hook, config, name = session.config.hook, session.config, session.items[number].nodeid
+    for told in reports:
+        if isinstance(told, tuple):  # passed
+            location, when, duration, start, stop = told
+            report = TestReport(name, location, {}, "passed", None, when, (), duration, start, stop)
+        else:
+            report = hook.pytest_report_from_serializable(config=config, data=told)
         hook.pytest_runtest_logreport(report=report)
-    item = session.items[number]
-    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    hook.pytest_runtest_logfinish(nodeid=name, location=report.location)
     worker.left.popleft()
 
 

@@ -53,7 +53,7 @@ def room(path: Path) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in nodes(path.read_text()):
+    for node in nodes(path.read_text(), ast.Import, ast.ImportFrom):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
@@ -75,7 +75,7 @@ def test_imports_go_down_only():
 def imported_modules(path: Path, known: set[str]) -> set[str]:
     """Return the modules of ours that a file imports anywhere: in functions and for type checkers, too."""
     found = set()
-    for node in nodes(path.read_text()):
+    for node in nodes(path.read_text(), ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

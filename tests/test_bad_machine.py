@@ -365,7 +365,7 @@ def test_json_is_written_and_read_in_one_place():
         inside = path.relative_to(PACKAGE)
         if inside.parts[:2] == ("doctor", "probe") or inside.name == "strict_json.py":
             continue
-        for node in nodes(path.read_text()):
+        for node in nodes(path.read_text(), ast.Import, ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert "json" not in names, f"{inside} imports json: stoker.strict_json is for that"

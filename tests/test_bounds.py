@@ -554,14 +554,15 @@ MB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("start", "piece", "said"),
+    ("start", "piece", "most", "said"),
     [
-        (b"a,b\n1,", b"1" * MB, "a line, or a quoted cell, of more than 8.00 MiB"),
-        (b'a,b\n1,"', b"1\n" * (MB // 2), "a line, or a quoted cell, of more than 8.00 MiB"),
-        (b"", b"a" * MB, "cannot be read as a table"),
+        (b"a,b\n1,", b"1" * MB, 8, "a line, or a quoted cell, of more than 8.00 MiB"),
+        (b'a,b\n1,"', b"1\n" * (MB // 16), 1, "a line, or a quoted cell, of more than 1.00 MiB"),
+        (b"", b"a" * MB, 8, "cannot be read as a table"),
     ],
 )
-def test_a_table_with_a_line_without_end(tmp_path, start, piece, said):
+def test_a_table_with_a_line_without_end(tmp_path, monkeypatch, start, piece, most, said):
+    monkeypatch.setattr("stoker.sources.tables.reading.CSV_BLOCK_BYTES", most * MB)
     path = packed_text(tmp_path / "a.csv.gz", start, piece, repeat=40)
     code, output = run("inspect", path)
     assert code == 2

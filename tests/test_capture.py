@@ -27,7 +27,7 @@ from training_makers import (
     write_rows,
 )
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 @pytest.fixture

@@ -469,13 +469,24 @@ def test_pages_use_the_words_of_the_field():
 # -- the site itself ---------------------------------------------------------------------------------
 
 
+def with_short_tables(page: str) -> str:
+    """Leave 30 lines of every table: the results, row after row alike, are more than half of the site's text."""
+    kept, row = [], 0
+    for line in page.splitlines(keepends=True):
+        row = row + 1 if line.startswith("|") else 0
+        if row <= 30:
+            kept.append(line)
+    return "".join(kept)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, pages) -> Path:
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("zensical is not installed: pip install 'stoker[docs]'")
     folder = tmp_path_factory.mktemp("built") / "site"
+    short = {path: with_short_tables(text) for path, text in pages.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(docs_build.site, "generated_pages", lambda: pages)
+        patch.setattr(docs_build.site, "generated_pages", lambda: short)
         assert docs_build.site.build(folder) == 0
     return folder
 

@@ -113,7 +113,8 @@ def test_merged_results_keep_the_figures_of_each_run(tmp_path):
         ],
     }
     for name, rows in runs.items():
-        told = {"summary": {**run.summarise(rows), "not_run": []}, "rows": rows}
+        raw = {row["case"]: name for row in rows}
+        told = {"summary": {**run.summarise(rows), "not_run": []}, "rows": rows, "raw": raw}
         document = {"machine": {**machine, "commit": name}, "result": told}
         (tmp_path / name).write_text(json.dumps(document))
     merged = publish.merge([tmp_path / "new", tmp_path / "old"], "Not run again.")
@@ -122,6 +123,12 @@ def test_merged_results_keep_the_figures_of_each_run(tmp_path):
     assert "| 1, `old` | 2 | 1 of 2 | 0 of 0 | 0.0% of 1 | 0 of 0 |" in page
     assert "| 2, `new` | 1 | 1 of 1 | 0 of 0 | 100% of 1 | 0 of 0 |" in page
     assert "Not run again." in page
+    assert merged["result"]["raw"] == {"one": "new", "two": "old"}
+    (tmp_path / "both").write_text(json.dumps(merged))
+    again = publish.merge([tmp_path / "old", tmp_path / "both"])["result"]
+    assert [row["run"] for row in again["rows"]] == [3, 3]
+    assert len(again["runs"]) == 3
+    assert [row["run"] for row in merged["result"]["rows"]] == [2, 1]
 
 
 def test_other_tools_name_a_cause_by_rules():

@@ -151,6 +151,15 @@ def test_samples_of_a_step_are_counted_once_it_is_known_whether_it_is_long(monke
     assert seen.model_lines == {"a:2": 1}
 
 
+def test_short_steps_are_sampled_half_as_often_and_every_sample_stands_for_its_time():
+    seen = SimpleNamespace(usual_seconds=0.0015, training_doing={"model": 400})
+    assert sampling._weight_of_look(seen) == 2, "200 samples of 8 ms: a hundred more"
+    seen.usual_seconds = 0.010
+    assert sampling._weight_of_look(seen) == 5, "every 20 ms from 300 samples on"
+    seen.training_doing["model"] = 299
+    assert sampling._weight_of_look(seen) == 1
+
+
 # -- Python code of the forward pass -----------------------------------------------------------------
 
 INSIDE = {"training": {"model": 100}, "model_lines": {"net.py:12": 60}}

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from browser import check_widths
 from stoker.report import LOG_NAME, RunLog
 from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example
 from stoker.runs.evaluation_page import evaluation_section
@@ -135,3 +136,39 @@ def test_a_bar_stands_below_shares_only():
     text = evaluation_section(made, "worth")
     assert 'class="meter" style="--share:50%"' in text
     assert "--share:40%" not in text
+
+
+def test_metrics_and_baselines_fit_a_phone_and_groups_a_desk(tmp_path):
+    names = [
+        "weighted_cosine", "cosine", "stein_scott_cosine", "entropy_similarity", "recall@1", "recall@5",
+        "recall@10", "recall@1_within_5da", "recall@5_within_5da", "recall@10_within_5da",
+    ]  # fmt: skip
+    values = dict.fromkeys(names, 0.4502)
+    made = replace(
+        MADE,
+        compared_by=(names[0], True),
+        metrics=values,
+        intervals=dict.fromkeys(names, (0.4239, 0.4774)),
+        baselines={"mean training spectrum": values, "nearest neighbour by fingerprint": values},
+        groups={"elements": {"with other elements": values | {"samples": 1215.0}}},
+    )
+    write_run(tmp_path / "run", 1000.0, 1e-4, "x", made)
+    (tmp_path / "page.html").write_text(run_page([read_run(tmp_path / "run")]), encoding="utf-8")
+    phone = 390 + 15  # a frame's scroll bar takes width, a phone's does not
+    check_widths(tmp_path, {"page.html": [phone]}, ("worth-0-overall",))
+    check_widths(tmp_path, {"page.html": [1200]}, ("worth-0-overall", "worth-0-group-0"))
+
+
+def test_an_axis_of_shares_is_named_between_its_ends():
+    calibration = Curve("Calibration", "probability", "share", {"model": [(0.0, 0.0), (1.0, 1.0)]})
+    made = evaluation_section(replace(MADE, curves=(calibration,)), "worth")
+    names = re.findall("<span[^>]*>([^<]*)</span>", made.split('class="xs"')[1].split("</div>")[0])
+    assert names == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+
+
+def test_the_strongest_baseline_stands_beside_the_model():
+    made = evaluation_section(MADE, "worth")
+    heads = re.findall(
+        "<th[^>]*>([^<]*)</th>", made.split('id="worth-overall"')[1].split("</thead>")[0]
+    )
+    assert heads == ["metric", "model", "95 % interval", "boosted trees", "majority"]

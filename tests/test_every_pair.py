@@ -36,7 +36,7 @@ from store_makers import write_store
 from training_makers import out_of_memory
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread", "own_cache"),
+    pytest.mark.usefixtures("one_thread", "forgetful"),
     # Of a CPU without bfloat16, once.
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
 ]

@@ -56,11 +56,15 @@ def readings(source: str) -> Iterator[tuple[int, str]]:
     `note in notes` asks a list for a whole sentence and reads none, so names in the plural are searched only
     for literal texts.
     """
-    for node in nodes(source):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in CUTS and is_sentence(node.func.value):
+    for node in nodes(source, ast.Call, ast.Compare):
+        if isinstance(node, ast.Call):
+            if (
+                isinstance(node.func, ast.Attribute)
+                and node.func.attr in CUTS
+                and is_sentence(node.func.value)
+            ):
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        elif isinstance(node.ops[0], ast.In | ast.NotIn):
             held = node.comparators[0]
             is_many = ast.unparse(held).endswith(("notes", "reasons"))
             is_literal = isinstance(node.left, ast.Constant | ast.JoinedStr)

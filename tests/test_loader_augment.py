@@ -105,3 +105,33 @@ def test_without_images_it_says_what_is_missing(tmp_path):
     store = write_store(tmp_path / "s", [{"features": Dense(np.zeros((4, 3), "f4"))}])
     with pytest.raises(InputError, match="no images; it has features"):
         Loader(store, 2, "cpu", augment=GPUAugmentation())
+
+
+@pytest.mark.parametrize(
+    "make", [GPUAugmentation, lambda: ProgressiveAugmentation({0: GPUAugmentation()})]
+)
+@pytest.mark.parametrize("data_bytes", [None, 8_000])
+def test_loaders_that_share_an_augmentation_draw_as_if_each_had_its_own(store, make, data_bytes):
+    options = {"order": "shuffled", "data_bytes": data_bytes}
+    with Loader(store, 8, "cpu", augment=make(), **options) as loader:
+        alone = run(loader)
+    shared = make()
+    with (
+        Loader(store, 8, "cpu", augment=shared, **options) as one,
+        Loader(store, 8, "cpu", augment=shared, **options) as two,
+    ):
+        pairs = list(zip(one, two, strict=True))
+        assert same(run(first for first, _ in pairs), alone)
+        assert same(run(second for _, second in pairs), alone)
+
+
+def test_a_draw_by_hand_in_the_middle_of_an_epoch_changes_no_batch(store):
+    with Loader(store, 8, "cpu", augment=GPUAugmentation()) as loader:
+        alone = run(loader)
+    shared = GPUAugmentation()
+    with Loader(store, 8, "cpu", augment=shared) as loader:
+        taken = []
+        for batch in loader:
+            taken += run([batch])
+            shared(torch.zeros(2, 3, 12, 10, dtype=torch.uint8))
+    assert same(taken, alone)

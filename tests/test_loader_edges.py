@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import multiprocessing
+import os
 import pickle
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import time
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from stoker.compat.basics import PrefetchingDataLoader
 from stoker.compat.chunk_loader import ChunkDataLoader
@@ -81,7 +84,9 @@ def _iterate_in_child(loader, pipe):
     pipe.send(targets_of(loader))
 
 
-@pytest.mark.filterwarnings("ignore:This process")  # Python warns of forks beside threads
+@pytest.mark.filterwarnings(
+    "ignore:This process", "ignore:a Loader in a forked"
+)  # Python warns of forks beside threads
 @pytest.mark.parametrize("chunk_bytes", [None, 1000])
 @pytest.mark.parametrize("taken", [1, None])
 def test_a_forked_child_can_iterate_what_the_parent_has_iterated(path, chunk_bytes, taken):
@@ -104,6 +109,49 @@ def test_a_forked_child_can_iterate_what_the_parent_has_iterated(path, chunk_byt
         assert seen == targets_of(loader)
 
 
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_leaves_the_garbage_of_its_parent_alone():
+    """A CUDA event in it cannot be freed after a fork: the child, a DataLoader worker, would abort."""
+
+    class Garbage:
+        def __del__(self):
+            if os.getpid() != parent:
+                os._exit(3)
+
+    parent, held = os.getpid(), Garbage()
+    held.myself = held
+    gc.disable()
+    try:
+        del held
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+    finally:
+        gc.enable()
+    assert os.waitpid(child, 0)[1] == 0
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:This process", "ignore:a Loader in a forked")
+def test_a_forked_child_does_not_wait_for_threads_of_torch_that_stayed_in_the_parent():
+    context, before = multiprocessing.get_context("fork"), torch.get_num_threads()
+    rows = {"targets": np.arange(512), "features": np.zeros((512, 4096), np.float32)}
+    torch.set_num_threads(2)
+    try:
+        with Loader(rows, 256, "cpu") as loader:
+            expected = targets_of(loader)  # gathers large enough for several threads
+            mine, theirs = context.Pipe()
+            child = context.Process(target=_iterate_in_child, args=(loader, theirs), daemon=True)
+            child.start()
+            hangs = not mine.poll(20)
+            child.kill() if hangs else child.join(60)
+            assert not hangs
+            assert mine.recv() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 def _go_on_in_child(iterator, pipe):
     try:
         for _ in iterator:
@@ -114,7 +162,7 @@ def _go_on_in_child(iterator, pipe):
         pipe.send("went on")
 
 
-@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.filterwarnings("ignore:This process", "ignore:a Loader in a forked")
 def test_an_iteration_does_not_go_on_in_a_child(path):
     context = multiprocessing.get_context("fork")
     with Loader(path, 8, "cpu", order="shuffled", chunk_bytes=300) as loader:

@@ -136,7 +136,9 @@ def _in_child(loader, what, pipe):
         pipe.send(loader._load_chunk_to_gpu(0, 4)[1].tolist())
 
 
-@pytest.mark.filterwarnings("ignore:This process")  # Python warns of forks beside threads
+@pytest.mark.filterwarnings(
+    "ignore:This process", "ignore:a Loader in a forked"
+)  # Python warns of forks beside threads
 @pytest.mark.parametrize(
     ("what", "expected"),
     [("assemble", [0, 1, 2, 3]), ("shrink", list(range(400))), ("chunk", [0, 1, 2, 3])],
@@ -169,7 +171,7 @@ def _dropped_in_child(pipe):
     pipe.send(time.monotonic() - began)
 
 
-@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.filterwarnings("ignore:This process", "ignore:a Loader in a forked")
 def test_a_child_does_not_clean_up_for_its_parent():
     JANITOR.start()
     JANITOR.hand_over(lambda: time.sleep(1))

@@ -128,14 +128,20 @@ def test_pcie_rates_are_sampled_where_counters_wrap():
 def test_a_process_is_followed_and_may_go():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        meter = Meter(pid=child.pid, nvml=BrokenNvml("nvmlInit"))
+        clock = Clock(100.0)
+        meter = Meter(pid=child.pid, nvml=BrokenNvml("nvmlInit"), clock=clock)
         first = meter.read_process()
         assert first is not None
         assert (first.pid, first.cpu_cores) == (child.pid, None)
         assert first.resident_bytes > 0  # it may not have begun yet
+        clock.now += 1.0
         second = meter.read_process()
         assert second is not None
         assert second.cpu_cores is not None
+        clock.now += 0.01  # a last reading right after another one would tell of 0 cores
+        third = meter.read_process()
+        assert third is not None
+        assert third.cpu_cores is None
     finally:
         child.kill()
         child.wait()

@@ -160,9 +160,9 @@ def test_quiet_machines_and_older_logs_are_compared_as_before(tmp_path):
 
 
 def test_telemetry_counts_the_cores_of_others(tmp_path):
-    log = TelemetryLog(tmp_path, first_seconds=0.05, most_seconds=0.05, nvml=NoNvml())
+    log = TelemetryLog(tmp_path, first_seconds=0.15, most_seconds=0.15, nvml=NoNvml())
     with log:
-        time.sleep(0.3)
+        time.sleep(0.6)
     lines = (tmp_path / TELEMETRY_NAME).read_text()
     assert '"other_cores"' in lines
     assert '"num_cores"' in lines

@@ -76,6 +76,30 @@ def test_a_table_has_dates_of_the_eighteenth_century():
     assert values[0].tolist() == [np.datetime64("1749-01-01").astype(int), 1, 2]  # a Wednesday
 
 
+@pytest.mark.parametrize("day_first", [True, False])
+def test_dates_in_the_other_order_are_refused_and_not_read_as_other_days(day_first):
+    """A model of days first gets a file of months first: the 5th of March must not become the 3rd of May."""
+    days = [(5, 3), (12, 3), (25, 3), (31, 3), (4, 4)]
+
+    def column(first: bool, days=days):
+        return pa.array(
+            [f"{a:02d}/{b:02d}/2020" for a, b in (p if first else p[::-1] for p in days)]
+        )
+
+    made = find_kind("When", column(day_first), ".", None)
+    assert isinstance(made, Column)
+    assert made.day_first is day_first
+    other: dict = {}
+    encode(column(not day_first), made, ".", other)
+    assert other.keys() == {0, 1, 2, 3}  # the 4th of April is the same in both orders
+    assert "or 2020-03-25" in str(other[2])
+    assert "as other rows are" in str(other[0])
+    mistyped: dict = {}
+    cells = pa.concat_arrays([column(day_first), column(not day_first, [(25, 3)])])
+    encode(cells, made, ".", mistyped)
+    assert mistyped.keys() == {5}  # one row in the other order condemns no others
+
+
 def test_a_pandas_table_deep_in_a_file_is_known_by_the_index_below_it(tmp_path):
     """PyTables keeps an index of many arrays beside the table: none of them is a sample."""
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -93,6 +117,17 @@ def test_inspect_takes_a_pattern_as_pack_does(tmp_path):
         (tmp_path / f"day{number}.csv").write_text("a,b\n1,2\n3,4\n")
     done = CliRunner().invoke(app, ["inspect", str(tmp_path / "day*.csv"), "--json"])
     assert json.loads(done.stdout)["facts"]["rows"] == "6"
+
+
+@pytest.mark.parametrize(
+    ("codec", "asked"), [("utf-16", None), ("utf-16-le", "utf-16-le"), ("utf-16-be", "utf-16-be")]
+)
+def test_text_of_two_bytes_a_letter_is_a_table_by_its_mark_or_the_users_word(
+    tmp_path, codec, asked
+):
+    (tmp_path / "t.csv").write_text("a;b\n1;2\n3;4\n", encoding=codec)
+    made = reading.open_table(tmp_path / "t.csv", TextOptions(encoding=asked))
+    assert made.names == ("a", "b")
 
 
 def test_columns_that_nobody_chose_are_not_said_to_be_constant():

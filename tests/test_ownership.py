@@ -47,13 +47,11 @@ def offences(code: str) -> list[str]:
     found = []
     ours = {
         alias.asname or alias.name
-        for node in nodes(code)
-        if isinstance(node, ast.ImportFrom) and node.module == "stoker.ownership"
+        for node in nodes(code, ast.ImportFrom)
+        if node.module == "stoker.ownership"
         for alias in node.names
     }
-    for node in nodes(code):
-        if not isinstance(node, ast.Call):
-            continue
+    for node in nodes(code, ast.Call):
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         owner = getattr(getattr(node.func, "value", None), "id", "")
         if isinstance(node.func, ast.Name) and name in ours:

@@ -97,9 +97,7 @@ SPOKEN = {
 def unquoted_values(code: str) -> set[str]:
     """Return the texts of commands in which a value has not been quoted."""
     found = set()
-    for node in nodes(code):
-        if not isinstance(node, ast.JoinedStr):
-            continue
+    for node in nodes(code, ast.JoinedStr):
         text = "".join(
             part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
         )
@@ -155,10 +153,8 @@ def test_a_fix_names_no_path_as_it_is():
     )
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for call in nodes(path.read_text()):
-            if not (
-                isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("Error", "Problem"))
-            ):
+        for call in nodes(path.read_text(), ast.Call):
+            if not ast.unparse(call.func).endswith(("Error", "Problem")):
                 continue
             fixes = [*call.args[2:3], *(word.value for word in call.keywords if word.arg == "fix")]
             for fix in fixes:

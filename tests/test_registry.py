@@ -33,11 +33,11 @@ def names_in(text: str) -> list[str]:
     """Recipe names in the code of a module: texts, imports, names; not prose of docstrings."""
     prose = {
         id(node.body[0].value)
-        for node in nodes(text)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+        for node in nodes(text, ast.Module, ast.ClassDef, ast.FunctionDef)
+        if ast.get_docstring(node)
     }
     found = []
-    for node in nodes(text):
+    for node in nodes(text, ast.Constant, ast.ImportFrom, ast.Attribute):
         words = ""
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             words = node.value

@@ -21,5 +21,5 @@ def test_the_named_files_exist_and_stand_in_one_share():
 def test_long_shares_come_first_and_their_files_stand_together():
     paths = ["tests/test_bad_machine.py", "tests/test_addresses.py", "tests/test_advice.py",
              "tests/test_export.py", "tests/parity/test_fused_kernels.py"]  # fmt: skip
-    # "advice" stands before "bad_machine" in its share, which is the first.
+    # "advice" stands before "bad_machine" in its share.
     assert shares.shares_of(paths) == [[[2], [0]], [[3]], [[1]], [[4]]]

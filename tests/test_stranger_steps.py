@@ -218,3 +218,57 @@ def test_an_optimizer_with_a_closure_is_not_captured(device):
     loop = run(lambda step, *given: stoker.capture(step, model=given[0], optimizer=given[1]))
     torch.testing.assert_close(loop.weights(), run(lambda step, *_: step).weights())
     assert "LBFGS runs its closure" in loop.step.reason
+
+
+class Table(nn.Module):
+    """An embedding with sparse gradients: torch's module, or the function alone."""
+
+    def __init__(self, is_module):
+        super().__init__()
+        self.table = nn.Embedding(20, 4, sparse=is_module)
+        self.out, self.is_module = nn.Linear(12, 1), is_module
+
+    def forward(self, x):
+        if self.is_module:
+            return self.out(self.table(x).flatten(1))
+        return self.out(nn.functional.embedding(x, self.table.weight, sparse=True).flatten(1))
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sparse_gradients_are_never_given_to_a_fused_optimizer(
+    device, is_module, is_inside, momentum
+):
+    def train(through):
+        torch.manual_seed(0)
+        model = Table(is_module).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+        def step(batch):
+            loss = mse_loss(model(batch[0]), batch[1])
+            loss.backward()
+            if is_inside:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        step = through(step, model, optimizer)
+        for _ in range(10):
+            batch = torch.randint(20, (8, 3)).to(device), torch.randn(8, 1).to(device)
+            step(batch)
+            if not is_inside:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model, step
+
+    plain, _ = train(lambda step, *_: step)
+    model, step = train(
+        lambda step, *given: stoker.capture(step, model=given[0], optimizer=given[1])
+    )
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    wanted = "sparse gradients" if is_module or is_inside else "calls no optimizer.step()"
+    assert step.reason.startswith("eager: ")
+    assert wanted in step.reason

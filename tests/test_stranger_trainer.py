@@ -72,6 +72,26 @@ def test_an_error_of_torch_in_the_step_tells_what_the_step_was_given(
     assert re.search(words, note)
 
 
+def test_half_precision_weights_with_float32_inputs_are_answered_with_what_to_type() -> None:
+    batches = [(torch.from_numpy(X[:8]), torch.from_numpy(Y[:8]))] * 3
+
+    def train(precision: str = "fp32", **given: Any) -> list[float]:
+        model = nn.Linear(6, 1).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        config = {"epochs": 1, "precision": precision}
+        trainer = Trainer(model, batches, None, nn.MSELoss(), optimizer, config=config, **given)
+        return trainer.fit(quiet=True).losses
+
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        train()
+    (note,) = raised.value.__notes__
+    advised = re.search(r"unpack=(lambda batch: .*\)) does\.", note)
+    assert advised is not None
+    assert "precision='bf16'" in note
+    assert np.isfinite(train(unpack=eval(advised[1]))).all()
+    assert np.isfinite(train("bf16")).all()
+
+
 def test_a_captured_step_gets_batches_in_the_form_of_its_loader() -> None:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

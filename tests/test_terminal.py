@@ -135,7 +135,7 @@ def printing_calls(path: Path) -> set[str]:
     """Return the calls of a file that put text on a terminal, or make text that rich takes as it is."""
     direct = {"print", "typer.echo", "Console", "Text", "Text.from_markup"}
     direct |= {"sys.stdout.write", "sys.stderr.write", "traceback.print_exception"}
-    calls = (node for node in nodes(path.read_text()) if isinstance(node, ast.Call))
+    calls = nodes(path.read_text(), ast.Call)
     return {ast.unparse(call.func) for call in calls} & direct
 
 

@@ -535,14 +535,15 @@ def test_a_batch_larger_than_the_data_with_drop_last_is_refused(table):
         tune_job(settings, device="cpu", effort=QUICK)
 
 
-def test_chunks_are_tried_on_a_real_job(tmp_path, one_thread):
+def test_chunks_are_tried_on_a_real_job(tmp_path, one_thread, monkeypatch):
+    monkeypatch.setattr("stoker.tune.job._LEAST_CHUNK_BYTES", 1 << 20)
     rng = np.random.default_rng(0)
-    values = rng.normal(size=(8_000, 1024)).astype("f4")
+    values = rng.normal(size=(4_000, 128)).astype("f4")
     fields = {"features": Dense(values), "targets": Dense((values[:, 0] > 0).astype("i8"))}
     write_store(tmp_path / "store", [fields]).close()
     settings = settings_for(
         "tabular", tmp_path / "store", tmp_path / "run",
-        "gpu_optimization.chunk_size_gb=0.018", "training.batch_size=1024", "recipe.options.hidden=[8]",
+        "gpu_optimization.chunk_size_gb=0.0012", "training.batch_size=512", "recipe.options.hidden=[8]",
     )  # fmt: skip
     with open_run(settings, device="cpu") as run:
         tuned_at = JobBench(run, QUICK).measure(settings)

@@ -29,7 +29,7 @@ from training_makers import (
     write_linear,
 )
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from stoker.train.trainer import Trainer
 from store_makers import write_store
 from training_makers import make_model, write_rows
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = pytest.mark.usefixtures("forgetful")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Every way of getting batches under every condition: the doctor is right, or it says that it cannot judge.
 
-    python benchmarks/doctor/matrix.py [--only get_batch,busy] [--state FOLDER] [--out FILE]
+    python benchmarks/doctor/matrix.py [--only get_batch,memmap] [--under busy,ranks] [--state FOLDER] [--out FILE]
 
 Each script makes its batches slowly, 15 ms beside a model of 4 ms, and runs under `stoker doctor`. Right is a finding
 about loading or the code between steps; "cannot judge" is allowed; anything else is wrong, above all "nothing to fix".
@@ -215,6 +215,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="parts of the names, by commas")
+    parser.add_argument("--under", default="", help="parts of the conditions, by commas")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-matrix")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -224,7 +225,9 @@ def main() -> None:
     table: dict[str, dict[str, Any]] = {getting: {} for getting in SOURCES}
     for getting, condition in pairs:
         name = f"{getting}, {condition}"
-        if not any(part in name for part in asked.only.split(",")):
+        if not any(part in name for part in asked.only.split(",")) or not any(
+            part in condition for part in asked.under.split(",")
+        ):
             continue
         kept = asked.state / f"{name}.json"
         if kept.exists():

@@ -436,8 +436,9 @@ def merge(paths: Sequence[Path], note: str = "") -> dict[str, Any]:
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     rows: dict[str, Any] = {}
     for number, document in enumerate(documents):
+        before = sum(len(one["result"].get("runs", ())) or 1 for one in documents[number + 1 :])
         for row in document["result"]["rows"]:
-            rows.setdefault(row["case"], {**row, "run": len(documents) - number})
+            rows.setdefault(row["case"], {**row, "run": before + row.get("run", 1)})
     newest = documents[0]
     summary = summarise(list(rows.values()))
     left = {name for document in documents for name in document["result"]["summary"]["not_run"]}
@@ -446,8 +447,10 @@ def merge(paths: Sequence[Path], note: str = "") -> dict[str, Any]:
     for one in reversed(documents):
         own = {"commit": one["machine"].get("commit"), "summary": summarise(one["result"]["rows"])}
         runs += one["result"].get("runs") or [own]
-    # `raw` is that of the newest only: the rows have what the page shows.
-    result = {**newest["result"], "summary": summary, "rows": list(rows.values())}
+    raw: dict[str, Any] = {}
+    for document in reversed(documents):
+        raw |= document["result"].get("raw", {})
+    result = {**newest["result"], "summary": summary, "rows": list(rows.values()), "raw": raw}
     return {**newest, "result": {**result, "runs": runs, "note": note}}
 
 

@@ -37,6 +37,7 @@ UNITS = {
     "malloc_held_bytes": ("memory that its allocator holds", 2**20, "MiB"),
     "pinned_bytes": ("pinned memory of torch", 2**20, "MiB"),
     "python_blocks": ("blocks of Python", 1, ""),
+    "shared_bytes": ("mapped files and shared memory", 2**20, "MiB"),
 }
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/proof/soak.py [--minutes 30] [--device cpu] [--interval 2]
 
-Enters: nothing; a store of 24,000 samples is made. Half of the time is one long run of `Trainer.fit` (streamed
-chunks, shuffled, validation every epoch, a checkpoint every 500 steps), ended by SIGTERM as a scheduler would. The
-other half is short runs one after the other, each with new loaders, a new trainer and a new folder, in the same
+Enters: nothing; a store of 24,000 samples is made. Half of the time (`--long-share`) is one long run of `Trainer.fit`
+(streamed chunks, shuffled, validation every epoch, a checkpoint every 500 steps), ended by SIGTERM as by a scheduler.
+The other half is short runs one after the other, each with new loaders, a new trainer and a new folder, in the same
 process; it is read between two runs, when slabs and threads of both are gone. Leaves: slopes per hour with their 95 %
 confidence in `benchmarks/results/proof_soak-*.json`. Costs: the minutes that it is given.
 
@@ -17,9 +17,11 @@ losses, 8 MB, which a fast GPU fills in minutes). A slope is that of a straight 
 and that the growth over an hour is more than 1 % of the level (of a count: one). The wall time of a step follows
 whatever else the machine does; its CPU time says whether the work of a step grows.
 
-Resident memory may grow without anything being kept. So beside it stand the bytes that C code has in use and those that
-its allocator holds (`mallinfo2`: the difference is fragmentation), torch's pinned blocks, Python's blocks, and at the
-beginning and the end of the part that counts the number of live objects of stoker's and torch's classes.
+Resident memory may grow without anything being kept. So beside it stand the bytes of it that are mapped files and
+shared memory (pinned slabs are), those that C code has in use and those that its allocator holds (`mallinfo2`: the
+difference is fragmentation), torch's pinned blocks and Python's blocks. At the beginning and the end of the part that
+counts it notes the number of live objects of each class, the resident bytes by kind of mapping, and what a collection
+of Python's garbage frees: that is in reference cycles, and not kept.
 """
 
 from __future__ import annotations
@@ -98,21 +100,42 @@ def of_allocators(device: str) -> dict[str, float | None]:
 
 
 def count_objects() -> Counter[str]:
-    """Return how many objects there are of every class of stoker's and torch's, and of all others together."""
-    gc.collect()
+    """Return how many objects of every class there are that Python's collector knows."""
+    kinds = Counter(type(one) for one in gc.get_objects())
+    return Counter(
+        {f"{kind.__module__}.{kind.__qualname__}": count for kind, count in kinds.items()}
+    )
+
+
+def count_mappings() -> Counter[str]:
+    """Return the resident bytes by what is mapped; memory without a name by the size of its mapping, in MiB."""
     counts: Counter[str] = Counter()
-    for one in gc.get_objects():
-        kind = type(one)
-        ours = str(kind.__module__).partition(".")[0] in ("stoker", "torch")
-        counts[f"{kind.__module__}.{kind.__qualname__}" if ours else "all others"] += 1
+    with contextlib.suppress(OSError), Path("/proc/self/smaps").open() as file:
+        for line in file:
+            first, *rest = line.split()
+            if "-" in first and not first.endswith(":"):
+                low, high = (int(end, 16) for end in first.split("-"))
+                name = rest[4] if len(rest) > 4 else f"memory of {(high - low) / 2**20:.0f} MiB"
+            elif first == "Rss:":
+                counts[name] += int(rest[0]) * 1024
     return counts
+
+
+def collect(device: str) -> dict[str, Any]:
+    """Collect Python's garbage; return of which classes it was, and by how much each reading fell."""
+    objects, before = count_objects(), measured(device)
+    gc.collect()
+    after = measured(device)
+    fell = {name: value - (after[name] or 0.0) for name, value in before.items() if value}
+    return {"classes": most_grown(count_objects(), objects), **fell}
 
 
 def measured(device: str) -> dict[str, float | None]:
     """Return what may grow, now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    _, pages, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     found: dict[str, float | None] = {
         "rss_bytes": float(pages * os.sysconf("SC_PAGE_SIZE")),
+        "shared_bytes": float(shared * os.sysconf("SC_PAGE_SIZE")),
         "device_bytes": None,
         "device_reserved_bytes": None,
         "files": float(sum(1 for _ in Path("/proc/self/fd").iterdir())),
@@ -122,6 +145,12 @@ def measured(device: str) -> dict[str, float | None]:
         found["device_bytes"] = float(torch.cuda.memory_allocated())
         found["device_reserved_bytes"] = float(torch.cuda.memory_reserved())
     return found | of_allocators(device)
+
+
+def most_grown(before: Counter[str], after: Counter[str]) -> dict[str, list[int]]:
+    """Return the dozen names whose counts grew most, with both counts."""
+    more = {name: [before[name], count] for name, count in after.items() if count > before[name]}
+    return dict(sorted(more.items(), key=lambda item: item[1][0] - item[1][1])[:12])
 
 
 def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
@@ -153,7 +182,7 @@ def slope(times: list[float], values: list[float]) -> dict[str, Any] | None:
 HALVES = ("one long run", "short runs")
 READ = (
     "at", "rss_bytes", "device_bytes", "device_reserved_bytes", "files", "threads", "step_ms", "step_cpu_ms",
-    "malloc_used_bytes", "malloc_held_bytes", "pinned_bytes", "python_blocks",
+    "malloc_used_bytes", "malloc_held_bytes", "pinned_bytes", "python_blocks", "shared_bytes",
 )  # fmt: skip
 
 
@@ -162,7 +191,7 @@ class Sampler:
 
     `steps` are those of the trainer's own count: a captured step calls none of the user's functions.
 
-    Readings are kept as 96 bytes each: as dicts of floats they grew by 1 MiB an hour themselves.
+    Readings are kept as 104 bytes each: as dicts of floats they grew by 1 MiB an hour themselves.
     """
 
     def __init__(
@@ -182,6 +211,7 @@ class Sampler:
         self.began = self._kept = time.monotonic()
         self._before = (self.began, self.steps, time.process_time())
         self._objects: Counter[str] | None = None
+        self._mappings: Counter[str] = Counter()
         self._runs_before = 0
         if in_thread:
             self._thread.start()
@@ -210,7 +240,9 @@ class Sampler:
             and self._objects is None
             and (now[0] - self.began > max(self.warm_up, COUNT_AFTER_SECONDS))
         ):
+            gc.collect()
             self._objects, self._runs_before = count_objects(), runs
+            self._mappings = count_mappings()
         taken = now[1] - self._before[1]
         times = dict.fromkeys(("step_ms", "step_cpu_ms"))
         if taken:
@@ -227,14 +259,16 @@ class Sampler:
             self._keep(self._slopes())
 
     def _grown(self, runs: int) -> dict[str, Any] | None:
-        """Return the classes of which there are more objects than at the first count, with both numbers."""
+        """Return what there is more of than at the first count, and what is garbage that was not collected yet."""
         if self._objects is None or runs <= self._runs_before:
             return None
-        now = count_objects()
-        more = {name: [self._objects[name], count] for name, count in now.items()
-                if count > self._objects[name]}  # fmt: skip
-        most = sorted(more.items(), key=lambda item: item[1][0] - item[1][1])[:12]
-        return {"runs": runs - self._runs_before, "more_objects": dict(most)}
+        mappings, freed = count_mappings(), collect(self.device)
+        return {
+            "runs": runs - self._runs_before,
+            "more_objects": most_grown(self._objects, count_objects()),
+            "more_mapped_bytes": most_grown(self._mappings, mappings),
+            "freed_by_collection": freed,
+        }
 
     def _slopes(self) -> dict[str, Any]:
         seconds = time.monotonic() - self.began
@@ -288,6 +322,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between readings")
     parser.add_argument(
+        "--long-share", type=float, default=0.5, help="share of the time for the long run"
+    )
+    parser.add_argument(
         "--warm-up",
         type=float,
         default=0.0,
@@ -300,7 +337,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     path = options.out or state_path("soak")
-    facts, half = machine_facts(), options.minutes * 30
+    facts, long_seconds = machine_facts(), options.minutes * 60 * options.long_share
+    short_seconds = options.minutes * 60 - long_seconds
     earlier = read_state(path).get("parts", [])
     part: dict[str, Any] = {
         "begun": datetime.now(UTC).isoformat(timespec="seconds"), "commit": facts["commit"],
@@ -330,7 +368,7 @@ def main() -> None:
             signal.SIGTERM, lambda *_: sys.exit(143)
         )  # before and after `fit`, which has its own
         sampler = Sampler(options.device, options.interval, options.warm_up, keep_as(HALVES[0]))
-        threading.Timer(half, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(long_seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             run(folder, "long", options.device, sampler, 10**6)
         sampler.end()
@@ -338,7 +376,7 @@ def main() -> None:
         sampler = Sampler(
             options.device, options.interval, options.warm_up, keep_as(HALVES[1]), in_thread=False
         )
-        while time.monotonic() - sampler.began < half:
+        while time.monotonic() - sampler.began < short_seconds:
             run(folder, "short", options.device, sampler, 1)
             shutil.rmtree(folder / "short")
             count += 1

@@ -56,11 +56,13 @@ class Position:
 
     Attributes:
         lock: Held while a counter is read and advanced.
+        num_draws: How often this process took a counter to draw from, or moved it; replays of a graph are not counted.
     """
 
     def __init__(self, seed: int, stream: int = 0) -> None:
         counter = make_counter(seed, stream=stream)
         self.lock = threading.RLock()
+        self.num_draws = 0
         self._last = counter.device
         self._counters = {self._last: counter}
         self._known = {"seed": seed, "epoch": 0, "step": 0, "stream": stream}
@@ -115,6 +117,7 @@ class Position:
             elif self._stream != current:
                 current.wait_stream(self._stream)
             self._stream = current
+        self.num_draws += 1
         return self._counters[device]
 
     def take_lock(self) -> threading.RLock:
@@ -153,6 +156,7 @@ class Position:
         return self._worker_seed is not None
 
     def _put(self, state: Mapping[str, int]) -> None:
+        self.num_draws += 1
         self._known = {name: state[name] for name in FIELDS}
         counter = make_counter(**self._known)
         for held in self._counters.values():
@@ -219,6 +223,11 @@ class Positioned:
     """An object that draws from a position: how to set, keep and restore it."""
 
     _position: Position
+
+    @property
+    def num_draws(self) -> int:
+        """Changes with every draw and every move of the position, so that a loader notices those of others."""
+        return self._position.num_draws
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Make the next draw that of (epoch, step); in place, so captured graphs follow."""

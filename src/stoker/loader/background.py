@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import os
 import queue
@@ -213,3 +214,6 @@ getattr(threading, "_register_atexit", atexit.register)(_stop_threads)
 
 # A forked child has none of the threads, and their locks may be taken.
 os.register_at_fork(after_in_child=_running.clear)
+# Garbage of the parent stays garbage in a forked child: a DataLoader worker that collected a CUDA event or graph of the
+# parent would call a driver that does not work after a fork, and abort.
+os.register_at_fork(after_in_child=gc.freeze)

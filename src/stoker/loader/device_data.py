@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from stoker.loader.arguments import tell_once
 from stoker.loader.background import JANITOR
 from stoker.loader.batch import IndexBatch, IndexTable
 from stoker.loader.columns import Column
@@ -103,6 +104,13 @@ class DeviceData:
         """Make new threads in a forked child, where the parent's do not exist; return whether it is one."""
         is_child = self._process != os.getpid()
         if is_child:
+            if torch.get_num_threads() > 1:
+                # OpenMP's threads do not exist here either: the first gather that wants them would wait for ever.
+                torch.set_num_threads(1)
+                tell_once(
+                    "a Loader in a forked process: torch's threads stayed in the parent, so torch.set_num_threads(1) "
+                    "was called here; multiprocessing.get_context('spawn') gives a process threads of its own"
+                )
             self._start_in_this_process()
         return is_child
 

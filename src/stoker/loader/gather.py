@@ -131,6 +131,37 @@ class Augments(Protocol):
         """Make the next draw that of (epoch, step)."""
 
 
+class Draws:
+    """Keeps the draws of an augmentation those of (epoch, batch), also where others draw from the same object.
+
+    Two loaders, or a loader and the user's own loop, may share an augmentation. It has one position; `num_draws` tells
+    whether it was moved since the draw before, and then it is set again. Not for two threads at once.
+    """
+
+    def __init__(self, augment: Any) -> None:
+        self.augment = augment
+        self._at: tuple[int, int] | None = None
+        self._num_draws: int | None = None
+
+    def seek(self, epoch: int, step: int) -> None:
+        """Make the next draw that of (epoch, step)."""
+        if self.augment is not None:
+            self.augment.seek(epoch, step)
+            self._at, self._num_draws = (epoch, step), getattr(self.augment, "num_draws", None)
+
+    def begin(self, step: int) -> None:
+        """Make the next draw that of batch number `step` of the epoch; call `end` after it."""
+        num_draws = getattr(self.augment, "num_draws", None)
+        if self._at is not None and (self._at[1] != step or self._num_draws != num_draws):
+            self.augment.seek(self._at[0], step)
+
+    def end(self, step: int) -> None:
+        """Note that the batches before number `step` were drawn."""
+        if self._at is not None:
+            self._at = self._at[0], step
+            self._num_draws = getattr(self.augment, "num_draws", None)
+
+
 class _Made(NamedTuple):
     """Batches of a table up to `end`; `parts` has those that were not handed out yet."""
 
@@ -158,7 +189,7 @@ class MadeAhead:
     Args:
         fields: Gathered ahead where they are small.
         room_bytes: Most bytes of batches that are made at once.
-        augment: Its images are made ahead if it has `batches`, as `Compose` has.
+        draws: Images are made ahead if its augmentation has `batches`, as `Compose` has.
         images: Images, then masks if there are any.
     """
 
@@ -166,10 +197,10 @@ class MadeAhead:
         self,
         fields: Sequence[FieldGather],
         room_bytes: int,
-        augment: Any = None,
+        draws: Draws | None = None,
         images: Sequence[FieldGather] = (),
     ) -> None:
-        self._fields, self._images, self._augment = fields, images, augment
+        self._fields, self._images, self._draws = fields, images, draws
         self._room_bytes = room_bytes
         gathers = [*fields, *images]
         device = gathers[0].values.device if gathers else torch.device("cpu")
@@ -179,13 +210,11 @@ class MadeAhead:
         # By batch size: bytes of the augmented images, 0 where they are made one by one.
         self._image_bytes: dict[int, int] = {}
         self._made = _NOTHING
-        self._at: tuple[int, int] | None = None
 
-    def seek(self, epoch: int, step: int) -> None:
-        """Make the next draw that of (epoch, step)."""
-        if self._augment is not None:
-            self._augment.seek(epoch, step)
-            self._made, self._at = _NOTHING, (epoch, step)
+    def forget_images(self) -> None:
+        """Drop the images that were made: the augmentation was told another position."""
+        if self._draws is not None:
+            self._made = _NOTHING
 
     def pop(self, rows: IndexBatch, in_turn: bool) -> Batch:
         """Return what was made of a batch; empty if it is out of turn or was handed out before.
@@ -210,7 +239,7 @@ class MadeAhead:
             return Batch()
         self._made = _NOTHING  # free the batches before, so that the next can use their memory
         size, image_bytes = table.sizes[number], 0
-        if in_turn and self._augment is not None:
+        if in_turn and self._draws is not None:
             image_bytes = self._image_bytes.get(size, -1)
             if image_bytes < 0:  # `augmented` finds out
                 self._made = _Made(table, number + 1)
@@ -232,20 +261,20 @@ class MadeAhead:
 
     def augmented(self, indices: Rows, step: int, size: int, count: int = 1) -> Sequence[Any]:
         """Augment `count` batches of `size` samples, the first of which is batch number `step` of the epoch."""
-        if self._at is not None:
-            if self._at[1] != step:
-                self._augment.seek(self._at[0], step)
-            self._at = self._at[0], step + count
+        assert self._draws is not None
+        augment = self._draws.augment
         values = [gather.values for gather in self._images]
         row = indices[self._images[0].row]
+        self._draws.begin(step)
         if count > 1:
-            taken = self._augment.batches(*values, rows=row, batch_size=size)
+            taken = augment.batches(*values, rows=row, batch_size=size)
         else:
-            taken = self._augment(*values, rows=row)
+            taken = augment(*values, rows=row)
+        self._draws.end(step + count)
         made: Sequence[Any] = (taken,) if isinstance(taken, torch.Tensor) else taken
         if size not in self._image_bytes:
             sizes = [tensor.nbytes for tensor in made]
-            apart = not hasattr(self._augment, "batches") or any(n % _ALIGNMENT for n in sizes)
+            apart = not hasattr(augment, "batches") or any(n % _ALIGNMENT for n in sizes)
             one_by_one = apart or 2 * sum(sizes) > self._room_bytes
             self._image_bytes[size] = 0 if one_by_one else sum(sizes)
         return made
@@ -310,15 +339,15 @@ class Assembler:
         if is_resident and any(tensor.is_cuda for tensor in tensors.values()):
             held = sum(tensor.nbytes for tensor in tensors.values())
             room = max(room, min(RESIDENT_AHEAD_BYTES, held))
-        drawing = augment if self._images else None
+        self._draws = Draws(augment)
+        drawing = self._draws if self._images else None
         self._ahead = MadeAhead(self._others, room, drawing, self._images)
         self._num_fields = len(self._others) + len(self._images)
 
     def seek(self, epoch: int, step: int) -> None:
         """Make the augmentation's next draw that of (epoch, step)."""
-        self._ahead.seek(epoch, step)
-        if self._augment is not None and not self._images:
-            self._augment.seek(epoch, step)
+        self._draws.seek(epoch, step)
+        self._ahead.forget_images()
 
     def close(self) -> None:
         """Drop the references to the values, so that their memory can be freed."""
@@ -382,11 +411,13 @@ class Assembler:
             found[column.field] = pieces
         return found
 
-    def augment(self, tensors: Mapping[str, torch.Tensor]) -> Batch:
-        """Augment what `gather` has returned, possibly decoded or copied to another device since."""
+    def augment(self, tensors: Mapping[str, torch.Tensor], step: int) -> Batch:
+        """Augment what `gather` has returned for batch number `step`, possibly decoded or copied to another device."""
         batch = Batch(tensors)
         if self._augment is not None:
+            self._draws.begin(step)
             self._name(batch, self._augment(*(batch[name] for name in self._image_names)))
+            self._draws.end(step + 1)
         return batch
 
     def _name(self, batch: Batch, made: Any) -> None:

@@ -533,7 +533,9 @@ class Loader(Habits):
         with contextlib.closing(pictures.decoded(work, self.epoch)) as decoded:
             for made in decoded:
                 with one_thread(self.device):
-                    batch = self._finish(self._assembler.augment(made.tensors), made.planned)
+                    batch = self._finish(
+                        self._assembler.augment(made.tensors, made.planned.step), made.planned
+                    )
                 batch.positions = made.positions
                 yield batch
 
@@ -561,7 +563,7 @@ class Loader(Habits):
         streams = self.tier == "streamed"
         with prefetch(made, self.device) if streams else contextlib.nullcontext(made) as batches:
             for planned, tensors in batches:
-                yield self._finish(self._assembler.augment(tensors), planned)
+                yield self._finish(self._assembler.augment(tensors, planned.step), planned)
 
     def _finish(self, batch: Batch, planned: PlannedBatch) -> Batch:
         batch.step = planned.step

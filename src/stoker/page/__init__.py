@@ -114,9 +114,15 @@ def details(summary: str, body: Html) -> Html:
 def facts(items: Mapping[str, str]) -> Html:
     """Return names and values as a list."""
     pairs = (
-        f"<div><dt>{escape(key)}</dt><dd>{name(value)}</dd></div>" for key, value in items.items()
+        f"<div{' class=long' if _is_long(value) else ''}><dt>{escape(key)}</dt><dd>{name(value)}</dd></div>"
+        for key, value in items.items()
     )
     return Html(f"<dl>{''.join(pairs)}</dl>")
+
+
+def _is_long(value: str) -> bool:
+    """Return whether a value, such as a path, would break in a column of 150 px."""
+    return not isinstance(value, Html) and len(value) > 18
 
 
 def table(

@@ -37,9 +37,12 @@ a{color:var(--note);overflow-wrap:anywhere;text-underline-offset:3px;text-decora
 section{margin:0 0 44px;scroll-margin-top:16px}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,150px),1fr));
 gap:14px 24px;margin:0 0 18px}
-dt{font-size:.8rem}
+dt{font-size:.8rem}.long{grid-column:span 2}
 dd{margin:0;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
-.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:10px;background:var(--card)}
+.scroll{overflow-x:auto;border:1px solid var(--line);border-radius:10px;
+background:linear-gradient(to left,var(--card) 40%,transparent) 100% 0/40px 100% no-repeat local,
+linear-gradient(to left,color-mix(in srgb,var(--quiet) 45%,transparent),transparent) 100% 0/14px 100% no-repeat,
+var(--card)}
 .scroll:focus-visible{outline:2px solid var(--note);outline-offset:2px}
 .scroll+p{margin-top:10px}
 table{border-collapse:collapse;width:100%;font-size:.875rem}
@@ -50,6 +53,9 @@ td{min-width:8.5rem;overflow-wrap:anywhere}
 td.number,th.number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 td.number,td.label{min-width:0;white-space:nowrap}
 td.wide{min-width:17rem}
+.tight th{white-space:normal;vertical-align:bottom}.tight th,.tight td{padding:8px}
+.tight th:first-child,.tight td:first-child{padding-left:14px}
+.tight th:last-child,.tight td:last-child{padding-right:14px}
 code{font:.85em/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 .badge{display:inline-block;padding:0 8px;border-radius:99px;font-size:.75rem;font-weight:600;
 line-height:1.6;white-space:nowrap;background:var(--note-soft);color:var(--note)}
@@ -92,7 +98,7 @@ font-size:.75rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 .chart figcaption{margin-top:8px}
 .share{display:block;margin:-3px -5px;padding:3px 5px;border-radius:5px;
 background:color-mix(in srgb,var(--bar) calc(var(--share)*.55),transparent)}
-.meter{display:inline-block;min-width:4.5rem;padding-bottom:6px;
+.meter{display:inline-block;min-width:4rem;padding-bottom:6px;
 background:linear-gradient(var(--bar) 0 0) 0 100%/var(--share) 4px no-repeat,
 linear-gradient(var(--line) 0 0) 0 100%/100% 4px no-repeat}
 figure figure{border:0;padding:0 0 8px;background:none}
@@ -119,9 +125,13 @@ h1{font-size:1.35rem}th,td{padding:7px 10px}
 .stack td,.stack td.wide{border:0;padding:2px 0;min-width:0}.stack td.number{text-align:left}
 .stack td.number::before{content:attr(data-head) " ";color:var(--quiet)}
 .stack td:empty{display:none}
-.tight th,.tight td{padding:7px 6px;font-size:.8rem}.tight th{font-size:.75rem}
-.tight td:first-child{white-space:normal;min-width:6.5rem;overflow-wrap:normal}
-.meter{min-width:3.2rem}}
+.tight th,.tight td{padding:7px 4px;font-size:.8rem}.tight th{font-size:.7rem}
+.tight td.number{white-space:normal;overflow-wrap:normal}
+.tight td.label{white-space:normal;min-width:4.8rem;overflow-wrap:normal}
+.tight td:first-child,.tight th:first-child{position:sticky;left:0;background:var(--card)}
+.tight th:first-child,.tight td:first-child{padding-left:8px}
+.tight th:last-child,.tight td:last-child{padding-right:8px}
+.meter{min-width:2.9rem}}
 @media print{:root{--page:#fff;--card:#fff;--ink:#000;--quiet:#444;--line:#ccc}
 body{font-size:10pt}nav{display:none}.scroll{overflow:visible;border-radius:0}
 figure,tr{break-inside:avoid}h2,h3{break-after:avoid}

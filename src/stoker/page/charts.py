@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 Points = Sequence[tuple[float, float | None]]
-Scale = Literal["time", "count"]
+Scale = Literal["time", "count", "number"]
 Style = Literal["plain", "dashed", "dots"]
 
 MAX_POINTS = 300
@@ -79,8 +79,8 @@ class Chart:
         title: What is drawn.
         lines: Those without a single value are left out.
         unit: Of the values.
-        scale: What x is: seconds since the beginning, or a count.
-        along: Name of x where it is a count, such as "step".
+        scale: What x is: seconds since the beginning, a count, or any number.
+        along: Name of x where it is no time, such as "step".
         begin: Where x begins at the latest.
         marks: Values to compare with; they widen the axis.
         low: Where the axis of values begins at the latest; None lets the values say.
@@ -240,6 +240,7 @@ def _along_axis(low: float, high: float, scale: Scale) -> _Axis:
     ticks = tuple(tick for tick in round_ticks(low, high) if low <= tick <= high)
     if scale == "count":
         ticks = tuple(tick for tick in ticks if tick == int(tick)) or ticks
+    if scale != "time":
         return _Axis(low, high, ticks, _named(ticks))
     return _Axis(low, high, ticks, tuple(f"{name} s" for name in _named(ticks)))
 

@@ -237,3 +237,8 @@ def _lines(values: Any) -> dict[str, list[tuple[float, float]]]:
         for name, points in as_mapping(values).items()
         if isinstance(points, list)
     }
+
+
+def metric_words(metric: str) -> str:
+    """Return a metric's name with spaces: a narrow column breaks it there."""
+    return metric.replace("_", " ")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from stoker import page
 from stoker.page import Html
 from stoker.page.charts import Chart, Line, chart_grid, line_chart
-from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example
+from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example, metric_words
 
 _WORTH_KINDS = {"better": "good", "unclear": "warn", "worse": "refuse", "unknown": "note"}
 _WORTH_WORDS = {
@@ -50,21 +50,24 @@ def evaluation_section(made: Evaluation, key: str) -> Html:
 
 
 def _overall(made: Evaluation, key: str) -> Html:
+    """Return model and baselines side by side, the strongest one first: a phone may show no more."""
+    best = None if made.best_baseline is None else made.best_baseline[0]
+    baselines = dict(sorted(made.baselines.items(), key=lambda item: item[0] != best))
     header = (
         "metric",
         "model",
         "95 % interval",
-        *(page.shorten(name, 40) for name in made.baselines),
+        *(page.shorten(name, 40) for name in baselines),
     )
     rows = []
     for name, value in made.metrics.items():
         span = made.intervals.get(name)
         known = span is not None and all(map(math.isfinite, span))
         spelled = "" if span is None else "n/a"
-        spelled = f"{_number(span[0])} to {_number(span[1])}" if span and known else spelled
+        spelled = f"{_number(span[0])} to\u00a0{_number(span[1])}" if span and known else spelled
         mark = " (compared by)" if name == made.compared_by[0] else ""
-        others = (_number(metrics.get(name)) for metrics in made.baselines.values())
-        rows.append((page.name(f"{_words(name)}{mark}"), _number(value), spelled, *others))
+        others = (_number(metrics.get(name)) for metrics in baselines.values())
+        rows.append((page.name(f"{metric_words(name)}{mark}"), _number(value), spelled, *others))
     return page.table(
         header, rows, key=f"{key}-overall", numeric=range(1, len(header)), labels=(0,), tight=True
     )
@@ -122,7 +125,7 @@ def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html
         )
         for who, row in shown
     ]
-    header = (kind, *(page.shorten(_words(name), 40) for name in metrics))
+    header = (kind, *(page.shorten(metric_words(name), 40) for name in metrics))
     table = page.table(
         header, cells, key=key, numeric=range(1, len(header)), labels=(0,), tight=True
     )
@@ -151,7 +154,7 @@ def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
 
 def _chart(curve: Curve, key: str) -> Chart:
     lines = _drawn(curve.lines)
-    return Chart(key, curve.title, lines, curve.unit, "count", curve.along, math.inf, low=None)
+    return Chart(key, curve.title, lines, curve.unit, "number", curve.along, math.inf, low=None)
 
 
 def _importance(made: Evaluation) -> Html:
@@ -161,7 +164,7 @@ def _importance(made: Evaluation) -> Html:
         f"<tr><td class=label>{page.name(name)}</td><td class=number>{_meter(loss, max(0.0, loss / most))}</td></tr>"
         for name, loss in top
     )
-    title = f"Inputs: {page.escape(_words(made.compared_by[0]))} lost when permuted"
+    title = f"Inputs: {page.escape(metric_words(made.compared_by[0]))} lost when permuted"
     return Html(
         f"<h3>{title}</h3><div class=scroll><table class=tight><tbody>{items}</tbody></table></div>"
     )
@@ -216,11 +219,6 @@ def _mirror(example: Example, key: str) -> Html:
         f'<div class="quiet" style="display:flex;justify-content:space-between;font-size:.75rem">'
         f"<span>m/z 0</span><span>{last / 2:.4g}</span><span>{last:.4g}</span></div>"
     )
-
-
-def _words(metric: str) -> str:
-    """Return a metric's name with spaces: a narrow column breaks it there."""
-    return metric.replace("_", " ")
 
 
 def _number(value: float | None) -> str:

@@ -18,7 +18,7 @@ from stoker.errors import MissingExtraError, unwritable
 from stoker.ownership import SIGNATURE, writing
 from stoker.page import format_number
 from stoker.page.charts import COLOURS, Chart, Line, Mark, Points, Style, thin
-from stoker.runs.evaluation import Evaluation
+from stoker.runs.evaluation import Evaluation, metric_words
 from stoker.runs.record import RunRecord, as_mapping, as_number, largest
 from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
 from stoker.units import GB, GIB, MIB
@@ -100,12 +100,13 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
     chance = as_number(as_mapping(runs[0].result.get("baseline")).get(name))
     marks = [] if chance is None else [Mark("chance", chance)]
     made = Evaluation.from_json(runs[0].result.get("evaluation"))
-    for who, metrics in list(made.baselines.items())[-1:] if made is not None else []:
-        if name in metrics:
-            marks.append(Mark(f"{who}, on test samples", metrics[name], is_dashed=True))
+    best = None if made is None else made.best_baseline
+    if made is not None and best is not None and name in made.baselines[best[0]]:
+        value = made.baselines[best[0]][name]
+        marks.append(Mark(f"{best[0]}, on test samples", value, is_dashed=True))
     return Chart(
         f"metric-{number}",
-        f"Validation: {name}",
+        f"Validation: {metric_words(name)}",
         lines,
         "",
         scale="count",
@@ -304,7 +305,7 @@ def _draw(chart: Chart, axes: Any) -> None:
             axes.plot(xs, ys, label=_plain(line.label) or None, **style)
     axes.set_title(_plain(chart.title), fontsize=9, loc="left")
     axes.set_ylabel(_plain(chart.unit), fontsize=8)
-    axes.set_xlabel(_plain(chart.along) if chart.scale == "count" else unit, fontsize=8)
+    axes.set_xlabel(_plain(chart.along) if chart.scale != "time" else unit, fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(True, color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)
@@ -339,7 +340,7 @@ def _draw_mark(mark: Mark, axes: Any) -> None:
 
 def _time_unit(chart: Chart) -> tuple[float, str]:
     """Return seconds per unit of the axis, and its name."""
-    if chart.scale == "count":
+    if chart.scale != "time":
         return 1.0, ""
     last = max((x for line in chart.lines for x, _ in line.points), default=0.0)
     return next(

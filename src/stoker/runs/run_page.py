@@ -13,7 +13,7 @@ from typing import Any
 from stoker import page
 from stoker.page import Html, Section
 from stoker.page.charts import Chart, chart_grid, line_chart
-from stoker.runs.evaluation import Evaluation
+from stoker.runs.evaluation import Evaluation, metric_words
 from stoker.runs.evaluation_page import evaluation_section
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
 from stoker.runs.record import (
@@ -208,7 +208,7 @@ def _test_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
     rows = []
     for name in shared:
         values = [each.metrics[name] for each in known]
-        row = [page.name(f"Test {name.replace('_', ' ')}"), page.format_number(values[0])]
+        row = [page.name(f"Test {metric_words(name)}"), page.format_number(values[0])]
         for value in values[1:]:
             row += [page.format_number(value), ""]
         rows.append(row)
@@ -271,13 +271,15 @@ def _since(run: RunRecord, before: RunRecord) -> Html:
     made = [Evaluation.from_json(each.result.get("evaluation")) for each in (before, run)]
     metrics = [{} if each is None else each.metrics for each in made]
     rows = [
-        (page.name(name), *(page.format_number(each.get(name)) for each in metrics))
+        (page.name(metric_words(name)), *(page.format_number(each.get(name)) for each in metrics))
         for name in metrics[1]
         if name in metrics[0]
     ]
     if rows:
         header = ("test metric", page.shorten(before.name, 60), page.shorten(run.name, 60))
-        parts.append(page.table(header, rows, key="since-metrics", numeric=(1, 2), labels=(0,)))
+        parts.append(
+            page.table(header, rows, key="since-metrics", numeric=(1, 2), labels=(0,), tight=True)
+        )
     return page.join(parts)
 
 
@@ -321,13 +323,18 @@ def _results(runs: Sequence[RunRecord]) -> Html:
         if not names:
             continue
         rows = [
-            (page.name(str(name)), *(page.format_number(as_number(c.get(name))) for c in columns))
+            (
+                page.name(metric_words(str(name))),
+                *(page.format_number(as_number(c.get(name))) for c in columns),
+            )
             for name in names
         ]
         parts += [_heading(f"{run.name}: best checkpoint" if len(runs) > 1 else "Best checkpoint")]
         header = ("metric", "chance", "validation", "test")
         parts.append(
-            page.table(header, rows, key=f"result-{number}", numeric=(1, 2, 3), labels=(0,))
+            page.table(
+                header, rows, key=f"result-{number}", numeric=(1, 2, 3), labels=(0,), tight=True
+            )
         )
     return page.join(parts)
 
@@ -425,9 +432,9 @@ def _epochs(run: RunRecord, key: str) -> Html | None:
         )
         for epoch in shown
     ]
-    heads = [page.shorten(f"validation {name}", 40) for name in names]
+    heads = [page.shorten(f"validation {metric_words(name)}", 40) for name in names]
     header = ("epoch", "training loss", *heads, "samples/s", "waited", "time")
-    table = page.table(header, rows, key=f"{key}-table", numeric=range(len(header)))
+    table = page.table(header, rows, key=f"{key}-table", numeric=range(len(header)), tight=True)
     count = format_count(len(run.epochs), "epoch")
     cut = f", the last {len(shown)} of them" if len(shown) < len(run.epochs) else ""
     return table if len(rows) <= 12 else page.details(f"{count}{cut}", table)

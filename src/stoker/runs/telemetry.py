@@ -30,6 +30,7 @@ from stoker.report import Note, RunEnd, RunLog
 
 TELEMETRY_NAME = "telemetry.jsonl"
 FIRST_SECONDS, MOST_SECONDS = 0.5, 5.0
+_LEAST_SECONDS = 0.1
 _GROWTH = 1.1
 # Below this share of an interval the run was validating or saving: a rate would be noise.
 _LEAST_TRAINED = 0.1
@@ -144,7 +145,10 @@ def judge_gpu(gpu: GpuReading) -> dict[str, Verdict | None]:
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """One reading of a process: the cores it kept busy since the reading before (None at the first), its memory."""
+    """One reading of a process: the cores it kept busy since the reading before, its memory.
+
+    The cores are None at the first reading and right after another one.
+    """
 
     pid: int
     cpu_cores: float | None
@@ -174,6 +178,7 @@ class Meter:
         self._reader = GpuReader(nvml)
         self._clock = clock
         self._process: psutil.Process | None = None
+        self._read_at = 0.0
         self._counted: dict[int, tuple[float, int | None, int | None]] = {}
 
     @property
@@ -202,18 +207,20 @@ class Meter:
         try:
             if self._process is None or self._process.pid != self.pid:
                 self._process = psutil.Process(self.pid) if self.pid else None
-                first = True
+                is_known = False
             else:
-                first = False
+                # The kernel counts time by ticks of 10 ms: a shorter span reads as 0 cores, or as too many.
+                is_known = self._clock() - self._read_at >= _LEAST_SECONDS
             if self._process is None:
                 return None
+            self._read_at = self._clock()
             with self._process.oneshot():
                 percent = self._process.cpu_percent()
                 resident = self._process.memory_info().rss
         except psutil.Error:
             self._process = None
             return None
-        return ProcessReading(self.pid, None if first else percent / 100, resident)
+        return ProcessReading(self.pid, percent / 100 if is_known else None, resident)
 
     def read_other_cores(self, process: ProcessReading | None) -> float | None:
         """Return the cores that everything but the process kept busy; None at the first reading.

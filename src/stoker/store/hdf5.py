@@ -31,6 +31,7 @@ from stoker.errors import CorruptError, StokerError, StoreError
 from stoker.report import LOG_NAME
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
+from stoker.store.foreign import identify_file
 from stoker.units import format_bytes
 
 _CHUNK_COPIES = 3
@@ -391,6 +392,7 @@ READ_BY = {
     ".yaml": "stoker config check {}", ".yml": "stoker config check {}", ".pt": "stoker export {} OUT.safetensors",
 }  # fmt: skip
 """Ending of a file that is no data to what takes it."""
+_OPENED = "a store folder, an HDF5 file or a URL"
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -424,15 +426,17 @@ def open_hdf5(path: Path) -> h5py.File:
         if kind is not None:
             raise StoreError(
                 f"{path} is a file to be packed first, no store.",
-                "a store folder, an HDF5 file or a URL",
+                _OPENED,
                 command("stoker", "pack", kind, path, "OUT"),
             ) from None
-        if (other := _other_kind(path)) is not None:
+        if path.suffix == ".pt" and path.with_name(LOG_NAME).exists():
             raise StoreError(
-                f"{path} is {other[0]}, no HDF5 file.",
-                "a store folder, an HDF5 file or a URL",
-                other[1],
+                f"{path} is a checkpoint of a run, no HDF5 file.",
+                _OPENED,
+                READ_BY[".pt"].format(quoted(path)),
             ) from None
+        if path.suffix not in (".yaml", ".yml") and (other := identify_file(path)) is not None:
+            raise StoreError(f"{path} is {other.what}, no HDF5 file.", _OPENED, other.fix) from None
         if _is_marked_open(path):
             raise StoreError(
                 f"{path} was not closed by the program that wrote it, or is being written.",
@@ -460,34 +464,6 @@ def _is_marked_open(path: Path) -> bool:
             if len(start) < 12:
                 break
     return False
-
-
-def _other_kind(path: Path) -> tuple[str, str] | None:
-    """Return what a file is by its first bytes, and what to type for it; None where they say nothing."""
-    with suppress(OSError), path.open("rb") as file:
-        start = file.read(16)
-        if start.startswith((b"\xff\xd8\xff", b"\x89PNG")):
-            return "a picture", command("stoker", "pack", "images", path.parent, "OUT")
-        if start.startswith(b"\x1f\x8b"):
-            return "compressed by gzip", command("gzip", "--decompress", "--keep", path)
-        if start.startswith(b"CDF"):
-            copy = path.with_name(f"{path.stem}-4{path.suffix}")
-            return "netCDF of version 3", command("nccopy", "-k", "nc4", path, copy)
-        if start.startswith(b"MATLAB 5.0"):
-            code = (
-                f"import scipy.io, numpy; d = scipy.io.loadmat({str(path)!r}); "
-                f"numpy.savez({str(path.with_suffix('.npz'))!r}, **{{n: v for n, v in d.items() if n[0] != '_'}})"
-            )
-            return "a MATLAB file of before 7.3", command("python3", "-c", code)
-        if start.startswith((b"PK\x03\x04", b"\x80")):
-            load = "torch.load" if path.suffix in (".pt", ".pth") else "your own code"
-            if path.suffix in READ_BY and path.with_name(LOG_NAME).exists():
-                return "a checkpoint of a run", READ_BY[path.suffix].format(quoted(path))
-            return (
-                "an archive or a pickle",
-                f"Loader(data, batch_size), with data read by {load}: arrays or tensors in a dict",
-            )
-    return None
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from stoker.train.graph import GraphedStep, has_graphs
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.replay_check import as_if_captured, is_same_function
 from stoker.train.settings import Capture
-from stoker.train.step import SPARSE, Step, StepParts
+from stoker.train.step import SPARSE, Step, StepParts, has_sparse_gradients
 from stoker.train.step_state import Snapshot, StepState, drawing_objects
 from stoker.train.update import Update
 
@@ -66,6 +66,8 @@ def cannot_capture(asked: Capture, feed: Feed, step: Step) -> str | None:
     if feed.augmentation is not None and not hasattr(feed.augmentation, "load_state_dict"):
         kind = type(feed.augmentation).__name__
         return f"{kind} has no state_dict and load_state_dict, so its draws cannot be repeated"
+    if has_sparse_gradients([parts.model]):
+        return SPARSE
     if isinstance(parts.model, torch.nn.DataParallel):
         return "DataParallel starts threads in the forward pass"
     return None

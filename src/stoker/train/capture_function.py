@@ -37,7 +37,14 @@ from stoker.train.graph import GraphedStep, alike, describe_failure, has_graphs,
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import needed_argument
-from stoker.train.step import SPARSE, fill_momentum, make_guarded, make_unfused, num_needed
+from stoker.train.step import (
+    SPARSE,
+    fill_momentum,
+    has_sparse_gradients,
+    make_guarded,
+    make_unfused,
+    num_needed,
+)
 from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
@@ -164,6 +171,8 @@ class CapturedFunction:
                 )
         if not has_graphs(self.device):
             return f"there are no CUDA graphs on the {self.device.type.upper()}"
+        if has_sparse_gradients(self._state.modules):
+            return SPARSE
         closures = [type(one).__name__ for one in self._state.optimizers if needed_argument(one)]
         if closures:
             return f"{closures[0]} runs its closure as often as it decides on the host"
@@ -328,8 +337,7 @@ class _FunctionGraph(GraphedStep):
         sparse: list[bool] = []
 
         def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            sparse.append(any(p.grad is not None and p.grad.is_sparse for p in parameters))
+            sparse.append(_has_sparse(optimizer))
             if sparse[-1]:
                 make_unfused(optimizer)
 
@@ -348,6 +356,9 @@ class _FunctionGraph(GraphedStep):
         if any(sparse):
             self.give_up(SPARSE)
         elif not sparse:
+            for optimizer in self._state.optimizers:
+                if _has_sparse(optimizer):
+                    make_unfused(optimizer)
             self.give_up(
                 "the step calls no optimizer.step(), and gradients that are used outside of a graph are not those of "
                 "a plain step: put it into the step, or use Trainer, which also accumulates"
@@ -382,6 +393,12 @@ class _FunctionGraph(GraphedStep):
         if self._loader is None:
             return 0, 0
         return int(getattr(self._loader.augment, "generation", 0)), self._loader.ring_number
+
+
+def _has_sparse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter has a sparse gradient, which torch's fused SGD refuses."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None and p.grad.is_sparse for p in parameters)
 
 
 def _listed(given: Any, kind: type[_T]) -> list[_T]:

@@ -11,17 +11,18 @@ may draw random numbers.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
-import itertools
 import pickle
 import random
 import re
+import sysconfig
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from operator import itemgetter
-from types import CellType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,14 @@ from stoker.train.generators import capture_host_rng
 DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
-_MOST_COMPARED = 1000
-_DEPTH = 3
-_MOST_GROUPS = 200
+MOST_COMPARED = 1000
+_MOST_HELPERS = 200
+_BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
+_LIBRARY = sysconfig.get_path("stdlib")
+MOST_GROUPS = 200
 """Containers that are looked into at every replay; those of a larger model at every n-th only."""
-_LENGTH, _ITEM, _DRAWN, _LEAVE = object(), object(), object(), object()
-"""Keys of a container's length, a tensor's only value and a generator's state; a value that is left as it is."""
+_LENGTH, _ITEM, _DRAWN = object(), object(), object()
+"""Keys of a container's length, a tensor's only value and a generator's state."""
 _HOST = torch.device("cpu")
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
@@ -51,7 +54,7 @@ _FOREIGN = frozenset(
 _FRAMEWORKS = ["stoker", "frameworks"]
 _OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
 """Methods of a Lightning module that are not called by its `training_step`."""
-_MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
+MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """What torch keeps in every module."""
 _Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
 """A group, its learning rate on the device, and the names and values that are compared."""
@@ -132,30 +135,33 @@ class HostNumbers:
         self._on_gpu = device is not None and device.type == "cuda"
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._called: set[int] = set()
+        self._named: frozenset[str] = frozenset()
         code: dict[int, tuple[str, Any]] = {}
         kinds: dict[type, None] = {}
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
-                self._look(name, vars(module), only=_named_in_step(type(module)))
+                self._look(name, vars(module), only=named_in_step(type(module)))
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
                 kinds[type(module)] = None
         for kind, count in (found for each in kinds for found in _class_counts(each)):
             self._take(f"{kind.__name__}.{count}", kind, count)
+        self._take_surroundings(code)
+        code, functions = {}, list(functions)
+        self._named = names_in(functions)
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
             if is_plain_object(function, may_be_called=True):  # such as a criterion with settings
-                self._look(type(function).__name__, vars(function))
+                self._look_into(type(function).__name__, function)
                 function = type(function).__call__
             owner = getattr(function, "__self__", None)
-            if is_plain_object(owner):  # of a method
-                self._look(type(owner).__name__, vars(owner))
+            if is_plain_object(owner, may_be_called=True):  # of a method
+                self._look_into(type(owner).__name__, owner)
             elif _is_of_framework(owner) and not isinstance(owner, torch.nn.Module):
                 self._look(type(owner).__name__, vars(owner), only=function.__code__.co_names)
-            code[id(function)] = getattr(function, "__name__", ""), function
-        for name, function in code.values():
-            for variable, container, key in _surroundings(function):
-                self._take(f"{variable} of {name}" if name else variable, container, key)
+            is_partial = isinstance(given, functools.partial)
+            code[id(given)] = getattr(function, "__name__", ""), given if is_partial else function
+        self._take_surroundings(code)
         self._places = list(self._found.values())
         self._values = self.values()
         # All numbers of a container are compared by one call: 0.2 µs for a module.
@@ -170,20 +176,28 @@ class HostNumbers:
                 keys.setdefault(id(container), (container, []))[1].append(key)
         getters = ((container, itemgetter(*names)) for container, names in keys.values())
         self._groups = [(container, get, get(container)) for container, get in getters]
-        self._every = 1 + len(self._groups) // _MOST_GROUPS
+        self._every = 1 + len(self._groups) // MOST_GROUPS
         self._num_asked = 0
+
+    def _take_surroundings(self, code: Mapping[int, tuple[str, Any]]) -> None:
+        for name, function in code.values():
+            for variable, container, key in surroundings(function):
+                self._take(f"{variable} of {name}" if name else variable, container, key)
+
+    def _look_into(self, name: str, owner: Any, deeper: bool = True) -> None:
+        self._look(name, vars(owner), deeper, attributes_read(owner, self._named))
 
     def _look(
         self, name: str, container: Any, deeper: bool = True, only: Collection[str] | None = None
     ) -> None:
         # A vocabulary is no setting: of a large container only the length counts.
         keys = range(len(container)) if isinstance(container, list | deque) else list(container)
-        for key in keys if len(keys) <= _MOST_COMPARED else ():
-            if key not in _MODULE_TABLES and (only is None or key in only):
+        for key in keys if len(keys) <= MOST_COMPARED else ():
+            if key not in MODULE_TABLES and (only is None or key in only):
                 self._take(f"{name}.{key}", container, key, deeper)
 
     def _take(self, name: str, container: Any, key: Any, deeper: bool = True) -> None:
-        value = _read(container, key)
+        value = read_place(container, key)
         if isinstance(value, bool | int | float | str | np.generic):
             self._found[id(container), key] = (name, container, key)
         elif self._on_gpu and _is_host_number(value):
@@ -195,16 +209,16 @@ class HostNumbers:
             self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
             self._look(name, value, deeper=False)
         elif deeper and is_plain_object(value):
-            self._look(name, vars(value), deeper=False)
+            self._look_into(name, value, deeper=False)
         elif (
             deeper and is_plain_object(value, may_be_called=True) and id(value) not in self._called
         ):
             self._called.add(id(value))  # such as a loss that a step function calls
-            self._look(name, vars(value))
+            self._look_into(name, value)
 
     def values(self) -> list[Any]:
         """Return what they are now."""
-        return [_read(container, key) for _, container, key in self._places]
+        return [read_place(container, key) for _, container, key in self._places]
 
     def find_change(self) -> str | None:
         """Return the name of one that has another value than at first, or None."""
@@ -215,7 +229,9 @@ class HostNumbers:
             is_same = all(get(container) == then for container, get, then in self._groups)
         except (KeyError, IndexError):  # it is gone
             is_same = False
-        if is_same and all(_read(container, key) == then for container, key, then in self._rest):
+        if is_same and all(
+            read_place(container, key) == then for container, key, then in self._rest
+        ):
             return None
         return self.name_difference(self.values(), self._values)
 
@@ -250,128 +266,8 @@ class HostNumbers:
                 setattr(container, key, value)
             elif isinstance(container, CellType):
                 container.cell_contents = value
-            elif _read(container, key) is not value:
+            elif read_place(container, key) is not value:
                 container[key] = value
-
-
-class HeldTensors:
-    """Tensors that modules keep in plain attributes, and functions in variables around them.
-
-    A graph reads the ones of its capture for ever: a hidden state that each step reads and then replaces would stay
-    as it was. One that a step only replaces (a cache, the weight of an old-style `weight_norm`) does no harm.
-
-    Args:
-        modules: With all modules inside them.
-        functions: Other code of the step.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
-        self._places: list[tuple[str, Any, Any]] = []
-        code: dict[int, Any] = {}
-        for module in (inner for root in modules for inner in root.modules()):
-            for name in vars(module).keys() - _MODULE_TABLES:
-                self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
-            code[id(type(module).forward)] = type(module).forward
-        code |= {id(function): getattr(function, "func", function) for function in functions}
-        for function in code.values():
-            self._places += _surroundings(function)
-        self._all_places = self._places
-        self._places = [place for place in self._places if _holds_tensors(_read(*place[1:]))]
-
-    def values(self) -> list[Any]:
-        """Return what they are now: the objects themselves."""
-        return [_read(container, key) for _, container, key in self._places]
-
-    def reachable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of attributes and variables by name, and those inside of objects and modules there."""
-        for name, container, key in self._all_places:
-            for tensor in tensors_in(_read(container, key)):
-                yield name, tensor
-
-    def replacements(self, before: Sequence[Any]) -> list[Any]:
-        """Return the values that are other objects than before, for `put`, which leaves the rest alone."""
-        pairs = zip(self.values(), before, strict=True)
-        return [_LEAVE if now is then else now for now, then in pairs]
-
-    def put(self, values: Sequence[Any]) -> None:
-        """Give them values."""
-        for (_, container, key), value in zip(self._places, values, strict=True):
-            if value is _LEAVE or _read(container, key) is value:
-                continue
-            if isinstance(container, CellType):
-                container.cell_contents = value
-            else:
-                container[key] = value
-
-    def find_replaced(self, before: Sequence[Any]) -> str | None:
-        """Return the name of the first that is another object than before, or None."""
-        pairs = zip(self._places, self.values(), before, strict=True)
-        return next((name for (name, _, _), now, then in pairs if now is not then), None)
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif depth < _DEPTH:
-        inner: Iterable[Any] = ()
-        if isinstance(value, dict):
-            inner = list(value.values())
-        elif isinstance(value, list | tuple):
-            inner = value
-        elif is_plain_object(value, may_be_called=True):
-            inner = list(vars(value).values())
-        for each in itertools.islice(inner, _MOST_COMPARED):
-            yield from tensors_in(each, depth + 1)
-
-
-def containers_around(
-    modules: Iterable[torch.nn.Module], functions: Iterable[Any]
-) -> list[tuple[str, Any]]:
-    """Return the dicts, lists and deques in which the code of a step may keep something, by name.
-
-    They are attributes of modules, variables around functions, and the attributes of objects of somebody's own there;
-    with the containers inside of them. A large one is data, not something that a step changes.
-    """
-    found: dict[int, tuple[str, Any]] = {}
-
-    def look(name: str, value: Any, depth: int = 0, in_object: bool = False) -> None:
-        if isinstance(value, torch.optim.Optimizer):
-            return  # what it keeps is known
-        if not in_object and is_plain_object(value, may_be_called=True):
-            value, in_object = vars(value), True
-        is_container = isinstance(value, dict | list | deque) and len(value) <= _MOST_COMPARED
-        if not is_container or id(value) in found or depth > _DEPTH:
-            return
-        found[id(value)] = name, value
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            look(f"{name}.{key}", inner, depth + 1, in_object)
-
-    for module in (inner for root in modules for inner in root.modules()):
-        for key in vars(module).keys() - _MODULE_TABLES:
-            look(f"{type(module).__name__}.{key}", vars(module)[key])
-    for given in functions:
-        function = getattr(given, "func", given)  # of a functools.partial
-        owner = getattr(function, "__self__", None)
-        for value in (function, owner):
-            look(type(value).__name__, value)
-        if is_plain_object(function, may_be_called=True):
-            function = type(function).__call__
-        for name, container, key in _surroundings(function):
-            look(name, _read(container, key))
-    return list(found.values())
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a container of tensors only, that is no parameter."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return bool(value) and all(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
 class _Entries(tuple[Any, ...]):
@@ -425,7 +321,8 @@ def _class_counts(kind: type) -> list[tuple[type, str]]:
     return found
 
 
-def _read(container: Any, key: Any) -> Any:
+def read_place(container: Any, key: Any) -> Any:
+    """Return what is in a place: an entry, a variable, an attribute; None if there is nothing."""
     if key is _LENGTH:
         return _Entries(container) if isinstance(container, deque) else len(container)
     if key is _ITEM:
@@ -436,12 +333,22 @@ def _read(container: Any, key: Any) -> Any:
         return container.get(key)
     if isinstance(container, type):
         return getattr(container, key, None)
-    if isinstance(container, list | deque):
+    if isinstance(container, list | deque | tuple):
         return container[key] if key < len(container) else None
+    if not isinstance(container, CellType):
+        return getattr(container, key, None)  # of an object with slots
     try:
         return container.cell_contents
     except ValueError:  # a variable that is not assigned yet
         return None
+
+
+def slots_of(value: Any) -> list[str]:
+    """Return the attributes of an object of somebody's own that has slots instead of a dict."""
+    kind = type(value)
+    if hasattr(value, "__dict__") or _package(kind) in _FOREIGN or callable(value):
+        return []
+    return [name for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
 
 
 def _is_host_number(value: Any) -> bool:
@@ -469,7 +376,7 @@ def _is_of_framework(value: Any) -> bool:
     return any(kind.__module__.split(".")[:2] == _FRAMEWORKS for kind in type(value).__mro__)
 
 
-def _named_in_step(kind: type) -> set[str] | None:
+def named_in_step(kind: type) -> set[str] | None:
     """Return the attributes that the code of a Lightning module may read within a step; None if it is another module.
 
     Its hooks around the step may count and collect as they like.
@@ -488,17 +395,128 @@ def _package(thing: Any) -> str:
     return (getattr(thing, "__module__", None) or "").partition(".")[0]
 
 
-def _surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the variables that a function takes from around it: name, what holds it, and its key there."""
+def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the variables that a function takes from around it: name, what holds it, and its key there.
+
+    They are of its closure, globals, defaults and attributes; of a `functools.partial` also the arguments.
+    """
+    if isinstance(function, functools.partial):
+        yield from (("an argument", function.args, place) for place in range(len(function.args)))
+        yield from ((name, function.keywords, name) for name in function.keywords)
+        function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or _package(function) in _FOREIGN:
         return
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell, name
-    for name in code.co_names:
+    for name in _names(code):
         if name in function.__globals__:
             yield name, function.__globals__, name
+    if _is_own(function):
+        positional = code.co_varnames[: code.co_argcount]
+        defaults = function.__defaults__ or ()
+        with_default = positional[len(positional) - len(defaults) :]
+        yield from ((name, defaults, place) for place, name in enumerate(with_default))
+        given = function.__kwdefaults__ or {}
+        yield from ((name, given, name) for name in given)
+        own = vars(function)
+        yield from ((f"{function.__name__}.{name}", own, name) for name in own)
+
+
+def _names(code: CodeType) -> dict[str, None]:
+    """Return the globals and attributes that code names, and those of the functions inside of it."""
+    names = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= _names(inner)
+    return names
+
+
+def names_in(functions: Iterable[Any]) -> frozenset[str]:
+    """Return all names that the code of functions has."""
+    names: dict[str, None] = {}
+    for given in functions:
+        function = getattr(given, "func", given)
+        if is_plain_object(function, may_be_called=True):
+            function = type(function).__call__
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        names |= _names(function.__code__) if inspect.isfunction(function) else {}
+    return frozenset(names)
+
+
+def attributes_read(owner: Any, named: frozenset[str]) -> frozenset[str] | None:
+    """Return the attributes of an object that code with these names may read; None if it may be any.
+
+    A loop counts and collects in the object whose method the step is: that is not the step's.
+    """
+    methods = [
+        m for kind in type(owner).__mro__[:-1] for m in vars(kind).values() if inspect.isfunction(m)
+    ]
+    is_passed_on = not named & {*vars(owner), *dir(type(owner))} - {*dir(object)}
+    if is_passed_on or named & _BY_ANY_NAME or not all(map(_is_own, methods)):
+        return None
+    return named
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function is of somebody's own code, not of an installed package or of the language."""
+    function = inspect.unwrap(function) if callable(function) else None
+    if not inspect.isfunction(function):
+        return False
+    file = function.__code__.co_filename
+    is_installed = "-packages" in file or file.startswith((_LIBRARY, "<frozen"))
+    return not is_installed and _package(function) not in _FOREIGN
+
+
+def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
+    """Return functions, and those of somebody's own code that they and forward passes name.
+
+    Methods are bound to the object that they are called of.
+    """
+    found: dict[tuple[int, int], Any] = {}
+
+    def add(given: Any) -> None:
+        function, owner = getattr(given, "func", given), getattr(given, "__self__", None)
+        if is_plain_object(function, may_be_called=True):
+            function, owner = type(function).__call__, function
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        key = id(owner), id(function)
+        if key in found or not inspect.isfunction(function) or len(found) >= _MOST_HELPERS:
+            return
+        found[key] = given
+        if _is_own(function):
+            names = _names(function.__code__)
+            enter(owner, names)
+            for _, container, name in surroundings(given):
+                enter(read_place(container, name), names)
+
+    def enter(value: Any, names: Mapping[str, None], depth: int = 0) -> None:
+        if isinstance(value, FunctionType | MethodType | functools.partial):
+            function = getattr(value, "func", value)
+            if _is_own(getattr(function, "__func__", function)):
+                add(value)
+            return
+        is_plain = is_plain_object(value, may_be_called=True)
+        if depth > 1 or not (is_plain or isinstance(value, torch.nn.Module)):
+            return
+        for name in (*names, "__call__") if is_plain else names:
+            found = inspect.getattr_static(type(value), name, None)
+            method: Any = found.fget if isinstance(found, property) else found
+            if _is_own(method):
+                add(MethodType(method, value))
+        for name in names.keys() & vars(value).keys() - MODULE_TABLES:
+            enter(vars(value)[name], names, depth + 1)
+
+    given = list(functions)
+    for function in given:
+        add(function)
+    kinds = {type(each): each for root in modules for each in root.modules()}
+    for kind, module in kinds.items():
+        if _is_own(kind.forward):
+            add(MethodType(kind.forward, module))
+    known = {id(function) for function in given}
+    return [*given, *(one for one in found.values() if id(one) not in known)]
 
 
 def is_equal(one: Any, other: Any) -> bool:

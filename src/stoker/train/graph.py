@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import CellType
 from typing import Any
 
 import torch
@@ -41,13 +42,13 @@ from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.frozen import (
     DRAWS_ON_HOST,
     FrozenGroups,
-    HeldTensors,
     HostNumbers,
     has_drawn,
     is_equal,
     quiet_host_rng,
 )
 from stoker.train.generators import restore_rng
+from stoker.train.held_tensors import HeldTensors, WatchedTensors, put_in
 from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
 from stoker.train.replay_check import (
@@ -177,6 +178,8 @@ class GraphedStep:
         self._held = HeldTensors(())
         self._held_values: list[Any] = []
         self._replaced: list[Replaced] = []
+        self._watched = WatchedTensors()
+        self._written: list[tuple[Any, Any, Any]] = []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst = 0.0
@@ -250,10 +253,16 @@ class GraphedStep:
         if changed is not None:
             self._renew(f"{changed} has changed")
             return self._run_eagerly(work)
+        replaced = self._watched.find_replaced()
+        if replaced is not None and self._depends_on(*replaced[1:], work):
+            self._renew(f"another tensor was put in the place of {replaced[0]}")
+            return self._run_eagerly(work)
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
             return self._replay_and_check(work)
         self._replay_graph()
+        for place in self._written:  # a batch that did not fit has put others there
+            put_in(*place)
         return self._copied_result()
 
     def _replay_graph(self) -> None:
@@ -347,7 +356,7 @@ class GraphedStep:
         modules, code = state.changed_modules(), state.code()
         self._numbers = HostNumbers(modules, code, state.device)
         held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
-        before = held.values()
+        before, watched = held.values(), WatchedTensors(modules, code)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         why, handled = "", sys.exception()
         if _is_short_of_memory(state.device):
@@ -371,6 +380,8 @@ class GraphedStep:
         finally:
             if collects:
                 gc.enable()
+        watched.leave_replaced()
+        self._watched = watched
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         self._replaced = kept.replacements()
@@ -435,6 +446,7 @@ class GraphedStep:
             self.give_up(_MOVED)
             return result
         held = [tensor.detach().clone() for tensor in keep.replacements()]
+        made = [tensor.detach().clone() for tensor in _made(self._replaced)]
         keep.restore()
         if is_first and replaced is not None and self._reads_held(work, keep, [*eager, *held]):
             self.give_up(
@@ -443,7 +455,7 @@ class GraphedStep:
             )
             return self._run_eagerly(work)
         if is_first and self._replaced:
-            return self._compare_replaced(work, keep, eager)
+            return self._compare_replaced(work, keep, [*eager, *made])
         since = self._clock()
         replayed = self._replay()
         self.slowdown = eager_seconds / max(self._clock() - since, 1e-9)
@@ -476,10 +488,10 @@ class GraphedStep:
         """
         replaced, self._replaced = self._replaced, []
         kept = [one.container[one.key] for one in replaced]
-        for one, tensor in zip(replaced, kept, strict=True):
-            one.container[one.key] = disturbed(tensor)
-        results = iterate_tensors(self._run_eagerly(work))
-        away = self._agreed(difference(eager, [*results, *self._state.tensors()]))
+        for one, value in zip(replaced, kept, strict=True):
+            one.container[one.key] = map_tensors(disturbed, value)
+        results = [*iterate_tensors(self._run_eagerly(work))]
+        away = self._agreed(difference(eager, [*results, *self._state.tensors(), *_made(replaced)]))
         keep.restore()
         if away > 1.0:
             self._split(
@@ -487,10 +499,13 @@ class GraphedStep:
                 "one that copy_ or mul_ changes is followed"
             )
             return self._run_eagerly(work)
-        for one, tensor in zip(replaced, kept, strict=True):
-            if one.tensor.shape == tensor.shape:  # should it be read after all
-                one.tensor.data.copy_(tensor.data)
-            one.container[one.key] = one.tensor
+        for one, value in zip(replaced, kept, strict=True):
+            pairs = zip(iterate_tensors(one.value), iterate_tensors(value), strict=False)
+            for own, tensor in pairs:
+                if own.shape == tensor.shape:  # should it be read after all
+                    own.data.copy_(tensor.data)
+            one.container[one.key] = one.value
+        self._written = [(one.container, one.key, one.value) for one in replaced]
         return self._replay_and_check(work)
 
     def _reads_held(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> bool:
@@ -500,6 +515,29 @@ class GraphedStep:
         found = [*results, *self._state.tensors(), *keep.replacements()]
         away = self._agreed(difference(eager, found))
         keep.restore()
+        return away > 1.0
+
+    def _depends_on(self, container: Any, key: Any, work: Any) -> bool:
+        """Whether the step depends on a tensor that was replaced; if not, it is watched no longer."""
+        now = container.cell_contents if isinstance(container, CellType) else container[key]
+        tensors = list(iterate_tensors(now))
+        is_known = isinstance(now, torch.Tensor | tuple) and tensors
+        if (
+            not is_known
+            or not all(map(torch.is_floating_point, tensors))
+            or self._state.ranks.joined
+        ):
+            return True
+        keep = self._make_snapshot()
+        run = functools.partial(self._run_eagerly, work)
+        one = self._outcome(run, keep)
+        keep.restore()
+        put_in(container, key, map_tensors(disturbed, now))
+        away = difference(one, [*iterate_tensors(run()), *self._state.tensors()])
+        keep.restore()
+        put_in(container, key, now)
+        if away <= 1.0:
+            self._watched.leave(container, key)
         return away > 1.0
 
     def _compare_again(self, work: Any, keep: Snapshot) -> float:
@@ -590,7 +628,9 @@ class GraphedStep:
             self._next_check = self._num_replays * _RECHECK_GROWTH
         if self._num_checked == CHECKED_REPLAYS:
             self._next_check = max(self._next_check, _FIRST_RECHECK)
-            self._held.put(self._held_values)  # what a replay computes is there
+            self._written += self._held.places_of(self._held_values)
+            for place in self._written:  # what a replay computes is there
+                put_in(*place)
             what = "captured" if self.split_reason is None else "captured without its update"
             self.reason = (
                 f"{what} after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
@@ -638,10 +678,16 @@ class GraphedStep:
         self._graph = self._static = self._loss = self._host_draws = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
+        self._watched, self._written = WatchedTensors(), []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False
         self._generation = self._find_generation()
+
+
+def _made(replaced: Sequence[Replaced]) -> list[torch.Tensor]:
+    """Return the tensors that are now where a step puts others."""
+    return list(iterate_tensors([one.container.get(one.key) for one in replaced]))
 
 
 def has_graphs(device: torch.device) -> bool:

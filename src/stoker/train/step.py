@@ -319,7 +319,9 @@ class Step:
                 self._block = torch.zeros(_NUM_FLAGS, device=norm.device)
                 self._flags = list(self._block.unbind())
             flag = self._flags.pop()
-        torch._amp_foreach_non_finite_check_and_unscale_([norm], flag, self._one)
+        # The kernel knows no bfloat16.
+        known = norm.float() if norm.dtype == torch.bfloat16 else norm
+        torch._amp_foreach_non_finite_check_and_unscale_([known], flag, self._one)
         if captured:
             self._skipped += flag
         return flag
@@ -499,6 +501,16 @@ def _bring_counts(optimizer: torch.optim.Optimizer, device: torch.device) -> Non
 def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer skips an update with a non-finite gradient by itself, on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def has_sparse_gradients(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether an embedding asks for sparse gradients (`sparse=True`) and is trained."""
+    return any(
+        getattr(module, "sparse", None) is True
+        and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        for root in modules
+        for module in root.modules()
+    )
 
 
 def make_unfused(optimizer: torch.optim.Optimizer) -> None:

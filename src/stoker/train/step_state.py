@@ -17,13 +17,12 @@ import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.frozen import (
-    HeldTensors,
     HostNumbers,
-    containers_around,
     is_plain_object,
     is_torchs_own,
-    tensors_in,
+    with_helpers,
 )
+from stoker.train.held_tensors import HeldTensors, containers_around, tensors_in
 from stoker.train.ranks import Ranks
 
 _OF_TORCH = frozenset(
@@ -100,14 +99,18 @@ class StepState:
         )
 
     def code(self) -> list[Any]:
-        """Return the Python code of the step besides forward passes: functions, and hooks of modules and optimizers."""
+        """Return the Python code of the step besides forward passes: functions, hooks of modules and optimizers.
+
+        With the functions of somebody's own that these and forward passes call.
+        """
         owners: list[tuple[Any, tuple[str, ...]]] = [(one, _STEP_HOOKS) for one in self.optimizers]
         for module in (inner for root in self.modules for inner in root.modules()):
             owners.append((module, _HOOKS))
             own = module._parameters.values()
             owners += [(p, ("_backward_hooks", "_post_accumulate_grad_hooks")) for p in own]
         tables = (getattr(owner, name, None) for owner, names in owners for name in names)
-        return [*self.functions, *(hook for table in tables if table for hook in table.values())]
+        hooks = (hook for table in tables if table for hook in table.values())
+        return with_helpers(self.modules, [*self.functions, *hooks])
 
     def changed_modules(self) -> list[torch.nn.Module]:
         """Return the modules, and those that hooks of the optimizers use, such as a moving average of the weights."""
@@ -131,19 +134,16 @@ class StepState:
         ]
         around = containers_around(self.changed_modules(), self.code())
         named += [(name, entries) for name, entries in around if isinstance(entries, dict)]
-        counts = [
+        counts: list[tuple[str, Any]] = [
             (f"{key} of {owner}", value)
             for owner, entries in named
             for key, value in entries.items()
             if isinstance(value, bool | int | float)
         ]
         counts += [
-            (
-                f"the entries of {name}",
-                [value if _is_number(value) else id(value) for value in held],
-            )
+            (f"the entries of {name}", [one if _is_number(one) else id(one) for one in held])
             for name, held in around
-            if not isinstance(held, dict)
+            if isinstance(held, list | deque)
         ]
         return counts, [drawing.state_dict() for drawing in self.draws()]
 
@@ -159,12 +159,15 @@ class StepState:
 
 
 class Replaced(NamedTuple):
-    """A tensor that a step has put in the place of another one: its name, the dict that holds it, and its key."""
+    """A tensor that a step has put in the place of another one: its name, the dict that holds it, and its key.
+
+    Or a tuple of tensors.
+    """
 
     name: str
     container: dict[Any, Any]
     key: Any
-    tensor: torch.Tensor
+    value: Any
 
 
 class KeptObjects:
@@ -231,9 +234,10 @@ class KeptObjects:
             for owner, container, entries, _ in self._kept
             if isinstance(container, dict)
             for key, value in entries.items()
-            if isinstance(value, torch.Tensor)
-            and isinstance(container.get(key), torch.Tensor)
-            and container[key] is not value
+            if isinstance(value, torch.Tensor | tuple)
+            and container.get(key) is not value
+            and any(True for _ in iterate_tensors(value))
+            and any(True for _ in iterate_tensors(container.get(key)))
         ]
 
 

@@ -189,8 +189,9 @@ class Trainer(Configured, Resumable):
             self.note(Note(line))
         self._make_step(self._make_parts(parallel, norms), tell=True)
         if gpu_augmentation is not None:
-            self._progress.say(AUGMENTED)
-            self.history.told.append(Note(AUGMENTED))
+            where = ", on the CPU: the run has no GPU" if self.device.type == "cpu" else ""
+            self._progress.say(f"{AUGMENTED}{where}")
+            self.history.told.append(Note(f"{AUGMENTED}{where}"))
         self._evaluator = Evaluator(
             self.model,
             criterion,

@@ -246,10 +246,19 @@ class Update:
             return ", ".join(kinds) or type(value).__name__
 
         parameters = {str(p.dtype)[6:] for p in self.step.parts.model.parameters()}
+        halves = {"bfloat16", "float16"} & parameters
+        in_float32 = any(t.dtype == torch.float32 for t in iterate_tensors(work.inputs))
+        cast = ""
+        if halves and in_float32:
+            cast = (
+                f" Weights of {min(halves)} take no float32 inputs: precision='bf16' casts them in every layer; "
+                f"without it, unpack=lambda batch: (batch[0].to(torch.{min(halves)}), batch[1]) does."
+            )
         return (
             f"The step was given inputs {told(work.inputs)} and targets {told(work.targets)}; the model's parameters "
             f"are {', '.join(sorted(parameters))}. Where types or shapes do not fit, unpack= of the Trainer converts "
             "them (.float(), .long(), .reshape); drop_last=True of the Loader leaves a short last batch out."
+            f"{cast}"
         )
 
     def _passes(self, work: Work) -> list[Work]:

@@ -232,7 +232,7 @@ def _with_inputs(
         key = f"sample {example.key}"
         if places:
             row = data.store.gather(data.inputs.field, np.array([int(example.key)]))[0]
-            key += ": " + ", ".join(f"{columns[place]} {row[place]:.6g}" for place in places)
+            key += ": " + ", ".join(f"{columns[place]} {_plain(row[place])}" for place in places)
         shown.append(replace(example, key=key))
     return tuple(shown)
 
@@ -269,7 +269,12 @@ def _r2_interval(answers: Array, wanted: Array, mean: Array) -> tuple[float, flo
 
 
 def _spell(values: Array) -> str:
-    return ", ".join(f"{value:.4g}" for value in values[:4]) + (", ..." if len(values) > 4 else "")
+    return ", ".join(map(_plain, values[:4])) + (", ..." if len(values) > 4 else "")
+
+
+def _plain(value: float) -> str:
+    """Return a value as people write it: 4,998,240 and not 4.99824e+06."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from stoker import bounds
 from stoker.display import command
 from stoker.errors import SourceError
 from stoker.sources.tables.layout import file_kind
-from stoker.sources.tables.reading import readable
+from stoker.sources.tables.reading import read_arrow, readable
 from stoker.units import format_bytes
 
 _SAMPLE_BYTES = 128 << 10
@@ -187,14 +187,14 @@ def _without_commas(text: bytes, path: Path, decimal: str | None) -> bytes:
 
 def _typed_text(path: Path) -> bytes:
     """Return a Parquet or Feather file as the CSV text that says the same; floats survive it bit for bit."""
-    from pyarrow import csv, feather, parquet
+    from pyarrow import csv, parquet
 
     bounds.require_memory(_TEXT_COPIES * path.stat().st_size, f"reading {path}", _SPLIT)
     with readable(path):
         if file_kind(path) == "parquet":
             table = parquet.read_table(path, page_checksum_verification=True)
         else:
-            table = feather.read_table(path)
+            table = read_arrow(path)
     nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
     if nested:
         raise SourceError(

@@ -29,6 +29,10 @@ from stoker.errors import InputError
 from stoker.sources.tables.layout import NULLS, parse_number
 from stoker.sources.times import (
     DAY_NS,
+    EARLIEST_NS,
+    FIRST_YEAR,
+    LAST_YEAR,
+    LATEST_NS,
     SECOND_NS,
     has_offset,
     is_slashed,
@@ -397,7 +401,8 @@ def times(column: Any, made: Column) -> tuple[Array, Array]:
         counts = pc.fill_null(whole, 0).to_numpy(zero_copy_only=False).astype(np.int64)
         unit = {pa.date32(): DAY_NS, pa.date64(): _UNITS["ms"]}.get(kind) or _UNITS[kind.unit]
         fits = np.abs(counts) <= np.iinfo(np.int64).max // unit
-        return np.where(fits, counts, 0) * unit, known & fits
+        ns = np.where(fits, counts, 0) * unit
+        return ns, known & fits & (ns >= EARLIEST_NS) & (ns < LATEST_NS)
     texts = trimmed(column if is_text(kind) else column.cast(pa.string()))
     filled = pc.fill_null(_with_days(texts), "")
     filled = filled.combine_chunks() if isinstance(filled, pa.ChunkedArray) else filled
@@ -459,11 +464,17 @@ def _encode_texts(column: Any, made: Column) -> tuple[Array, Array]:
 def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:
     ns, good = times(column, made)
     column = plain(column)
-    texts = trimmed(column) if is_text(column.type) else column
+    # Other types by way of Arrow, not of Python, whose years end with 9999.
+    texts = trimmed(column if is_text(column.type) else column.cast(pa.string()))
     known = texts.is_valid().to_numpy(zero_copy_only=False)
+    _refuse_other_order(texts, made, (ns, good), faults)
     for row in np.flatnonzero(known & ~good).tolist():
-        why = "not a date as in the other rows"
-        faults.setdefault(row, Fault.of(made.name, texts[row], why))
+        cell = texts[row].as_py()
+        is_far = re.match(r"[0-9]{4,}-", cell) and not FIRST_YEAR <= int(cell[:4]) <= LAST_YEAR
+        far = f"no date between {FIRST_YEAR} and {LAST_YEAR}"
+        faults.setdefault(
+            row, Fault.of(made.name, cell, far if is_far else "not a date as in the other rows")
+        )
     parts: list[Array]
     if made.kind == "seconds":
         parts = [ns / SECOND_NS]
@@ -475,6 +486,32 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
     values = np.stack([np.asarray(part, np.float64) for part in parts], axis=1)
     values[~(good & known)] = np.nan
     return values
+
+
+def _refuse_other_order(
+    texts: Any, made: Column, read: tuple[Array, Array], faults: MutableMapping[int, Fault]
+) -> None:
+    """Refuse "03/25/2020" by name where days are expected first.
+
+    Where more rows read only in the other order than only in the expected one, "03/05/2020" is refused too: it would
+    be read as another day without a word. A few mistyped rows condemn no others.
+    """
+    ns, good = read
+    if made.day_first is None or good.all() or not is_text(texts.type):
+        return
+    other_ns, other_good = times(texts, replace(made, day_first=not made.day_first))
+    strange = other_good & ~good
+    if not strange.any():
+        return
+    expected, found = ("day", "month") if made.day_first else ("month", "day")
+    for row in np.flatnonzero(strange).tolist():
+        day = np.datetime64(int(other_ns[row]) // DAY_NS, "D")
+        why = f"a date {found}-first; expected: {expected}-first, or {day}"
+        faults.setdefault(row, Fault.of(made.name, texts[row], why))
+    if strange.sum() > (good & ~other_good).sum():
+        why = f"{expected}-first or {found}-first, as other rows are; expected: {expected}-first, or 2020-12-31"
+        for row in np.flatnonzero(good & other_good & (ns != other_ns)).tolist():
+            faults.setdefault(row, Fault.of(made.name, texts[row], why))
 
 
 def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:

@@ -22,10 +22,14 @@ from typing import Any
 
 from stoker.display import command, nearest, quoted
 from stoker.errors import InputError, SourceError
+from stoker.store.foreign import TAR, identify_file, text_kind
 from stoker.units import format_bytes, format_count
 
 HEAD_BYTES = 256 << 10
-NULLS = ("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?")
+NULLS = (
+    *("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?"),
+    *(".", "#N/A", "#NA", "<NA>", "1.#QNAN", "-1.#IND"),  # of SAS and Stata, Excel, pandas, Windows
+)
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "whitespace": " "}
 _SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of spaces"}
 _HEAD_ROWS = 2000
@@ -38,11 +42,12 @@ _GROUPED = {  # digits in groups of three, by the decimal sign that then remains
 _MAGIC = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
-    b"PK\x03\x04": "a zip archive or an Excel workbook",
+    b"FEA1": "arrow",  # Feather of before 2020
+    b"\xff\xff\xff\xff": "arrow",  # a stream of batches, as Hugging Face saves datasets
     b"\x89HDF": "an HDF5 file",
-    b"\xd0\xcf\x11\xe0": "an Excel workbook",
-    b"SQLite": "an SQLite database",
+    b"\x93NUMPY": "a numpy file",
 }
+_ATTRIBUTE = r"""@attribute\s+(?:'([^']*)'|"([^"]*)"|(\S+))"""
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bz2",
@@ -103,6 +108,7 @@ class Layout:
         names: Of the columns, without spaces around them; "c0", "c1" ... where there is no header.
         has_header: Whether the names stand in the file.
         said: What was found out, in words for the user.
+        comment: What a line that is no row begins with; such lines are passed over.
     """
 
     sep: str
@@ -113,11 +119,19 @@ class Layout:
     names: tuple[str, ...]
     has_header: bool
     said: str
+    comment: str | None = None
 
 
-def file_kind(path: Path) -> str:
-    """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read."""
-    return _by_magic(path, _MAGIC) or "text"
+def file_kind(path: Path, encoding: str | None = None) -> str:
+    """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read.
+
+    Where the user has named an encoding, whatever is not of a known kind is text.
+    """
+    found = _by_magic(path, _MAGIC)
+    if found is None and encoding is None and (other := identify_file(path)) is not None:
+        is_read = other.what == "a text" or (compression_of(path) and other.what != TAR)
+        found = None if is_read else other.what
+    return found or "text"
 
 
 def compression_of(path: Path) -> str | None:
@@ -135,16 +149,16 @@ def refuse_kind(path: Path, kind: str) -> SourceError | None:
     """Return the error for a file that is no table that stoker reads; None where it is one."""
     if kind in ("text", "parquet", "arrow"):
         return None
-    fix = {
-        _MAGIC[b"PK\x03\x04"]: f"{command('unzip', path)}; a workbook: save it as CSV",
-        _MAGIC[b"\x89HDF"]: command("stoker", "pack", "arrays", path, "OUT"),
-        _MAGIC[b"SQLite"]: "sqlite3 -csv -header FILE 'SELECT * FROM NAME' > rows.csv",
-    }.get(kind, "save it as CSV")
+    other = identify_file(path)
+    arrays = command("stoker", "pack", "arrays", path, "OUT")
+    fix = arrays if kind in _MAGIC.values() or other is None else other.fix
     return SourceError(f"{path} is {kind}.", "CSV, Parquet or Feather", fix)
 
 
 def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
     """Find how a text table is written. `asked` has the last word; `is_whole` says whether `head` is the whole file."""
+    if asked.sep is None and (other := text_kind(path, head)) is not None:  # of a compressed text
+        raise SourceError(f"{path} is {other.what}.", "CSV, Parquet or Feather", other.fix)
     encoding, text = _decode(head, path, asked.encoding, is_whole)
     lines = text.splitlines(keepends=True)
     is_endless = not is_whole and len(lines) < 2
@@ -162,6 +176,10 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
             "rows of cells",
             command("file", path),
         )
+    if (weka := _find_arff(lines, path)) is not None:
+        names, skip = weka
+        about = f"ARFF, {format_count(skip, 'line')} above the rows"
+        return Layout(",", ".", encoding, skip, skip, names, True, about, "%")
     hint = re.fullmatch(r"\ufeff?sep=(.)", lines[0].strip())
     sep = asked.sep or (hint[1] if hint else _find_separator(lines))
     shift = 1 if hint else 0
@@ -193,8 +211,58 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     said += [] if has_header else [f"no header, so columns are named c0 to c{width - 1}"]
     said += ["the header names all columns but the first"] if is_short else []
     said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
+    if has_header and not body and is_whole:
+        raise SourceError(
+            f"{path} holds a header and no rows.",
+            "a header and at least one row",
+            "--no-header, if its only line is a row",
+        )
     skip = first_line if has_header else preamble
     return Layout(sep, decimal, encoding, skip, preamble, names, has_header, ", ".join(said))
+
+
+_ENCODINGS = ("shift_jis", "gb18030", "euc_kr", "big5", "cp1251", "cp1250", "latin-1")
+
+
+def _unknown_encoding(head: bytes, path: Path, is_whole: bool) -> SourceError:
+    """Return the error for text that is neither UTF-8 nor Western, with the encodings that could read it."""
+    fitting = []
+    for name in _ENCODINGS:
+        try:
+            codecs.getincrementaldecoder(name)().decode(head, final=is_whole)
+        except UnicodeError:
+            continue
+        fitting.append(name)
+    return SourceError(
+        f"{path} is text in an encoding that its bytes do not tell: neither UTF-8 nor Western.",
+        f"the encoding it was written in; of usual ones {', '.join(fitting)} can read it",
+        f"--encoding {fitting[0]}",
+    )
+
+
+def _find_arff(lines: Sequence[str], path: Path) -> tuple[tuple[str, ...], int] | None:
+    """Return the names and the number of lines above the rows of a file of Weka's (ARFF); None for other files."""
+    said = [line.strip() for line in lines]
+    first = next((line for line in said if line and not line.startswith("%")), "")
+    if not re.match(r"@relation\b", first, re.IGNORECASE):
+        return None
+    start = next((i for i, line in enumerate(said) if line.lower() == "@data"), len(said))
+    found = (re.match(_ATTRIBUTE, line, re.IGNORECASE) for line in said[:start])
+    names = tuple(match[1] or match[2] or match[3] for match in found if match)
+    rows = [line for line in said[start + 1 :] if line and not line.startswith("%")]
+    if not rows or not names or any(line.startswith("{") for line in rows):
+        why = "with sparse rows" if rows and names else "whose rows were not found"
+        raise SourceError(f"{path} is ARFF {why}.", "rows of cells", "save it as CSV")
+    if any("'" in line for line in rows):
+        copy = path.with_name(f"{path.stem}-quoted{path.suffix}")
+        raise SourceError(
+            f"{path} is ARFF with single quotes.",
+            "cells in double quotes",
+            f"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}",
+        )
+    while start + 1 < len(said) and (not said[start + 1] or said[start + 1].startswith("%")):
+        start += 1
+    return names, start + 1
 
 
 def _names_only(cells: Sequence[str]) -> bool:
@@ -228,6 +296,9 @@ def _decode(head: bytes, path: Path, asked: str | None, is_whole: bool) -> tuple
         # Western exports without a mark. cp1252 leaves five bytes undefined, which latin-1 does not.
         found = "cp1252" if not re.search(rb"[\x81\x8d\x8f\x90\x9d]", head) else "latin-1"
         text = head.decode(found)
+        high = sum(letter > "\x7f" for letter in text)
+        if high > 0.3 * sum(map(str.isalpha, text)):
+            raise _unknown_encoding(head, path, is_whole) from error
     return found, text.removeprefix("\ufeff")
 
 

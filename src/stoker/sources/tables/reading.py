@@ -11,6 +11,7 @@ import glob
 import io
 import itertools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from stoker.units import format_bytes
 
 CSV_BLOCK_BYTES = 8 << 20
 SUFFIXES = (
-    ".csv", ".tsv", ".txt", ".data", ".dat", ".tab", ".parquet", ".pq", ".feather", ".arrow", ".ipc",
+    ".csv", ".tsv", ".txt", ".data", ".dat", ".tab", ".arff", ".parquet", ".pq", ".feather", ".arrow", ".ipc",
 )  # fmt: skip
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 _TABLE_FORMATS = "CSV or other text with separators, Parquet, or Feather"
@@ -127,7 +128,7 @@ def open_table(
 ) -> TableFile:
     """Look at a file: its kind, its columns, and how it is written."""
     partitions = dict(partitions or {})
-    kind = file_kind(path)
+    kind = file_kind(path, asked.encoding)
     wrong = refuse_kind(path, kind)
     if wrong is not None:
         raise wrong
@@ -137,7 +138,7 @@ def open_table(
             with parquet.ParquetFile(path) as file:
                 raw, num_rows = list(file.schema_arrow.names), file.metadata.num_rows
         elif kind == "arrow":
-            table = feather.read_table(path, memory_map=True)
+            table = read_arrow(path)
             raw, num_rows = table.column_names, table.num_rows
         else:
             with _stream(path) as stream:
@@ -168,7 +169,9 @@ def batches(
     with readable(file.path):
         if file.kind == "parquet":
             # Page checksums are optional in Parquet: they are compared where the writer made them.
-            with parquet.ParquetFile(file.path, page_checksum_verification=True) as opened:
+            # Spark's times (INT96) hold the year 9999, which overflows as nanoseconds.
+            options: Any = {"page_checksum_verification": True, "coerce_int96_timestamp_unit": "us"}
+            with parquet.ParquetFile(file.path, **options) as opened:
                 raw = opened.schema_arrow.names
                 chosen = [
                     place
@@ -180,7 +183,7 @@ def batches(
                 for batch in opened.iter_batches(columns=[raw[place] for place in chosen]):
                     yield _renamed(batch, file, names)
         elif file.kind == "arrow":
-            table = feather.read_table(file.path, memory_map=True)
+            table = read_arrow(file.path)
             for batch in table.to_batches(max_chunksize=1 << 16):
                 yield _renamed(batch, file, file.names)
         else:
@@ -189,6 +192,18 @@ def batches(
                 source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
                 for batch in _open_csv(source, refused, file):
                     yield _renamed(batch, file, file.names)
+
+
+def read_arrow(path: Path) -> Any:
+    """Return the table in a file of Arrow's: Feather of either version, or a stream of batches; mapped, not read."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"\xff\xff\xff\xff":
+        with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+            return stream.read_all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Feather's first version
+        return feather.read_table(path, memory_map=True)
 
 
 def _renamed(batch: Any, file: TableFile, names: Sequence[str]) -> Any:
@@ -287,6 +302,8 @@ def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
 
     def refuse(row: Any) -> str:
         nonlocal num_refused
+        if layout.comment and (not row.text.strip() or row.text.startswith(layout.comment)):
+            return "skip"
         num_refused += 1
         if num_refused > RefusalList.MOST and 2 * num_refused > row.number:
             return "error"  # noise, not a table; Arrow needs 0.1 ms for every line of it

@@ -306,7 +306,8 @@ def make_features(
         values, unknown = encode(table.column(column.name), column, decimal, faults)
         if column.kind == "number" and not column.is_wide and dtype == np.float32:
             _check_narrow(values[:, 0], column.name, path)
-        with np.errstate(over="ignore"):  # a 1e300 becomes inf, which the gate names
+        # A 1e300 becomes inf, which the gate names; a signalling NaN a quiet one.
+        with np.errstate(over="ignore", invalid="ignore"):
             made[:, place : place + values.shape[1]] = values
         place += values.shape[1]
         if len(unknown):

@@ -1,0 +1,181 @@
+"""Files of others: what a file is by its first bytes, and what to type for it.
+
+Enters: the path of a file that is no store and no HDF5 file, or no table. Leaves: its kind in words with a command that
+reads or converts it, or None where the bytes say nothing. Costs: one read of 16 kB.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import zipfile
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from stoker.display import command
+
+_HEAD_BYTES = 16 << 10
+_TAR_MARK = slice(257, 262)
+TAR = "a tar archive"
+_HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".mat", ".h5ad", ".cdf")
+_OF_TORCH = (".pt", ".pth", ".ckpt")
+_OPENERS: dict[bytes, Callable[[Path], gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+}
+
+
+class Foreign(NamedTuple):
+    """What a file is, to be read after "is", and what to type for it."""
+
+    what: str
+    fix: str
+
+
+def identify_file(path: Path) -> Foreign | None:
+    """Return what a file is, if its first bytes tell, and how to go on."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return None
+    return (
+        _archive(path, head) or _binary(path, head) or text_kind(path, head) or _other(path, head)
+    )
+
+
+def _archive(path: Path, head: bytes) -> Foreign | None:
+    """Tell of archives, and of what is compressed."""
+    unpack = command("tar", "--extract", "--file", path)
+    if head[_TAR_MARK] == b"ustar":
+        return Foreign(TAR, unpack)
+    for mark, opener in _OPENERS.items():
+        if head.startswith(mark):
+            with suppress(OSError, EOFError, lzma.LZMAError, zlib.error), opener(path) as inside:
+                if inside.read(512)[_TAR_MARK] == b"ustar":
+                    return Foreign(TAR, unpack)
+    if head.startswith(b"\x1f\x8b"):
+        return Foreign("compressed by gzip", command("gzip", "--decompress", "--keep", path))
+    if head.startswith(b"\xfd7zXZ\x00"):
+        return Foreign("compressed by xz", command("xz", "--decompress", "--keep", path))
+    if head.startswith(b"7z\xbc\xaf"):
+        return Foreign("a 7z archive", command("7z", "x", path))
+    if head.startswith(b"PK\x03\x04"):
+        names: list[str] = []
+        with suppress(zipfile.BadZipFile, OSError):
+            names = zipfile.ZipFile(path).namelist()
+        if any(name.startswith("xl/") for name in names):
+            return Foreign("an Excel workbook", _by_pandas(path, "read_excel"))
+        if any(name.endswith("/data.pkl") for name in names) or path.suffix in _OF_TORCH:
+            return _pickled(path)
+        return Foreign("a zip archive", command("unzip", path))
+    return None
+
+
+def _binary(path: Path, head: bytes) -> Foreign | None:
+    """Tell of files that are no text."""
+    if head.startswith((b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM")) or head[8:12] == b"WEBP":
+        return Foreign("a picture", command("stoker", "pack", "images", path.parent, "OUT"))
+    if head.startswith(b"RIFF") and head[8:12] == b"WAVE":
+        code = (
+            f"import scipy.io.wavfile, numpy; numpy.save({str(path.with_suffix('.npy'))!r}, "
+            f"scipy.io.wavfile.read({str(path)!r})[1])"
+        )
+        return Foreign("a sound", command("python3", "-c", code))
+    if head.startswith(b"CDF"):
+        copy = path.with_name(f"{path.stem}-4{path.suffix}")
+        return Foreign("netCDF of version 3", command("nccopy", "-k", "nc4", path, copy))
+    if head.startswith(b"GRIB"):
+        return Foreign(
+            "GRIB", command("grib_to_netcdf", "-k", "4", "-o", path.with_suffix(".nc"), path)
+        )
+    if head.startswith(b"MATLAB 5.0"):
+        code = (
+            f"import scipy.io, numpy; d = scipy.io.loadmat({str(path)!r}); "
+            f"numpy.savez({str(path.with_suffix('.npz'))!r}, **{{n: v for n, v in d.items() if n[0] != '_'}})"
+        )
+        return Foreign("a MATLAB file of before 7.3", command("python3", "-c", code))
+    if head.startswith(b"ORC"):
+        return Foreign("an ORC file", _by_arrow(path, "import pyarrow.orc as o", "o.read_table"))
+    if head.startswith(b"Obj\x01"):
+        code = (
+            f"import polars; polars.read_avro({str(path)!r})"
+            f".write_parquet({str(path.with_suffix('.parquet'))!r})"
+        )
+        return Foreign("an Avro file", command("python3", "-c", code))
+    if head.startswith(b"\xd0\xcf\x11\xe0"):
+        return Foreign("an Excel workbook", _by_pandas(path, "read_excel"))
+    if head.startswith(b"SQLite"):
+        return Foreign(
+            "an SQLite database",
+            f"{command('sqlite3', '-csv', '-header', path, 'SELECT * FROM NAME')} > rows.csv",
+        )
+    if head.startswith(b"<?xml"):
+        return Foreign("XML", _by_pandas(path, "read_xml"))
+    if head.startswith(b"\x80"):
+        return _pickled(path)
+    return None
+
+
+def _other(path: Path, head: bytes) -> Foreign | None:
+    """Tell text that may be a table from bytes that nobody here knows; None for what is named like HDF5."""
+    if not head or path.suffix.lower() in _HDF5_SUFFIXES or b"\x89HDF" in head:
+        return None
+    if b"\x00" not in head or head.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16 has a mark
+        return Foreign("a text", command("stoker", "pack", "table", path, "OUT"))
+    return Foreign(f"of an unknown kind (it begins with {head[:8]!r})", command("file", path))
+
+
+def _pickled(path: Path) -> Foreign:
+    load = "torch.load" if path.suffix in _OF_TORCH else "your own code"
+    return Foreign(
+        "an archive or a pickle",
+        f"Loader(data, batch_size), with data read by {load}: arrays or tensors in a dict",
+    )
+
+
+def text_kind(path: Path, head: bytes) -> Foreign | None:
+    """Tell of texts that are no table of cells: JSON, and numbers by their places as LIBSVM has them."""
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"{"):
+        with suppress(ValueError):
+            if isinstance(json.loads(start.split(b"\n", 1)[0]), dict):
+                read = _by_arrow(path, "import pyarrow.json as j", "j.read_json")
+                return Foreign("lines of JSON", read)
+    if start[:1] in (b"{", b"[") and start[1:].lstrip()[:1] in (b"{", b'"', b"["):
+        return Foreign("JSON", _by_pandas(path, "read_json"))
+    lines = [line.split(b"#")[0].split() for line in start.splitlines()[:50]]
+    cells = [line[1:] for line in lines if len(line) > 1]
+    if cells and all(_is_placed(cell) for line in cells for cell in line[:20]):
+        code = (
+            f"import numpy, sklearn.datasets; x, y = sklearn.datasets.load_svmlight_file({str(path)!r}); "
+            f"numpy.savez({str(path.with_suffix('.npz'))!r}, features=x.toarray(), targets=y)"
+        )
+        return Foreign("in the format of LIBSVM", command("python3", "-c", code))
+    return None
+
+
+def _is_placed(cell: bytes) -> bool:
+    place, colon, value = cell.partition(b":")
+    with suppress(ValueError):
+        float(value)
+        return bool(colon) and (place.isdigit() or place == b"qid")
+    return False
+
+
+def _by_arrow(path: Path, module: str, read: str) -> str:
+    made = str(path.with_suffix(".parquet"))
+    code = f"{module}, pyarrow.parquet as p; p.write_table({read}({str(path)!r}), {made!r})"
+    return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'table', made, 'OUT')}"
+
+
+def _by_pandas(path: Path, read: str) -> str:
+    made = str(path.with_suffix(".csv"))
+    code = f"import pandas; pandas.{read}({str(path)!r}).to_csv({made!r}, index=False)"
+    return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'table', made, 'OUT')}"

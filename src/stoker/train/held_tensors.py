@@ -1,0 +1,275 @@
+"""Tensors that the code of a step keeps around it: in attributes, variables, dicts, lists and objects.
+
+A graph reads the tensors of its capture for ever. `HeldTensors` are those that a step may replace itself,
+`WatchedTensors` those that others may replace between two steps.
+
+Enters: modules and functions of a step. Leaves: where their tensors are, and which are others now. Costs: 30 ns at each
+replay for every tensor that is watched; the rest at a capture.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from operator import is_, itemgetter
+from types import CellType
+from typing import Any
+
+import torch
+
+from stoker.train.frozen import (
+    MODULE_TABLES,
+    MOST_COMPARED,
+    MOST_GROUPS,
+    attributes_read,
+    is_plain_object,
+    named_in_step,
+    names_in,
+    read_place,
+    slots_of,
+    surroundings,
+)
+
+_DEPTH = 3
+_LEAVE = object()
+"""A value that is left as it is."""
+
+
+class HeldTensors:
+    """Tensors that modules keep in plain attributes, and functions in variables around them.
+
+    A graph reads the ones of its capture for ever: a hidden state that each step reads and then replaces would stay
+    as it was. One that a step only replaces (a cache, the weight of an old-style `weight_norm`) does no harm.
+
+    Args:
+        modules: With all modules inside them.
+        functions: Other code of the step.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
+        self._places: list[tuple[str, Any, Any]] = []
+        code: dict[int, Any] = {}
+        for module in (inner for root in modules for inner in root.modules()):
+            for name in vars(module).keys() - MODULE_TABLES:
+                self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
+            code[id(type(module).forward)] = type(module).forward
+        code |= {id(function): function for function in functions}
+        for function in code.values():
+            self._places += surroundings(function)
+        for name, container, key in [*self._places]:
+            value = read_place(container, key)
+            self._places += [(f"{name}.{slot}", value, slot) for slot in slots_of(value)]
+        self._all_places = self._places
+        self._places = [place for place in self._places if _holds_tensors(read_place(*place[1:]))]
+
+    def all_places(self) -> list[tuple[str, Any, Any]]:
+        """Return the places of all attributes and variables: name, what holds it, and its key there."""
+        return list(self._all_places)
+
+    def values(self) -> list[Any]:
+        """Return what they are now: the objects themselves."""
+        return [read_place(container, key) for _, container, key in self._places]
+
+    def reachable(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of attributes and variables by name, and those inside of objects and modules there."""
+        for name, container, key in self._all_places:
+            for tensor in tensors_in(read_place(container, key)):
+                yield name, tensor
+
+    def replacements(self, before: Sequence[Any]) -> list[Any]:
+        """Return the values that are other objects than before, for `put`, which leaves the rest alone."""
+        pairs = zip(self.values(), before, strict=True)
+        return [_LEAVE if now is then else now for now, then in pairs]
+
+    def places_of(self, values: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
+        """Return where `put` would put values: what holds each, its key there, and the value."""
+        pairs = zip(self._places, values, strict=True)
+        return [(one, key, value) for (_, one, key), value in pairs if value is not _LEAVE]
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Give them values."""
+        for (_, container, key), value in zip(self._places, values, strict=True):
+            if value is not _LEAVE and read_place(container, key) is not value:
+                put_in(container, key, value)
+
+    def find_replaced(self, before: Sequence[Any]) -> str | None:
+        """Return the name of the first that is another object than before, or None."""
+        pairs = zip(self._places, self.values(), before, strict=True)
+        return next((name for (name, _, _), now, then in pairs if now is not then), None)
+
+
+class WatchedTensors:
+    """Tensors that a step reads and does not replace: somebody may put others in their place between two steps.
+
+    A graph goes on with the ones of its capture: a mask that is made anew, a table of weights in a dict, a network in
+    a variable. Of an object whose method the step is, attributes count that the code names.
+
+    Args:
+        modules: With all modules inside them.
+        functions: Other code of the step.
+    """
+
+    def __init__(
+        self, modules: Iterable[torch.nn.Module] = (), functions: Iterable[Any] = ()
+    ) -> None:
+        modules, functions = list(modules), list(functions)
+        named = names_in(functions)
+        owners = {id(vars(o)): o for o in map(_owner, functions) if o is not None}
+        read: dict[int, frozenset[str] | None] = {
+            key: attributes_read(owner, named) for key, owner in owners.items()
+        }
+        for module in (inner for root in modules for inner in root.modules()):
+            names = named_in_step(type(module))
+            read[id(vars(module))] = None if names is None else frozenset(names)
+        places = HeldTensors(modules, functions).all_places()
+        for name, held in containers_around(modules, functions):
+            keys = held if isinstance(held, dict) else range(len(held))
+            places += [(f"{name}.{key}", held, key) for key in keys]
+        self._places: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
+        for name, container, key in places:
+            only, value = read.get(id(container)), read_place(container, key)
+            if (only is None or key in only) and any(True for _ in tensors_in(value)):
+                self._places[id(container), key] = name, container, key, value
+        self._group()
+
+    def _group(self) -> None:
+        self._others = [
+            (container, key, value)
+            for _, container, key, value in self._places.values()
+            if not isinstance(container, dict | list | deque | tuple)
+        ]
+        keys: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        for _, container, key, value in self._places.values():
+            if isinstance(container, dict | list | deque):
+                _, names, values = keys.setdefault(id(container), (container, [], []))
+                names.append(key)
+                values.append(value)
+        # Two keys at least: of one, `itemgetter` returns the value and not a tuple.
+        self._groups = [
+            (container, itemgetter(*names, names[0]), [*values, values[0]])
+            for container, names, values in keys.values()
+        ]
+        self._every = 1 + len(self._places) // MOST_GROUPS
+        self._num_asked = 0
+
+    def leave_replaced(self) -> None:
+        """Watch those no longer that have been replaced by now: the step does that itself."""
+        self._places = {
+            place: one
+            for place, one in self._places.items()
+            if read_place(one[1], one[2]) is one[3]
+        }
+        self._group()
+
+    def find_replaced(self) -> tuple[str, Any, Any] | None:
+        """Return one that is another now: its name, what holds it, and its key there; None if there is none."""
+        self._num_asked += 1
+        if self._num_asked % self._every:
+            return None
+        try:
+            is_same = all(all(map(is_, get(one), then)) for one, get, then in self._groups)
+        except (KeyError, IndexError):  # it is gone
+            is_same = False
+        if is_same and all(read_place(one, key) is then for one, key, then in self._others):
+            return None
+        return next(
+            (
+                (name, container, key)
+                for name, container, key, value in self._places.values()
+                if read_place(container, key) is not value
+            ),
+            None,
+        )
+
+    def leave(self, container: Any, key: Any) -> None:
+        """Watch one no longer: the step does not read it."""
+        del self._places[id(container), key]
+        self._group()
+
+
+def _owner(function: Any) -> Any:
+    """Return the object of somebody's own whose method a function is, or that is called itself; or None."""
+    function = getattr(function, "func", function)
+    for value in (function, getattr(function, "__self__", None)):
+        if is_plain_object(value, may_be_called=True):
+            return value
+    return None
+
+
+def put_in(container: Any, key: Any, value: Any) -> None:
+    """Put a value where `WatchedTensors` found one."""
+    if isinstance(container, CellType):
+        container.cell_contents = value
+    elif isinstance(container, dict | list | deque):
+        container[key] = value
+    else:
+        setattr(container, key, value)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif depth < _DEPTH:
+        inner: Iterable[Any] = ()
+        if isinstance(value, dict):
+            inner = list(value.values())
+        elif isinstance(value, list | tuple):
+            inner = value
+        elif is_plain_object(value, may_be_called=True):
+            inner = list(vars(value).values())
+        for each in itertools.islice(inner, MOST_COMPARED):
+            yield from tensors_in(each, depth + 1)
+
+
+def containers_around(
+    modules: Iterable[torch.nn.Module], functions: Iterable[Any]
+) -> list[tuple[str, Any]]:
+    """Return the dicts, lists and deques in which the code of a step may keep something, by name.
+
+    They are attributes of modules, variables around functions, and the attributes of objects of somebody's own there;
+    with the containers inside of them. A large one is data, not something that a step changes.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+
+    def look(name: str, value: Any, depth: int = 0, in_object: bool = False) -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            return  # what it keeps is known
+        if not in_object and is_plain_object(value, may_be_called=True):
+            value, in_object = vars(value), True
+        is_container = isinstance(value, dict | list | deque) and len(value) <= MOST_COMPARED
+        if not is_container or id(value) in found or depth > _DEPTH:
+            return
+        found[id(value)] = name, value
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            look(f"{name}.{key}", inner, depth + 1, in_object)
+
+    for module in (inner for root in modules for inner in root.modules()):
+        for key in vars(module).keys() - MODULE_TABLES:
+            look(f"{type(module).__name__}.{key}", vars(module)[key])
+    for given in functions:
+        function = getattr(given, "func", given)  # of a functools.partial
+        owner = getattr(function, "__self__", None)
+        for value in (function, owner):
+            look(type(value).__name__, value)
+        if is_plain_object(function, may_be_called=True):
+            function = type(function).__call__
+        for name, container, key in surroundings(
+            given if isinstance(given, functools.partial) else function
+        ):
+            look(name, read_place(container, key))
+    return list(found.values())
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is a tensor, or a container of tensors only, that is no parameter."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)

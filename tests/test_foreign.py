@@ -1,0 +1,222 @@
+"""Files that others write: read, or named with what to type; never taken for a table of text."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import io
+import lzma
+import shlex
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import orc, parquet
+
+from stoker.errors import SourceError, StokerError, StoreError
+from stoker.sources.contract import PartContext
+from stoker.sources.tables import TableSource
+from stoker.store.foreign import identify_file
+from stoker.store.reader import open_store
+
+ROWS = {"a": [1.5, 2.5, 4.0], "b": ["x", "y", "x"]}
+
+
+def table_of(path, scratch):
+    """Return the columns of a packed table by name, and the notes."""
+    source = TableSource((path,), missing="keep")
+    scratch.mkdir(exist_ok=True)
+    preparation = source.prepare(scratch)
+    built = [
+        source.build(part, PartContext(scratch, lambda _: None, {})) for part in preparation.parts
+    ]
+    assert not preparation.refused
+    made = [part.fields["features"] for part in built]
+    values = np.concatenate([each.values for each in made])
+    return dict(zip(made[0].columns, values.T, strict=True)), [*built[0].refused]
+
+
+def write(path, content):
+    path.write_bytes(content)
+    return path
+
+
+def tar_of(path, mode):
+    with tarfile.open(path, mode) as archive:
+        archive.addfile(tarfile.TarInfo("a.csv"), io.BytesIO())
+    return path
+
+
+def zip_of(path, member):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(member, "")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "typed"),
+    [
+        (lambda d: tar_of(d / "x.tar", "w"), "a tar archive", "tar --extract --file"),
+        (lambda d: tar_of(d / "x.csv.gz", "w:gz"), "a tar archive", "tar --extract --file"),
+        (lambda d: zip_of(d / "x.csv.zip", "x.csv"), "a zip archive", "unzip"),
+        (lambda d: zip_of(d / "x.xlsx", "xl/workbook.xml"), "an Excel workbook", "read_excel"),
+        (lambda d: write(d / "x.csv.xz", lzma.compress(b"a\n1\n")), "compressed by xz", "xz --dec"),
+        (lambda d: write(d / "x.xls", b"\xd0\xcf\x11\xe0" + bytes(99)), "an Excel workbook", "read_excel"),
+        (lambda d: write(d / "x.wav", b"RIFF\1\0\0\0WAVE" + bytes(99)), "a sound", "wavfile.read"),
+        (lambda d: write(d / "x.json", b'[{"a": 1}, {"a": 2}]'), "JSON", "read_json"),
+        (lambda d: write(d / "x.jsonl.gz", gzip.compress(b'{"a": 1}\n')), "lines of JSON", "read_json"),
+        (lambda d: write(d / "x.txt", b"1 3:0.5 9:1\n-1 qid:2 4:2e3 # no\n"), "in the format of LIBSVM", "svmlight"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_table_is_named_with_what_to_type(tmp_path, make, what, typed):
+    path = make(tmp_path)
+    with pytest.raises(SourceError, match=f"is {what}") as error:
+        table_of(path, tmp_path / "scratch")
+    assert typed in error.value.fix
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.orc"])
+def test_the_advice_for_what_arrow_reads_works_as_typed(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith("orc"):
+        orc.write_table(pa.table(ROWS), path)
+    else:
+        path.write_text(
+            "".join(f'{{"a": {a}, "b": "{b}"}}\n' for a, b in zip(*ROWS.values(), strict=True))
+        )
+    for call in (lambda: table_of(path, tmp_path / "scratch"), lambda: open_store(path)):
+        with pytest.raises(StokerError) as error:
+            call()
+        first, second = error.value.fix.split("; stoker ")
+        words = shlex.split(f"{first}")
+        subprocess.run([sys.executable, *words[1:]], check=True)
+        made = table_of(tmp_path / shlex.split(second)[2], tmp_path / "scratch")[0]
+        assert made["a"].tolist() == ROWS["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [("notes.md", b"# hello\n", "a text"), ("x.bin2", b"\0\1\2\3", "of an unknown kind")],
+)
+def test_what_is_no_hdf5_is_not_called_damaged(tmp_path, name, content, what):
+    with pytest.raises(StoreError, match=f"is {what}"):
+        open_store(write(tmp_path / name, content))
+
+
+def test_a_damaged_hdf5_file_is_still_called_so(tmp_path):
+    with pytest.raises(StokerError, match="cannot be opened as HDF5"):
+        open_store(write(tmp_path / "x.h5", b"\x89HDF\r\n\x1a\n" + bytes(99)))
+
+
+def test_a_table_of_text_is_a_text(tmp_path):
+    assert identify_file(write(tmp_path / "x.csv", b"a,b\n1,2\n")).what == "a text"
+
+
+def test_a_stream_of_arrow_is_read_as_a_file_of_arrow(tmp_path):
+    table = pa.table(ROWS)
+    with (
+        pa.OSFile(str(tmp_path / "data.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as out,
+    ):
+        out.write_table(table)
+    assert table_of(tmp_path / "data.arrow", tmp_path / "s")[0]["a"].tolist() == ROWS["a"]
+
+
+def test_the_first_version_of_feather_is_read(tmp_path):
+    from pyarrow import feather
+
+    with pytest.warns(DeprecationWarning, match="Feather V1"):
+        feather.write_feather(pa.table(ROWS), str(tmp_path / "x.feather"), version=1)
+    assert table_of(tmp_path / "x.feather", tmp_path / "s")[0]["a"].tolist() == ROWS["a"]
+
+
+ARFF = """% made by hand
+@RELATION flowers
+@attribute 'petal length' REAL
+@ATTRIBUTE kind {x, y}
+
+@DATA
+% rows
+1.5,x
+?,y
+
+4.0,x
+%
+% the end
+"""
+
+
+def test_arff_is_read_with_its_names(tmp_path):
+    made, refused = table_of(write(tmp_path / "x.arff", ARFF.encode()), tmp_path / "s")
+    assert np.array_equal(made["petal length"], [1.5, np.nan, 4.0], equal_nan=True)
+    assert made["kind=y"].tolist() == [0, 1, 0]
+    assert not refused
+
+
+@pytest.mark.parametrize(
+    ("rows", "said", "typed"),
+    [
+        ("1,'x, y'\n", "single quotes", "sed"),
+        ("{0 1.5, 1 x}\n", "sparse", "CSV"),
+        ("", "not found", "CSV"),
+    ],
+)
+def test_arff_that_is_no_table_of_cells_is_refused(tmp_path, rows, said, typed):
+    text = ARFF.partition("% rows")[0] + rows
+    with pytest.raises(SourceError, match=said) as error:
+        table_of(write(tmp_path / "x.arff", text.encode()), tmp_path / "s")
+    assert typed in error.value.fix
+
+
+@pytest.mark.parametrize(("encoding", "text"), [("shift_jis", "サウロン"), ("cp1251", "Москва")])
+def test_text_that_is_not_western_asks_for_its_encoding(tmp_path, encoding, text):
+    path = write(tmp_path / "x.csv", f"a,b\n1,{text}\n2,{text}\n3,{text}\n".encode(encoding))
+    with pytest.raises(SourceError, match="neither UTF-8 nor Western") as error:
+        table_of(path, tmp_path / "s")
+    assert encoding in f"{error.value}"
+    assert error.value.fix.startswith("--encoding ")
+
+
+def test_western_text_is_still_found(tmp_path):
+    path = write(tmp_path / "x.csv", "a,stadt\n1,Köln am Rhein\n2,Köln am Rhein\n".encode("cp1252"))
+    assert table_of(path, tmp_path / "s")[0]["stadt=Köln am Rhein"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("word", [".", "#N/A", "<NA>"])
+def test_what_others_write_for_a_missing_number_is_missing(tmp_path, word):
+    cells = [word if n % 3 else str(n) for n in range(30)]
+    path = write(tmp_path / "x.csv", "\n".join(["a,b", *(f"{cell},1" for cell in cells)]).encode())
+    made = table_of(path, tmp_path / "s")[0]["a"]
+    assert np.isnan(made).sum() == 20
+    assert np.nansum(made) == sum(range(0, 30, 3))
+
+
+def test_the_year_9999_of_spark_is_refused_and_not_another_year(tmp_path):
+    days = [datetime.datetime(2020, 1, day) for day in range(1, 10)]  # noqa: DTZ001
+    times = pa.array([*days, datetime.datetime(9999, 12, 31)], pa.timestamp("us"))  # noqa: DTZ001
+    table = pa.table({"t": times, "x": range(10)})
+    parquet.write_table(table, tmp_path / "x.parquet", use_deprecated_int96_timestamps=True)
+    made, refused = table_of(tmp_path / "x.parquet", tmp_path / "s")
+    assert made["t_days"].tolist() == [18262 + day for day in range(9)]
+    assert "'9999-12-31 00:00:00.000000', no date between 1700 and 2199" in refused[0].reason
+
+
+def test_a_time_that_python_has_no_year_for_is_refused(tmp_path):
+    times = pa.array([*range(9), 2**62], pa.timestamp("us"))
+    parquet.write_table(pa.table({"t": times, "x": range(10)}), tmp_path / "x.parquet")
+    assert len(table_of(tmp_path / "x.parquet", tmp_path / "s")[1]) == 1
+
+
+def test_a_header_alone_is_called_so(tmp_path):
+    with pytest.raises(SourceError, match="a header and no rows"):
+        table_of(write(tmp_path / "x.csv", b"a,b,c\n"), tmp_path / "s")
+
+
+def test_a_signalling_nan_is_a_nan_without_a_warning(tmp_path):
+    bits = np.array([0x7FF0000000000001, 0x3FF0000000000000], np.uint64).view(np.float64)
+    parquet.write_table(pa.table({"a": np.tile(bits, 5)}), tmp_path / "x.parquet")
+    assert np.isnan(table_of(tmp_path / "x.parquet", tmp_path / "s")[0]["a"]).sum() == 5

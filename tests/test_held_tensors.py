@@ -1,0 +1,363 @@
+"""Tensors in dicts, lists and objects around a step: a captured loop leaves them as the plain loop does.
+
+On a CPU the graphs are made of paper (`paper_graphs.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import stoker
+from stoker.train.frozen import with_helpers
+from stoker.train.held_tensors import WatchedTensors
+
+NUM_BATCHES, LATE = 16, 13
+"""The first replays are compared with eager steps; what changes at batch LATE comes after them."""
+
+
+class Loop:
+    """A model, an optimizer and batches; `capture` captures a step, or leaves it as it is."""
+
+    def __init__(self, device, is_captured):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        features = torch.randn(NUM_BATCHES, 8, 6).to(device)
+        self.batches = [(x, x[:, :1] * 2) for x in features]
+        self.device, self.is_captured, self.step = device, is_captured, None
+
+    def capture(self, step):
+        self.step = step
+        if self.is_captured:
+            self.step = stoker.capture(step, model=self.model, optimizer=self.optimizer)
+        return self.step
+
+    def zero(self):
+        return torch.zeros((), device=self.device)
+
+    def update(self, batch, by):
+        loss = mse_loss(self.model(batch[0]) * (1 + by), batch[1])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def run(self, step, *state):
+        step = self.capture(step)
+        losses = [step(batch) for batch in self.batches]
+        return [*losses, *(read() for read in state)]
+
+
+def after(hidden, loss):
+    return 0.5 * hidden + 0.3 * torch.tanh(loss)
+
+
+def tuple_in_a_dict(loop):
+    state = {"hidden": (loop.zero(), loop.zero()), "name": "x"}
+
+    def step(batch):
+        one, other = state["hidden"]
+        loss = loop.update(batch, one + other)
+        state["hidden"] = after(one, loss), after(other, loss)
+        return loss
+
+    return loop.run(step, lambda: state["hidden"][0], lambda: state["hidden"][1])
+
+
+def mean_in_a_dict(loop):
+    state = {"mean": loop.zero(), "share": 0.1}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        state["mean"] = (1 - state["share"]) * state["mean"] + state["share"] * loss
+        return loss
+
+    return loop.run(step, lambda: state["mean"])
+
+
+def by_helpers(loop):
+    state = {"hidden": loop.zero(), "name": "x"}
+
+    def get():
+        return state["hidden"]
+
+    def put(hidden):
+        state["hidden"] = hidden
+
+    def step(batch):
+        loss = loop.update(batch, get())
+        put(after(get(), loss))
+        return loss
+
+    return loop.run(step, get)
+
+
+STATE: dict = {}
+
+
+def get_global():
+    return STATE["hidden"]
+
+
+def by_a_global_helper(loop):
+    STATE["hidden"] = loop.zero()
+
+    def step(batch):
+        loss = loop.update(batch, get_global())
+        STATE["hidden"] = after(get_global(), loss)
+        return loss
+
+    return loop.run(step, get_global)
+
+
+def in_a_default(loop):
+    state = {"hidden": loop.zero(), "name": "x"}
+
+    def step(batch, state=state):
+        loss = loop.update(batch, state["hidden"])
+        state["hidden"] = after(state["hidden"], loss)
+        return loss
+
+    return loop.run(step, lambda: state["hidden"])
+
+
+def in_a_partial(loop):
+    state = [loop.zero(), "x"]
+
+    def step(state, batch):
+        loss = loop.update(batch, state[0])
+        state[0] = after(state[0], loss)
+        return loss
+
+    return loop.run(functools.partial(step, state), lambda: state[0])
+
+
+def in_the_function(loop):
+    def step(batch):
+        loss = loop.update(batch, step.hidden)
+        step.hidden = after(step.hidden, loss)
+        return loss
+
+    step.hidden = loop.zero()
+    return loop.run(step, lambda: step.hidden)
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    hidden: torch.Tensor
+
+
+def in_slots(loop):
+    state = Slots(loop.zero())
+
+    def step(batch):
+        loss = loop.update(batch, state.hidden)
+        state.hidden = after(state.hidden, loss)
+        return loss
+
+    return loop.run(step, lambda: state.hidden)
+
+
+class Own:
+    """A loop as an object: it keeps tensors, and counts and collects outside of its step."""
+
+    def __init__(self, loop):
+        self.loop, self.hidden, self.nested = loop, loop.zero(), {"a": {"hidden": loop.zero()}}
+        self.num_steps, self.losses, self.last = 0, [], None
+
+    def read(self):
+        return self.hidden
+
+    def step(self, batch):
+        nested = self.nested["a"]
+        loss = self.loop.update(batch, self.read() + nested["hidden"])
+        self.hidden = nested["hidden"] = after(self.read(), loss)
+        return loss
+
+    def reads_only(self, batch):
+        return self.loop.update(batch, self.read())
+
+    def fit(self, step):
+        step = self.loop.capture(step)
+        for batch in self.loop.batches:
+            self.last = step(batch)
+            self.losses.append(self.last)
+            self.num_steps += 1
+        return [*self.losses, self.hidden, self.nested["a"]["hidden"]]
+
+
+def in_an_object(loop):
+    own = Own(loop)
+    return own.fit(own.step)
+
+
+def counts_outside(loop):
+    own = Own(loop)
+    return own.fit(own.reads_only)
+
+
+def writes_only(loop):
+    """Batches of another size between the others have a graph of their own, or run eagerly."""
+    seen, told = {"loss": None}, []
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        seen["loss"] = loss
+        return loss
+
+    step = loop.capture(step)
+    for number, batch in enumerate(loop.batches):
+        step(tuple(each[:5] for each in batch) if number == LATE else batch)
+        told.append(seen["loss"].clone())
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (tuple_in_a_dict, "replaces hidden of state"),
+        (mean_in_a_dict, "replaces mean of state"),
+        (by_helpers, "replaces hidden of state"),
+        (by_a_global_helper, "replaces hidden of STATE"),
+        (in_a_default, "replaces hidden of state"),
+        (in_a_partial, "changes the entries of an argument"),
+        (in_the_function, "reads step.hidden of the step before"),
+        (in_slots, "reads state.hidden of the step before"),
+        (in_an_object, "replaces hidden of Own"),
+        (counts_outside, "replays agreed"),
+        (writes_only, "replays agreed"),
+    ],
+)
+def test_it_is_the_plain_loop(device, write, reason):
+    expected = [float(value) for value in write(Loop(device, is_captured=False))]
+    loop = Loop(device, is_captured=True)
+    found = [float(value) for value in write(loop)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert reason in loop.step.reason
+
+
+def weight_in_a_variable(loop):
+    weight = loop.zero()
+
+    def put(value):
+        nonlocal weight
+        weight = value
+
+    return (lambda batch: loop.update(batch, weight)), put
+
+
+def weight_in_a_dict(loop):
+    state = {"weight": loop.zero(), "name": "x"}
+    return (lambda batch: loop.update(batch, state["weight"])), functools.partial(
+        state.__setitem__, "weight"
+    )
+
+
+def weight_in_a_list(loop):
+    state = [loop.zero(), "x"]
+    return (lambda batch: loop.update(batch, state[0])), functools.partial(state.__setitem__, 0)
+
+
+def weight_in_an_object(loop):
+    state = SimpleNamespace(weight=loop.zero())
+    return (lambda batch: loop.update(batch, state.weight)), functools.partial(
+        setattr, state, "weight"
+    )
+
+
+def weight_of_a_module(loop):
+    loop.model.weighing = loop.zero()
+
+    def step(batch):
+        return loop.update(batch, loop.model.weighing)
+
+    return step, functools.partial(setattr, loop.model, "weighing")
+
+
+def teacher(loop):
+    teacher = copy.deepcopy(loop.model)
+
+    def step(batch):
+        with torch.no_grad():
+            wanted = batch[1] + teacher(batch[0])
+        return loop.update((batch[0], wanted), 0.0)
+
+    def put(_):
+        nonlocal teacher
+        teacher = copy.deepcopy(loop.model)
+
+    return step, put
+
+
+def unused(loop):
+    state = {"weight": loop.zero(), "last": loop.zero()}
+    return (lambda batch: loop.update(batch, state["weight"])), functools.partial(
+        state.__setitem__, "last"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.parametrize(
+    "make",
+    [
+        weight_in_a_variable,
+        weight_in_a_dict,
+        weight_in_a_list,
+        weight_in_an_object,
+        weight_of_a_module,
+        teacher,
+        unused,
+    ],
+)
+def test_a_tensor_that_is_replaced_between_steps_is_followed(device, make):
+    def train(is_captured, notes=None):
+        loop = Loop(device, is_captured)
+        step, put = make(loop)
+        step = loop.capture(step)
+        if notes is not None:
+            step._say = notes.append
+        losses = []
+        for number, batch in enumerate(loop.batches):
+            if number == LATE:
+                put(torch.full((), 0.7, device=device))
+            losses.append(float(step(batch)))
+        return losses
+
+    notes: list[str] = []
+    torch.testing.assert_close(train(True, notes), train(False), rtol=1e-4, atol=1e-5)
+    renewed = [note for note in notes if "another tensor was put in the place of" in note]
+    assert len(renewed) == (0 if make is unused else 1)
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+def test_a_tensor_that_is_replaced_at_every_step_ends_capture(device):
+    loop = Loop(device, is_captured=True)
+    step, put = weight_in_a_dict(loop)
+    step = loop.capture(step)
+    for batch in loop.batches * 3:
+        put(torch.rand((), device=device))
+        step(batch)
+    assert step.reason.startswith("eager: another tensor was put in the place of state.weight")
+
+
+def test_what_a_step_does_not_name_is_not_watched():
+    loop = Loop("cpu", is_captured=False)
+    own = Own(loop)
+    code = with_helpers([loop.model], [own.reads_only])
+    watched = WatchedTensors([loop.model], code)
+    assert {function.__name__ for function in code} >= {"reads_only", "read", "update"}
+    own.last = loop.zero()
+    assert watched.find_replaced() is None
+    own.hidden = loop.zero()
+    found = watched.find_replaced()
+    assert found is not None
+    assert found[0] == "Own.hidden"
