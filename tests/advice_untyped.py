@@ -6,7 +6,6 @@
 
 UNTYPED: dict[str, str] = {
     "train/checks.py: f'model = {model.__name__}(...)' if is_class else 'model = torch.nn.Linear(8, 1)'": "what a model is made of, only its user knows; test_stranger_trainer.py reaches it",
-    "sources/samples.py: 'torch.utils.data.Subset(dataset, [n for n in range(len(dataset)) if dataset[n] is not None])'": "its condition reads as words; test_stranger_samples.py types it",
     "sources/images/masks.py: 'exchange --images and --masks, or --mask-map keep'": (
         "which folder holds the masks is known to the user alone; test_stranger_files.py reaches it"
     ),

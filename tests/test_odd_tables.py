@@ -131,6 +131,17 @@ def test_inspect_takes_a_pattern_as_pack_does(tmp_path):
     assert json.loads(done.stdout)["facts"]["rows"] == "6"
 
 
+@pytest.mark.parametrize(
+    ("codec", "asked"), [("utf-16", None), ("utf-16-le", "utf-16-le"), ("utf-16-be", "utf-16-be")]
+)
+def test_text_of_two_bytes_a_letter_is_a_table_by_its_mark_or_the_users_word(
+    tmp_path, codec, asked
+):
+    (tmp_path / "t.csv").write_text("a;b\n1;2\n3;4\n", encoding=codec)
+    made = reading.open_table(tmp_path / "t.csv", TextOptions(encoding=asked))
+    assert made.names == ("a", "b")
+
+
 def test_columns_that_nobody_chose_are_not_said_to_be_constant():
     """`pack massspec` stores the same conditions of every library, and has no --drop."""
     values = np.zeros((20, 2), np.float32)

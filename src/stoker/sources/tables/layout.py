@@ -124,10 +124,13 @@ class Layout:
     is_empty: bool = False
 
 
-def file_kind(path: Path) -> str:
-    """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read."""
+def file_kind(path: Path, encoding: str | None = None) -> str:
+    """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read.
+
+    Where the user has named an encoding, whatever is not of a known kind is text.
+    """
     found = _by_magic(path, _MAGIC)
-    if found is None and (other := name_kind(path)) is not None:
+    if found is None and encoding is None and (other := name_kind(path)) is not None:
         found = None if compression_of(path) and other.what != TAR else other.what
     return found or "text"
 

@@ -130,7 +130,7 @@ def open_table(
 ) -> TableFile:
     """Look at a file: its kind, its columns, and how it is written."""
     partitions = dict(partitions or {})
-    kind = file_kind(path)
+    kind = file_kind(path, asked.encoding)
     wrong = refuse_kind(path, kind)
     if wrong is not None:
         raise wrong
