@@ -172,6 +172,14 @@ def test_arff_that_is_no_table_of_cells_is_refused(tmp_path, rows, said, typed):
     assert typed in error.value.fix
 
 
+def test_the_advice_for_single_quotes_in_arff_works_as_typed(tmp_path):
+    text = ARFF.partition("% rows")[0] + "1,'x, y'\n2,'z'\n"
+    with pytest.raises(SourceError) as error:
+        table_of(write(tmp_path / "x.arff", text.encode()), tmp_path / "s")
+    subprocess.run(["sh", "-c", error.value.fix], check=True)
+    assert len(table_of(tmp_path / "x-quoted.arff", tmp_path / "s")[0]) > 0
+
+
 @pytest.mark.parametrize(("encoding", "text"), [("shift_jis", "サウロン"), ("cp1251", "Москва")])
 def test_text_that_is_not_western_asks_for_its_encoding(tmp_path, encoding, text):
     path = write(tmp_path / "x.csv", f"a,b\n1,{text}\n2,{text}\n3,{text}\n".encode(encoding))

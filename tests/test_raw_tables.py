@@ -205,7 +205,7 @@ def test_no_rows_is_an_error_and_leaves_no_file(trained, tmp_path):
     path = tmp_path / "n.csv"
     path.write_text(",".join(people(1)[0]) + "\n")
     model = load_model(trained.loaded.saved.path)
-    with pytest.raises(InputError, match=r"n\.csv holds a header and no rows"):
+    with pytest.raises(InputError, match=r"n\.csv has no rows"):
         predict_file(trained, path, tmp_path / "o.csv", device="cpu")
     assert not (tmp_path / "o.csv").exists()
     with pytest.raises(InputError, match="has no rows"):

@@ -25,7 +25,7 @@ from stoker.cli.data_options import (
 from stoker.cli.options import JsonOption, verb
 from stoker.cli.tables import store_table
 from stoker.cli.terminal import Bar, make_console, print_json
-from stoker.display import command, printable
+from stoker.display import command, printable, quoted
 from stoker.errors import InputError
 from stoker.ownership import write_text
 from stoker.units import format_count, format_seconds
@@ -158,7 +158,7 @@ def segmentation(
             f"{format_count(len(files), 'path')}, and {'no' if images is None else 'an'} --images and "
             f"{'no' if masks is None else 'a'} --masks.",
             "one folder of images and masks, then the store's folder; or --images, --masks and the store's folder",
-            command("stoker", "pack", "segmentation", images or files[0], "OUT"),
+            f"stoker pack segmentation {quoted(images or files[0])} OUT",
         )
     if images is None or masks is None:
         found = find_scenes(files[0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
-import json
 import lzma
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.display import command
+from stoker.strict_json import parse_json
 
 _HEAD_BYTES = 16 << 10
 _TAR_MARK = slice(257, 262)
@@ -79,7 +79,7 @@ def _archive(path: Path, head: bytes) -> Foreign | None:
         names: list[str] = []
         with suppress(zipfile.BadZipFile, OSError):
             names = zipfile.ZipFile(path).namelist()
-        if any(name.startswith("xl/") for name in names):
+        if path.suffix == ".xlsx" or any(name.startswith("xl/") for name in names):
             return Foreign("an Excel workbook", _by_pandas(path, "read_excel"))
         if any(name.endswith("/data.pkl") for name in names) or path.suffix in _OF_TORCH:
             return _pickled(path)
@@ -154,7 +154,7 @@ def text_kind(path: Path, head: bytes) -> Foreign | None:
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"{"):
         with suppress(ValueError):
-            if isinstance(json.loads(start.split(b"\n", 1)[0]), dict):
+            if isinstance(parse_json(start.split(b"\n", 1)[0]), dict):
                 read = _by_arrow(path, "import pyarrow.json as j", "j.read_json")
                 return Foreign("lines of JSON", read)
     if start[:1] in (b"{", b"[") and start[1:].lstrip()[:1] in (b"{", b'"', b"["):

@@ -235,7 +235,7 @@ def _unknown_encoding(head: bytes, path: Path, is_whole: bool) -> SourceError:
     return SourceError(
         f"{path} is text in an encoding that its bytes do not tell: neither UTF-8 nor Western.",
         f"the encoding it was written in; of usual ones {', '.join(fitting)} can read it",
-        f"--encoding {fitting[0]}",
+        f"--encoding {quoted(fitting[0])}",
     )
 
 

@@ -143,7 +143,7 @@ class Survey:
         wrong = [name for name, kind in other.items() if kind not in _TEXT_KINDS]
         if wrong:
             raise SourceError(
-                f"{wrong[0]!r} has --value {words[wrong[0]][0]} and --dtype {other[wrong[0]]}.",
+                f"{wrong[0]!r} is to keep the text {words[wrong[0]][0]!r}, and to be of the type {other[wrong[0]]}.",
                 "a text as a value only in a column of texts",
                 f"--dtype {quoted(wrong[0] + '=category')}",
             )
