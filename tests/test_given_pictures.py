@@ -120,3 +120,13 @@ def test_pictures_in_other_units_are_told(tmp_path):
     assert note == (
         "1 picture of one grey in the value range of training: other units? float.tif with values 0 to 1"
     )
+
+
+def test_a_file_that_is_no_picture_is_left_to_the_error_and_gets_no_row(tmp_path):
+    table, odd = tmp_path / "rows.csv", tmp_path / "scan.dat"
+    table.write_text("a,b\n1,2\n")
+    Image.new("L", (4, 3)).save(odd, format="PNG")
+    assert given_pictures(table) is None
+    assert given_pictures(str(table)) is None
+    assert len(given_pictures(odd).keys) == 1
+    assert len(given_pictures([odd, table]).keys) == 2, "in a list it has a row with its reason"

@@ -96,6 +96,8 @@ def given_pictures(given: Any) -> GivenPictures | None:
     if found is not None:
         root, names, told = found
         return GivenPictures(names, root, told=told)
+    if isinstance(given, str | os.PathLike) and not _opens_as_picture(Path(given)):
+        return None
     if isinstance(given, Mapping):
         values = list(given.values())
         is_pictures = all(map(_may_be_picture, values))
@@ -112,6 +114,16 @@ def given_pictures(given: Any) -> GivenPictures | None:
         return given_pictures(given.tolist())
     is_pictures = all(map(_may_be_picture, given))
     return GivenPictures(range(len(given)), held=list(given)) if is_pictures else None
+
+
+def _opens_as_picture(path: Path) -> bool:
+    """Return whether Pillow knows what a file holds, whatever its ending; True for a path that is no file."""
+    if path.is_file():
+        try:
+            pillow().open(path).close()
+        except (OSError, ValueError):
+            return False
+    return True
 
 
 def _may_be_picture(given: Any) -> bool:
