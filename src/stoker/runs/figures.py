@@ -31,11 +31,15 @@ _WIDE = 30.0
 def speed_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Return samples/s, share of waiting, and cores used by the process."""
     rates, waits = [], []
+    # Readings count the loader alone, epochs and the summary also the time in which the Trainer takes a batch over.
+    waited_for = "batches"
     for number, run in enumerate(runs):
         rate, wait = run.track("run", "samples_per_second"), run.track("run", "wait_share")
         telling = any(value is not None for _, value in rate)
         style: Style = "plain" if telling else "dots"
-        if not telling:
+        if telling:
+            waited_for = "the loader"
+        else:
             rate = [(epoch.at, epoch.samples_per_second) for epoch in run.epochs]
             wait = [(epoch.at, epoch.wait_share) for epoch in run.epochs]
         rates.append(Line(_label(runs, run), rate, number, style))
@@ -46,7 +50,7 @@ def speed_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     ]
     return [
         _settled(Chart("throughput", "Training rate", rates, "samples/s")),
-        _settled(Chart("waits", "Time spent waiting for batches", waits, "%", high=10)),
+        _settled(Chart("waits", f"Time spent waiting for {waited_for}", waits, "%", high=10)),
         _settled(Chart("cores", "Cores that the process keeps busy", cores, "cores")),
     ]
 
