@@ -34,7 +34,7 @@ from stoker.sources.bars.dialects import (
 )
 from stoker.sources.bars.text import find_text
 from stoker.sources.tables.layout import file_kind
-from stoker.sources.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
+from stoker.sources.times import DAY_NS, EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
 from stoker.store.fields import Array
 
 _HEADER, _BLANK, OTHER_SYMBOLS = "header lines", "blank lines", "lines of other symbols"
@@ -452,12 +452,22 @@ def _in_order(bars: Bars, sort: bool) -> Bars:
         return bars.take(np.argsort(bars.time, kind="stable"))
     falling = (steps < 0).mean() > 0.5
     row = int(np.argmax(steps > 0 if falling else steps < 0)) + 1
+    sort_it = f"--sort (sort=True), or mend that {bars.unit}"
     raise SourceError(
         f"{bars.file}: time goes {'forwards' if falling else 'backwards'} at {bars.unit} {bars.lines[row]}, "
         f"from {show_time(bars.time[row - 1])} to {show_time(bars.time[row])}.",
         "bars from oldest to newest, or all from newest to oldest",
-        f"--sort (sort=True), or mend that {bars.unit}",
+        f"the zone of a clock that is set back then, such as --tz Europe/Berlin; or {sort_it}"
+        if _is_set_back(steps, row, int(bars.time[row]))
+        else sort_it,
     )
+
+
+def _is_set_back(steps: Array, row: int, time_ns: int) -> bool:
+    """Tell a clock that is set back at the end of summer: by an hour, on a Sunday."""
+    usual = int(np.median(np.abs(steps)))
+    is_sunday = (time_ns // DAY_NS + 3) % 7 == 6
+    return is_sunday and abs(int(steps[row - 1])) == 3600 * SECOND_NS - usual
 
 
 def _refuse_repeats(bars: Bars) -> Bars:
