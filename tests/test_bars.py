@@ -275,6 +275,15 @@ def test_zone_turns_the_brokers_clock_into_utc(tmp_path):
         read_bars(write(tmp_path, DIALECTS["iso T Z"]), tz="Europe/Athens")
 
 
+def test_columns_that_cannot_be_are_named_with_the_reason(tmp_path):
+    """High and low under each other's name: every bar is refused, and nothing was said but that none is left."""
+    lines = [f"2021-05-0{n} 10:00,1.2,1.1,1.3,1.2,5" for n in range(1, 9)]
+    (tmp_path / "x.csv").write_text("\n".join(["time,open,high,low,close,volume", *lines]) + "\n")
+    with pytest.raises(SourceError, match="high is below low in 8 of 8 bars") as told:
+        read_bars(tmp_path / "x.csv")
+    assert "--columns open=NAME,high=NAME" in told.value.fix
+
+
 @pytest.mark.parametrize("is_newest_first", [False, True])
 @pytest.mark.parametrize(
     ("zone", "day"),

@@ -12,6 +12,7 @@ its number and the reason.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,6 +133,7 @@ def read_bars(
         bars = replace(bars, time=_localise(bars, dialect, tz))
     if check_prices:
         bars = _refuse_bad_prices(bars)
+        _check_columns(bars)
     bars = _refuse_repeats(_in_order(bars, sort))
     if not dialect.header_line:
         bars.notes.append(f"{file}: no header; columns taken as time, {', '.join(dialect.columns)}")
@@ -437,6 +439,18 @@ def _refuse_bad_prices(bars: Bars) -> Bars:
         )
         bad[new] = True
     return bars.take(~bad) if bad.any() else bars
+
+
+def _check_columns(bars: Bars) -> None:
+    """Raise where most bars are refused for one reason: the columns are not what they are taken for."""
+    reasons = Counter(each.reason for each in bars.refused if each.line is not None)
+    reason, count = reasons.most_common(1)[0] if reasons else ("", 0)
+    if count > max(len(bars), 1):
+        raise SourceError(
+            f"{bars.file}: {reason} in {count:,} of {count + len(bars):,} bars.",
+            "open, high, low and close of bars, each in its column",
+            "--columns open=NAME,high=NAME,low=NAME,close=NAME",
+        )
 
 
 def _in_order(bars: Bars, sort: bool) -> Bars:
