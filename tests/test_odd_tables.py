@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.main import app
 from stoker.errors import SourceError, StoreError
+from stoker.packing import PackOptions, pack
 from stoker.sources.bars import read_bars
 from stoker.sources.tables import TableSource, TextOptions, reading
 from stoker.sources.tables.columns import Column, Unusable, encode, find_kind
@@ -186,3 +187,16 @@ def test_a_text_that_arrow_refuses_is_refused_with_the_line(tmp_path, monkeypatc
     else:
         with pytest.raises(SourceError, match=fault):
             source.prepare(tmp_path)
+
+
+@pytest.mark.parametrize(("sign", "decimal", "sep"), [("'", ".", ","), ("\u202f", ",", ";")])
+def test_thousands_by_an_apostrophe_or_a_narrow_space(tmp_path, sign, decimal, sep):
+    """As Swiss and French programs write them: 1'234.50, 1\u202f234,50."""
+    values = [1234.5, 987.25, 5_000_000.75, 12.5] * 20
+    cells = [f"{v:,}".replace(".", "#").replace(",", sign).replace("#", decimal) for v in values]
+    lines = [sep.join((cell, "ab"[n % 2])) for n, cell in enumerate(cells)]
+    (tmp_path / "x.csv").write_text("\n".join([f"amount{sep}kind", *lines]) + "\n")
+    source = TableSource((tmp_path / "x.csv",), "kind")
+    with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
+        got = store.gather("features", np.arange(len(values)))[:, 0]
+    np.testing.assert_array_equal(got, np.array(values, got.dtype))

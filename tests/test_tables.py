@@ -116,6 +116,8 @@ def test_numbers_are_read_with_and_without_groups(number, decimal):
     other = "," if decimal == "." else "."
     grouped = f"{number:,}".replace(",", "\0").replace(".", decimal).replace("\0", other)
     assert parse_number(grouped, decimal) == number
+    for sign in "'\u2019\u00a0\u202f":
+        assert parse_number(grouped.replace(other, sign), decimal) == number
     assert parse_number(f" {number!r} ".replace(".", decimal), decimal) == number
 
 

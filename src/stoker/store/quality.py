@@ -342,16 +342,16 @@ class _Column:
         sample = self._stats.sample.values[:, :, self._column].astype(np.float64)
         total, found = self._stats.num_values, []
         for code, low, high in find_codes(sample[np.isfinite(sample)]):
-            is_code = sample == code
+            is_code, typed = sample == code, _spelled(code, self._stats)
             is_whole = sample.size == total
             count = int(is_code.sum()) if is_whole else round(is_code.mean() * total)
             having = np.sort(self._stats.sample.rows[is_code.any(axis=1)])
             rows = tuple(having[:FIRST_ROWS].tolist())
             evidence = (
-                f"{'' if is_whole else 'about '}{format_count(count)} of {format_count(total)} values are {code:.9g}, "
+                f"{'' if is_whole else 'about '}{format_count(count)} of {format_count(total)} values are {typed}, "
                 f"which may stand for a missing value: the others are {low:.6g} to {high:.6g}{_at(rows)}"
             )
-            remedy = self._without_code(f"{code:.9g}", count / total)
+            remedy = self._without_code(typed, count / total)
             finding = Finding(
                 "missing-code", self._stats.field, self._name, self._column, count, count / total,
                 rows, "warn", evidence, remedy,
@@ -428,6 +428,16 @@ def _is_round(value: float) -> bool:
     return value >= 100 and value == np.rint(value) and set(f"{value:.0f}"[1:]) == {"0"}
 
 
+def _spelled(code: float, stats: TableStats) -> str:
+    """Return a number as it is typed, in the shortest text that the column's type reads so: 99.99, not 99.9899979."""
+    kind = np.dtype(stats.dtype).type
+    return (
+        np.format_float_positional(kind(code), trim="-")
+        if kind in (np.float32, np.float64)
+        else f"{code:.0f}"
+    )
+
+
 def _is_table(stats: TableStats) -> bool:
     """Whether these are the features of a table: its columns have names, those of arrays are numbered."""
     return stats.field == "features" and stats.columns[0] != "0"
@@ -435,26 +445,17 @@ def _is_table(stats: TableStats) -> bool:
 
 def _of_many(code: float, same: Sequence[Finding], stats: TableStats) -> Finding:
     """Return one finding for a code that many columns of a field have."""
-    first, count = same[0], sum(each.count for each in same)
+    share, typed = sum(each.share for each in same) / len(same), _spelled(code, stats)
     shown = ", ".join(_shown(each.column or "") for each in same[:_COLUMNS_TOLD])
     evidence = (
-        f"{format_count(len(same), 'column')} ({shown}, ...) hold {code:.9g}, which may stand for a missing value: "
-        f"about {sum(each.share for each in same) / len(same):.2g} of their values, far from the others"
+        f"{format_count(len(same), 'column')} ({shown}, ...) hold {typed}, which may stand for a missing value: "
+        f"about {share:.2g} of their values, far from the others"
     )
-    remedy = f"if so, --missing-code {quoted(f'{code:.9g}')} --missing median"
-    remedy = remedy if _is_table(stats) else _other_value(f"{code:.9g}")
-    share = sum(each.share for each in same) / len(same)
+    remedy = f"if so, --missing-code {quoted(typed)} --missing median"
+    remedy = remedy if _is_table(stats) else _other_value(typed)
+    count, rows = sum(each.count for each in same), same[0].first_rows
     return Finding(
-        "missing-code",
-        first.field,
-        None,
-        None,
-        count,
-        share,
-        first.first_rows,
-        "warn",
-        evidence,
-        remedy,
+        "missing-code", stats.field, None, None, count, share, rows, "warn", evidence, remedy
     )
 
 

@@ -35,6 +35,9 @@ _SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of
 _HEAD_ROWS = 2000
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+(?:[eE][+-]?[0-9]+)?")
+_SIGNED_GROUPS = re.compile(
+    r"[+-]?[0-9]{1,3}(['\u2019\u00a0\u202f\u2009])[0-9]{3}(?:\1[0-9]{3})*(?:[.,][0-9]+)?"
+)
 _GROUPED = {  # digits in groups of three, by the decimal sign that then remains
     ".": re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?"),
     ",": re.compile(r"[+-]?[0-9]{1,3}(?:\.[0-9]{3})+(?:,[0-9]*)?"),
@@ -366,7 +369,7 @@ def _is_number(cell: str) -> bool:
 
 
 def _find_decimal(rows: Sequence[Sequence[str]], sep: str) -> str:
-    cells = [cell.strip() for row in rows for cell in row]
+    cells = [_ungrouped(cell.strip()) for row in rows for cell in row]
     points = sum("." in cell and bool(_PLAIN.fullmatch(cell)) for cell in cells)
     commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
     if any(_GROUPED[","].fullmatch(cell) and "," in cell for cell in cells):
@@ -378,9 +381,15 @@ def _find_decimal(rows: Sequence[Sequence[str]], sep: str) -> str:
     return "." if points or (grouped and sep == ",") else ","
 
 
+def _ungrouped(text: str) -> str:
+    """Return a number without an apostrophe or a narrow space between its thousands: 1'234.50, 1\u202f234,50."""
+    found = _SIGNED_GROUPS.fullmatch(text)
+    return text.replace(found[1], "") if found else text
+
+
 def parse_number(text: str, decimal: str) -> float | None:
     """Return the number in a cell, with or without groups of three digits; None where it holds none."""
-    text = text.strip()
+    text = _ungrouped(text.strip())
     if _GROUPED[decimal].fullmatch(text):
         text = text.replace("," if decimal == "." else ".", "")
     if decimal == ",":
