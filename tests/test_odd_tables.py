@@ -200,3 +200,14 @@ def test_thousands_by_an_apostrophe_or_a_narrow_space(tmp_path, sign, decimal, s
     with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
         got = store.gather("features", np.arange(len(values)))[:, 0]
     np.testing.assert_array_equal(got, np.array(values, got.dtype))
+
+
+def test_numbers_with_units_that_repeat_are_told(tmp_path):
+    """A share such as "12.5 %" of few different values was packed as text without saying more."""
+    lines = [f"{n % 40 / 2} %,{'low' if n % 2 else 'high'}" for n in range(200)]
+    (tmp_path / "x.csv").write_text("\n".join(["share,level", *lines]) + "\n")
+    notes = TableSource((tmp_path / "x.csv",)).prepare(tmp_path).notes
+    assert [note for note in notes if "signs or units" in note] == [
+        "column 'share' holds numbers with signs or units, such as '9.5 %', and is packed as text: without them it is "
+        "a column of numbers"
+    ]

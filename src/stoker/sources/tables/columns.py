@@ -136,6 +136,11 @@ _SIGNS = "%‰€$£¥° "
 _SIGNED = re.compile(rf"(?=.*[{_SIGNS.strip()}])[{_SIGNS}]*[-+]?\d[\d.,' ]*[{_SIGNS}]*")
 
 
+def are_signed_numbers(texts: Sequence[str]) -> bool:
+    """Tell texts that are numbers with a sign or unit, such as "76,1 %" and "$ 5"; one of them may be anything."""
+    return len(texts) > 2 and sum(bool(_SIGNED.fullmatch(text)) for text in texts) >= len(texts) - 1
+
+
 class Unusable(NamedTuple):
     """A column that cannot be packed as it is."""
 

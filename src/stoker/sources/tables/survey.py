@@ -25,6 +25,7 @@ from stoker.sources.tables.columns import (
     ONE_HOT_VALUES,
     Column,
     Unusable,
+    are_signed_numbers,
     as_text,
     find_kind,
     is_text,
@@ -354,6 +355,12 @@ class Survey:
             )
         target = self._finish_target(firsts[-1])
         self.notes += describe(made, target)
+        self.notes += [
+            f"column {each.name!r} holds numbers with signs or units, such as {each.values[-1]!r}, and is packed as "
+            f"text: without them it is a column of numbers"
+            for each in made
+            if are_signed_numbers(each.values)
+        ]
         return made, target
 
     def _finish_target(self, num_rows: int) -> Target | None:
