@@ -127,6 +127,15 @@ def test_a_nested_column_is_refused_by_the_schema(tmp_path, monkeypatch):
         TableSource((tmp_path / "t.parquet",), "b", keep=("a",)).prepare(tmp_path / "scratch")
 
 
+def test_a_table_without_a_usable_column_is_not_told_to_drop_all(tmp_path):
+    columns = {"a": [[1], [2, 3]] * 9, "b": [{"c": 1}] * 18, "n": [f"x{n}" for n in range(18)]}
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match="has no column that can be packed") as error:
+        table_of(tmp_path / "t.parquet", tmp_path / "scratch")
+    assert "--drop" not in error.value.fix
+    assert len(error.value.details) == 3
+
+
 def test_lines_of_json_that_are_damaged_or_nested_are_named(tmp_path):
     late = write(tmp_path / "late.jsonl", b'{"a": 1}\n' * 9 + b'{"a": "x"}\n')
     with pytest.raises(

@@ -245,6 +245,14 @@ class Survey:
         if self._target in table.column_names:
             problems += self._judge_target(sample.column(self._target), decimal)
         if problems:
+            unusable = {problem.name for problem in problems if problem.option == "drop"}
+            if unusable >= set(self.names):  # dropping them all would only be refused again
+                raise SourceError(
+                    f"{self._path} has no column that can be packed:",
+                    "numbers, true and false, dates, texts that repeat",
+                    "stoker.pack_from(SAMPLES, OUT), with samples from code of your own",
+                    [f"{problem.name!r} {problem.what}" for problem in problems],
+                )
             raise _problem_error(self._path, problems, blank, len(rows), table.num_rows)
         if not self._columns:
             raise self._nothing_left()
