@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+
 import h5py
 import numpy as np
 import pytest
@@ -31,6 +35,27 @@ def test_an_archive_with_an_array_that_is_no_field_says_which_to_take(tmp_path, 
     assert done.exit_code == 0, done.output
     with open_store(out) as store:
         assert {name: info.dtype for name, info in store.fields.items()} == {"x": "<i8", "y": "<f8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "wanted"),
+    [
+        (np.array([(1.5, 2), (3.5, 4)], [("a", "f4"), ("b", "i4")]), "a", [1.5, 3.5]),
+        (np.array(["1970-01-01", "1970-01-02"], "M8[D]"), "seconds", [0, 86400]),
+        (np.array([1 + 2j, 3 + 4j]), "values", [[1, 2], [3, 4]]),
+        (np.array(["dog", "cat"]), "labels", [1, 0]),
+    ],
+)
+def test_the_command_that_makes_numbers_of_an_array_works_as_typed(tmp_path, given, name, wanted):
+    np.save(tmp_path / "x.npy", given)
+    run = CliRunner().invoke
+    failed = run(app, ["pack", "arrays", str(tmp_path / "x.npy"), str(tmp_path / "out"), "-j1"])
+    first, second = failed.exception.fix.split("; stoker ")
+    subprocess.run([sys.executable, *shlex.split(first)[1:]], check=True)
+    typed = shlex.split(second)
+    assert run(app, [*typed[:-1], str(tmp_path / "out"), "-j1"]).exit_code == 0
+    with open_store(tmp_path / "out") as store:
+        assert store.gather(name, np.arange(2)).tolist() == wanted
 
 
 def test_bytes_of_a_sample_are_kept_or_refused():

@@ -241,12 +241,29 @@ def opened_arrays(
                         "numbers with at least one dimension",
                         command("--fields", ",".join(usable))
                         if usable
-                        else "convert it with numpy first",
+                        else _as_numbers(path, rows.dtype),
                     )
                 arrays[name] = rows
         if not arrays:
             raise SourceError(f"{paths[0]} holds no arrays.", "at least one array", "")
         yield arrays
+
+
+def _as_numbers(path: Path, dtype: np.dtype[Any]) -> str:
+    """Return a command that writes an array of another kind as numbers."""
+    made = path.with_name(f"{path.stem}-numbers.npz")
+    values = {
+        "V": "{n: a[n] for n in a.dtype.names}" if dtype.names else "",
+        "M": "{'seconds': a.astype('M8[s]').astype('int64')}",
+        "m": "{'seconds': a.astype('m8[s]').astype('int64')}",
+        "c": "{'values': numpy.stack([a.real, a.imag], -1)}",
+        "U": "{'labels': numpy.unique(a, return_inverse=True)[1]}",
+        "S": "{'labels': numpy.unique(a, return_inverse=True)[1]}",
+    }.get(dtype.kind)
+    if not values or path.suffix != ".npy":
+        return "an array of numbers with a row for each sample"
+    code = f"import numpy; a = numpy.load({str(path)!r}); numpy.savez({str(made)!r}, **{values})"
+    return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'arrays', made, 'OUT')}"
 
 
 def _open(
