@@ -10,8 +10,8 @@ A replay repeats the kernels and the host's numbers of the time of capture. So a
     its result differs       from an eager step with the same batch, weights and random draws. The state that both
                              start from includes torch's generators and the counter of the augmentation
     the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
-                             optimizer), draws random numbers on the host that may decide something, or waits for
-                             the device
+                             optimizer), draws random numbers on the host that may decide something, copies other
+                             numbers from the host at each step, or waits for the device
     a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
                              on the device) or of a module. A module's number is followed by a new capture
 
@@ -49,6 +49,7 @@ from stoker.train.frozen import (
 )
 from stoker.train.generators import restore_rng
 from stoker.train.held_tensors import HeldTensors, WatchedTensors, put_in
+from stoker.train.host_constants import STEPS_TO_LEARN, HostConstants
 from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
 from stoker.train.replay_check import (
@@ -173,6 +174,8 @@ class GraphedStep:
         self._static: Any = None
         self._loss: Any = None
         self._host_draws: HostDraws | None = None
+        self._constants: HostConstants | None = None
+        self._refusal = ""
         self._frozen: list[FrozenGroups] = []
         self._numbers = HostNumbers(())
         self._held = HeldTensors(())
@@ -253,6 +256,9 @@ class GraphedStep:
         if changed is not None:
             self._renew(f"{changed} has changed")
             return self._run_eagerly(work)
+        if self._constants is not None and self._constants.have_changed():
+            self._renew("a tensor on the host has changed")
+            return self._run_eagerly(work)
         replaced = self._watched.find_replaced()
         if replaced is not None and self._depends_on(*replaced[1:], work):
             self._renew(f"another tensor was put in the place of {replaced[0]}")
@@ -300,10 +306,15 @@ class GraphedStep:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._set_static(work)
-            result = self._graphed_part()
+            with self._learning():
+                result = self._graphed_part()
             self._rest()
         current.wait_stream(stream)
         return result
+
+    def _learning(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for a step of warm-up: one in which its copies are remembered, after a capture failed."""
+        return contextlib.nullcontext() if self._constants is None else self._constants.learn()
 
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
@@ -312,12 +323,20 @@ class GraphedStep:
         if on_host is not None:
             self._split(f"{on_host} keeps its counts on the host{self._advice}")
             return False
+        if self._constants is not None and not self._constants.are_known:
+            self._split(self._refusal)
+            return False
         host_rng = quiet_host_rng(self._others_draw)
         why = self._record()
         if host_rng is not None and has_drawn(host_rng):
             # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
             restore_rng(host_rng)
             why = why or self._record_drawing(host_rng)
+        if self._refusal and self._constants is None and not state.ranks.joined:
+            # Perhaps because the step brings numbers from the host: two more steps of warm-up tell.
+            self._constants = HostConstants(state.device)
+            self._num_warm -= STEPS_TO_LEARN
+            return False
         if not state.ranks.all_of(not why):
             self._split(why or "the step cannot be captured (on another rank)")
             return False
@@ -358,7 +377,10 @@ class GraphedStep:
         held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
         before, watched = held.values(), WatchedTensors(modules, code)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
-        why, handled = "", sys.exception()
+        self._refusal, handled = "", sys.exception()
+        constants = (
+            contextlib.nullcontext() if self._constants is None else self._constants.replace()
+        )
         if _is_short_of_memory(state.device):
             gc.collect()  # 0.2 s, as much as forty small steps
         # Not during the capture: to free another graph's memory there would end it.
@@ -368,7 +390,7 @@ class GraphedStep:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
             captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
-            with captured, watch or contextlib.nullcontext():
+            with captured, constants, watch or contextlib.nullcontext():
                 self._loss = self._graphed_part()
             self._graph = graph
             self._keep_gradients()
@@ -376,7 +398,7 @@ class GraphedStep:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
-            why = f"the step cannot be captured ({describe_failure(error, handled)})"
+            self._refusal = f"the step cannot be captured ({describe_failure(error, handled)})"
         finally:
             if collects:
                 gc.enable()
@@ -385,8 +407,7 @@ class GraphedStep:
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         self._replaced = kept.replacements()
-        if kept.has_moved():
-            why = why or _MOVED
+        why = self._refusal or (_MOVED if kept.has_moved() else "")
         kept.put_back()
         self._held, self._held_values = held, held.replacements(before)
         held.put(before)
@@ -675,7 +696,7 @@ class GraphedStep:
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
-        self._graph = self._static = self._loss = self._host_draws = None
+        self._graph = self._static = self._loss = self._host_draws = self._constants = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
         self._watched, self._written = WatchedTensors(), []
