@@ -48,7 +48,7 @@ from stoker.train.frozen import (
     quiet_host_rng,
 )
 from stoker.train.generators import restore_rng
-from stoker.train.held_tensors import HeldTensors, WatchedTensors, put_in
+from stoker.train.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
 from stoker.train.host_constants import STEPS_TO_LEARN, HostConstants
 from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
@@ -62,6 +62,7 @@ from stoker.train.replay_check import (
 )
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
 from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
+from stoker.train.written import WrittenTensors
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -182,7 +183,8 @@ class GraphedStep:
         self._held_values: list[Any] = []
         self._replaced: list[Replaced] = []
         self._watched = WatchedTensors()
-        self._written: list[tuple[Any, Any, Any]] = []
+        self._places: list[tuple[Any, Any, Any]] = []
+        self._written, self._copies_all = WrittenTensors(), False
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst = 0.0
@@ -241,7 +243,9 @@ class GraphedStep:
             self.forget()
         if self._graph is None and self._num_warm < self._warm_up_steps:
             self._num_warm += 1
-            return self._warm_up(work)
+            result = self._warm_up(work)
+            self._static = map_tensors(_copy_leaf, self._static)  # the step may keep the batch
+            return result
         self._set_static(work)
         if self._graph is None and not self._capture():
             return self._run_eagerly(work)
@@ -263,12 +267,15 @@ class GraphedStep:
         if replaced is not None and self._depends_on(*replaced[1:], work):
             self._renew(f"another tensor was put in the place of {replaced[0]}")
             return self._run_eagerly(work)
+        if self._written.is_kept():
+            self._copies_all = True
+            self._renew("a tensor that the step leaves behind is kept, and copied from now on")
+            return self._run_eagerly(work)
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
             return self._replay_and_check(work)
         self._replay_graph()
-        for place in self._written:  # a batch that did not fit has put others there
-            put_in(*place)
+        self._written.put()
         return self._copied_result()
 
     def _replay_graph(self) -> None:
@@ -458,6 +465,7 @@ class GraphedStep:
             keep.find_replaced(),
             not self._num_checked,
         )
+        others = keep.find_held()
         if is_first and not state.ranks.all_of(changed is None):
             self.give_up(
                 f"the step changes {changed or 'a tensor'}, which is no module, optimizer or scaler that was given"
@@ -469,7 +477,20 @@ class GraphedStep:
         held = [tensor.detach().clone() for tensor in keep.replacements()]
         made = [tensor.detach().clone() for tensor in _made(self._replaced)]
         keep.restore()
-        if is_first and replaced is not None and self._reads_held(work, keep, [*eager, *held]):
+        hidden = self._held.find_hidden(self._held_values) if is_first else None
+        if is_first and hidden is None:
+            hidden = next((one.name for one in self._replaced if hides_tensors(one.value)), None)
+        if not state.ranks.all_of(hidden is None):
+            self._split(
+                f"the step replaces {hidden or 'an object'}, an object with tensors in it, which a graph cannot "
+                "follow: a dict of tensors is followed"
+            )
+            return self._run_eagerly(work)
+        if (
+            is_first
+            and replaced is not None
+            and self._reads_held(work, keep, others, [*eager, *held])
+        ):
             self.give_up(
                 f"the step reads {replaced} of the step before, which a graph cannot follow: a buffer that copy_ "
                 "changes is followed"
@@ -483,6 +504,8 @@ class GraphedStep:
         left_behind = self._numbers.name_difference(eager_numbers, self._numbers.values())
         left_behind = left_behind or state.find_moved(eager_positions)
         first = away = self._agreed(difference(eager, replayed, None, self._before(keep)))
+        if left_behind is None and not alike(result, self._loss):
+            left_behind = "a value that it returns"
         if not same_counts(eager[num_results:], replayed[num_results:]):
             first = away = self._agreed(math.inf)
         if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
@@ -526,12 +549,15 @@ class GraphedStep:
                 if own.shape == tensor.shape:  # should it be read after all
                     own.data.copy_(tensor.data)
             one.container[one.key] = one.value
-        self._written = [(one.container, one.key, one.value) for one in replaced]
+        self._places = [(one.container, one.key, one.value) for one in replaced]
+        self._set_static(work)  # a place may hold the batch itself
         return self._replay_and_check(work)
 
-    def _reads_held(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> bool:
+    def _reads_held(
+        self, work: Any, keep: Snapshot, held: Sequence[bool], eager: Sequence[torch.Tensor]
+    ) -> bool:
         """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
-        keep.disturb()
+        keep.disturb(held)
         results = iterate_tensors(self._run_eagerly(work))
         found = [*results, *self._state.tensors(), *keep.replacements()]
         away = self._agreed(difference(eager, found))
@@ -647,11 +673,12 @@ class GraphedStep:
         self._worst = max(self._worst, away)
         if self._num_replays >= self._next_check:
             self._next_check = self._num_replays * _RECHECK_GROWTH
+        if self._num_checked == 1:
+            places = [*self._places, *self._held.places_of(self._held_values)]
+            self._written = WrittenTensors(places, self._state.tensors(), self._copies_all)
+        self._written.put()
         if self._num_checked == CHECKED_REPLAYS:
             self._next_check = max(self._next_check, _FIRST_RECHECK)
-            self._written += self._held.places_of(self._held_values)
-            for place in self._written:  # what a replay computes is there
-                put_in(*place)
             what = "captured" if self.split_reason is None else "captured without its update"
             self.reason = (
                 f"{what} after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
@@ -699,7 +726,7 @@ class GraphedStep:
         self._graph = self._static = self._loss = self._host_draws = self._constants = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
-        self._watched, self._written = WatchedTensors(), []
+        self._watched, self._written, self._places = WatchedTensors(), WrittenTensors(), []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False
