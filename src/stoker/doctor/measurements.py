@@ -162,12 +162,14 @@ class HostCall:
         call: Name of the call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", "gc.collect", ...
         calls_per_step: Number of calls.
         seconds_per_step: Time spent there; a loop of fetches counts with the time between them.
+        in_model: Whether the forward pass of a module calls it.
     """
 
     where: str
     call: str
     calls_per_step: float
     seconds_per_step: float
+    in_model: bool = False
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,13 @@ def measure(
         ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
-            HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
+            HostCall(
+                s["where"],
+                s["call"],
+                s["calls"] * per_step,
+                s["seconds"] * usual_sync,
+                s.get("in_model", False),
+            )
             for s in _costliest(sites, "sync")
         ),
         copies=_copies(sites, per_step, on_core),

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from . import clocks, hooks, recorder
@@ -67,6 +68,8 @@ _marks: list[int] = []
 _queued: list[float] = []
 """Seconds that the training thread had queued for a core, at each mark."""
 _backwards: list[tuple[int, int]] = []
+_fetches: list[int] = []
+"""When a forward pass fetched a value, in ns: it has begun by then, whatever its first operator is."""
 _num_steps = 0
 _was_used = False
 _asked_teardown = False
@@ -145,6 +148,8 @@ def _start(seen: Any) -> None:
     _marks[:] = [time.time_ns()]
     _queued[:] = [clocks.run_delay()]
     _backwards.clear()
+    _fetches.clear()
+    seen.is_profiling = True
     # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
 
@@ -177,6 +182,7 @@ def _stop(seen: Any, keep: bool) -> None:
     global _profiler
     profiler, _profiler = _profiler, None
     seen.call_at = 1 << 60
+    seen.is_profiling = False
     began = time.perf_counter()
     torch: Any = sys.modules["torch"]
     if clocks.uses_cuda(torch):
@@ -198,7 +204,8 @@ def _stop(seen: Any, keep: bool) -> None:
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
         taken = list(events)[:_MOST_EVENTS]
-        seen.profile.update(summarise(taken, list(_marks), list(_backwards), list(_queued)))
+        times = (list(_marks), list(_backwards), list(_queued), list(_fetches))
+        seen.profile.update(summarise(taken, *times))
     if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
         with recorder.guarded("pinned copy"):
             seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
@@ -229,13 +236,22 @@ def note_backward(seconds: float) -> None:
         _backwards.append((now - int(seconds * 1e9), now))
 
 
+def note_fetch(seconds: float) -> None:
+    """Note that a module's code has fetched a value, which took so long."""
+    if _profiler is not None:
+        _fetches.append(time.time_ns() - int(seconds * 1e9))
+
+
 def summarise(
     events: list[Any],
     marks: list[int],
     backwards: list[tuple[int, int]],
     queued: list[float] | None = None,
+    fetches: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return totals of the profiler's raw events; `marks` are the ends of the steps in ns, `backwards` their passes.
+    """Return totals of the profiler's raw events.
+
+    `marks` are the ends of the steps in ns, `backwards` their passes, `fetches` when a module's code fetched values.
 
     Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it Python
     code of the model that the thread waits for a core between two operators: `queued` has its seconds at each mark.
@@ -267,7 +283,7 @@ def summarise(
         totals, key=lambda one: sum(one["matmul_seconds"].values()) + one["work_seconds"]
     )
     waits = [after - before for before, after in itertools.pairwise(queued or [0.0] * len(marks))]
-    gaps = [_gap_seconds(host, *step, backwards) for step in itertools.pairwise(marks)]
+    gaps = [_gap_seconds(host, *step, backwards, fetches) for step in itertools.pairwise(marks)]
     known = [
         (gap[0], max(0.0, gap[1] - waited))
         for gap, waited in zip(gaps, waits, strict=True)
@@ -285,12 +301,17 @@ _CALLING_SECONDS = 1e-4
 
 
 def _gap_seconds(
-    host: list[Any], begin: int, end: int, backwards: list[tuple[int, int]]
+    host: list[Any],
+    begin: int,
+    end: int,
+    backwards: list[tuple[int, int]],
+    fetches: Sequence[int] = (),
 ) -> tuple[float, float] | None:
     """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
 
-    None if a forward pass was not seen: an operator that autograd remembers begins one. Longer Python code between its
-    operators counts, because a metric may be computed there; it is also the second value.
+    None if a forward pass was not seen: an operator that autograd remembers begins one, or a value that it fetches for
+    its own code before. Longer Python code between its operators counts, because a metric may be computed there; it is
+    also the second value.
     """
     gap, python, start = 0.0, 0.0, begin
     for first, last in backwards:
@@ -299,6 +320,7 @@ def _gap_seconds(
             if found is None:
                 return None
             thread, at = found
+            at = min([at, *(one * 1e-9 for one in fetches if start <= one < first)])
             code = _uncovered(host, thread, at, first * 1e-9)
             gap += at - start * 1e-9 + code
             python += code

@@ -120,15 +120,17 @@ class Site:
     """A line of the user's code and the calls made there.
 
     `mark` and `num_in_step` refer to the current step: they tell whether the line is in a loop. `loop_seconds` is the
-    time of the loop that runs now. `before` has the totals before the current step.
+    time of the loop that runs now. `before` has the totals before the current step. `in_model` says that a module's
+    forward pass made the first call.
     """
 
     __slots__ = (
-        *("before", "call", "calls", "code", "last_end", "loop_seconds", "mark"),
+        *("before", "call", "calls", "code", "in_model", "last_end", "loop_seconds", "mark"),
         *("num_bytes", "num_in_step", "seconds", "where"),
     )
 
-    def __init__(self, where: str, call: str, code: Any) -> None:
+    def __init__(self, where: str, call: str, code: Any, in_model: bool = False) -> None:
+        self.in_model = in_model
         self.where = where
         self.code = code
         self.call = call
@@ -156,6 +158,7 @@ class Site:
             "calls": calls,
             "seconds": seconds,
             "bytes": num_bytes,
+            "in_model": self.in_model,
         }
 
 
@@ -183,7 +186,7 @@ class Recorder:
         self.num_steps = 0
         self.num_counted = 0
         self.num_watched = 0
-        self.was_profiled = False
+        self.was_profiled = self.is_profiling = False
         self.num_written = 0
         self.num_replays = 0
         self.num_unread = 0
@@ -280,7 +283,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         global watching  # noqa: PLW0603
-        watching = is_watched(self.num_steps)
+        watching = is_watched(self.num_steps) or self.is_profiling
         self.wait = self.wait_delay = self.held_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
         self.evaluation = 0.0
@@ -378,7 +381,8 @@ class Recorder:
         key = (family, call, id(code), frame.f_lineno)
         known = self.sites.get(key)
         if known is None:
-            known = self.sites[key] = Site(places.place_of(frame), call, code)
+            in_model = family == "sync" and places.is_in_module(frame)
+            known = self.sites[key] = Site(places.place_of(frame), call, code, in_model)
         return known
 
     # -- writing -----------------------------------------------------------------------------------
