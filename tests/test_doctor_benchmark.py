@@ -91,6 +91,26 @@ def test_figures_are_computed_from_the_rows():
     assert "predicted 4.00, measured 2.00" in publish.scatter_svg([("far", 2.0, 4.0)])
 
 
+def test_a_script_whose_fix_brings_nothing_is_told_apart():
+    """float64 on an H200: the rule is the same for all scripts, and both counts are published."""
+    idle = result(["double-precision"], [("batch-too-small", 6.0)], fixed=101.0)
+    tried = {**idle, "tried": {"name": "batch-too-small", "batch": 512, "rate": 550.0}}
+    rows = [run.judge("kept", tried), run.judge("not", idle)]
+    rows.append(run.judge("right", result(["no-workers"], [("no-workers", 2.0)])))
+    rows.append(run.judge("leak_plain", result(["memory-creep"], fixed=100.0)))
+    assert run.summarise(rows)["top_right"] == {"right": 1, "of": 4}
+    told, others, unkept = publish.by_gain(rows)
+    assert told == "1 of 2"
+    assert [row["case"] for row in others] == ["kept", "not"]
+    assert [row["case"] for row in unkept] == ["not"]
+    assert "with that batch it was × 5.50" in publish.told_without_gain(rows[0])
+    assert "which was not tried" in publish.told_without_gain(rows[1])
+    patch = {"patch": {"loader_arguments": {"batch_size": 512}}}
+    assert run._larger_batch([patch]) == 512
+    assert run._larger_batch([{"patch": {"loader_arguments": {"num_workers": 4}}}, patch]) is None
+    assert run._larger_batch([]) is None
+
+
 def test_a_second_cause_may_be_hidden_behind_the_first():
     both = result(["gc-each-step", "no-workers"], [("no-workers", 2.0)])
     assert run.judge("two", {**both, "later": ["gc-each-step"]})["all_named"]

@@ -219,6 +219,8 @@ class OperatorFacts:
         matmul_seconds: Time in matrix products and convolutions, by dtype.
         num_rows: Most rows that a matrix product of the forward pass multiplies. 1 means that the model is called
             with one sample at a time; a larger number may be that of weights or of pixels.
+        double_product_seconds: Of the kernels on float64, matrix products and convolutions; None without a GPU.
+        double_times: How many times as long a product in float64 takes on this GPU as in float32; None if not measured.
     """
 
     per_step: float
@@ -227,6 +229,8 @@ class OperatorFacts:
     double_seconds: float | None = None
     matmul_seconds: Mapping[str, float] = field(default_factory=dict)
     num_rows: int | None = None
+    double_product_seconds: float | None = None
+    double_times: float | None = None
 
 
 @dataclass(frozen=True)

@@ -542,7 +542,7 @@ def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | N
 def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
     if not profile.get("operators"):
         return None
-    double = profile["double_seconds"]
+    double, products = profile["double_seconds"], profile.get("double_product_seconds")
     if "double_kernel_seconds" in profile:
         double = profile["double_kernel_seconds"] / profile["steps"]
     return OperatorFacts(
@@ -552,6 +552,8 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         double_seconds=double,
         matmul_seconds=profile["matmul_seconds"],
         num_rows=profile.get("rows") or None,
+        double_product_seconds=None if products is None else products / profile["steps"],
+        double_times=profile.get("double_times"),
     )
 
 

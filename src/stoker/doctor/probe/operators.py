@@ -60,6 +60,9 @@ _BACKWARD = "autograd::engine"
 _UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
 """torch's annotations around an optimizer step and around waiting for a batch."""
 _DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
+_PRODUCT_KERNELS = ("gemm", "d884", "conv", "wgrad", "dgrad")
+_NOTABLE_DOUBLE, _PRODUCT_SIZE, _NUM_PRODUCTS = 0.05, 1024, 8
+"""Share of the kernels' time from which float64 is compared with float32: matrices of that size, so many in a row."""
 
 _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 
@@ -209,6 +212,10 @@ def _stop(seen: Any, keep: bool) -> None:
     if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
         with recorder.guarded("pinned copy"):
             seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
+    kernels = seen.profile.get("kernel_seconds", 0.0)
+    if kernels and seen.profile["double_kernel_seconds"] > _NOTABLE_DOUBLE * kernels:
+        with recorder.guarded("products"):
+            seen.profile["double_times"] = _double_times(torch)
     # While the events were read, workers filled their queues: the next waits would be too short.
     loaders = list(seen.loaders.values())
     if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
@@ -227,6 +234,24 @@ def _pinned_bytes_per_second(torch: Any) -> float:
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
     return float(_COPIED_BYTES / min(taken))
+
+
+def _double_times(torch: Any) -> float:
+    """Return how many times as long a product in float64 takes on this GPU as in float32: 1 to 64, by its make."""
+    taken = []
+    with torch.no_grad():
+        for kind in (torch.float64, torch.float32):
+            matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=kind, device="cuda")
+            turns = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(_NUM_PRODUCTS):
+                    torch.mm(matrix, matrix)
+                torch.cuda.synchronize()
+                turns.append(time.perf_counter() - began)
+            taken.append(min(turns))
+    return taken[0] / taken[1]
 
 
 def note_backward(seconds: float) -> None:
@@ -458,10 +483,12 @@ def _device_totals(device: list[tuple[float, float, str]]) -> dict[str, Any]:
     for start, seconds, _ in device:
         busy += max(0.0, start + seconds - max(start, end))
         end = max(end, start + seconds)
-    double = sum(s for _, s, name in device if any(word in name for word in _DOUBLE_KERNELS))
+    doubles = [(s, name) for _, s, name in device if any(word in name for word in _DOUBLE_KERNELS)]
+    products = sum(s for s, name in doubles if any(word in name for word in _PRODUCT_KERNELS))
     return {
         "kernels": len(device),
         "kernel_seconds": sum(seconds for _, seconds, _ in device),
         "busy_seconds": busy,
-        "double_kernel_seconds": double,
+        "double_kernel_seconds": sum(s for s, _ in doubles),
+        "double_product_seconds": products,
     }
