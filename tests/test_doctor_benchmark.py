@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "doctor"
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
 import cases  # noqa: E402
+import overhead  # noqa: E402
 import peers  # noqa: E402
 import publish  # noqa: E402
 import run  # noqa: E402
@@ -148,6 +149,32 @@ def test_merged_results_keep_the_figures_of_each_run(tmp_path):
     assert [row["run"] for row in again["rows"]] == [3, 3]
     assert len(again["runs"]) == 3
     assert [row["run"] for row in merged["result"]["rows"]] == [2, 1]
+
+
+def test_the_cost_of_the_probe_is_the_median_of_pairs_of_turns():
+    alone = [{"ms": 2.0 * drift, "cpu_ms": 2.0} for drift in (1, 1.5, 1, 3, 1, 1)]
+    doctored = [{"ms": 1.05 * one["ms"], "cpu_ms": 2.2} for one in alone]
+    found = overhead.summarise(alone, doctored, 2.02, [])
+    assert found["overhead"] == pytest.approx(0.05), "the drift of the machine is that of both"
+    assert found["sound"]
+    assert found["cpu_overhead"] == pytest.approx(0.10)
+    assert found["reported_error"] == pytest.approx(0.01)
+    varied = zip(alone, (1, 2, 1, 1.3, 0.7, 1), strict=True)
+    noisy = [{**one, "ms": one["ms"] * more} for one, more in varied]
+    unsound = overhead.summarise(alone, noisy, None, [])
+    assert not unsound["sound"]
+    row = {**unsound, "alone_ms": 2.0, "doctored_ms": 2.1}
+    machine = {"result": {"2 ms": row}}
+    assert "NOT SOUND" in "\n".join(publish.overhead_section(machine))
+    low, high = overhead.interval_of_median(range(20))
+    assert (low, high) == (5, 14), "of 20 values: the 6th and the 15th"
+
+
+def test_turns_begin_after_the_script_stood_still():
+    times = [float(at) for at in range(5)] + [100.0 + at for at in range(1, 5)]
+    seen = {"stood": [5, 9], "resumed": [(100.0, 7.0), (500.0, 9.0)], "times": times}
+    seen["cpu"] = [*range(5), 7.5, 8, 8.5, 9]
+    assert overhead.turns_of(seen) == [{"ms": 1000.0, "cpu_ms": 500.0}]
 
 
 def test_other_tools_name_a_cause_by_rules():

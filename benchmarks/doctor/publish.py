@@ -274,13 +274,22 @@ def quantile(rows: Sequence[Mapping[str, Any]], part: float) -> float | None:
     return known[int(part * (len(known) - 1))] if known else None
 
 
+def doubt(row: Mapping[str, Any]) -> str:
+    """Return the interval of a cost, and that it is not sound where it is wide; "" for older rows, which have none."""
+    if "interval" not in row:
+        return ""
+    low, high = (percent(one) for one in row["interval"])
+    return f" ({low} to {high}{'' if row['sound'] else ': NOT SOUND, the machine varied'})"
+
+
 def overhead_section(document: Mapping[str, Any]) -> list[str]:
     """Return the table of `overhead.py`."""
     lines = [
         "## What the probe costs",
         "",
-        "Median steps alone and under the doctor, in turns; and the step that the doctor reports, which is that of the",
-        "windows in which it times nothing.",
+        "Steps alone and under the doctor, in turns of 128 steps of two processes on the same cores (rows without an",
+        "interval: a process for each turn); the cost is the median of the pairs of turns. And the step that the",
+        "doctor reports, which is that of the windows in which it times nothing.",
         "",
         "| step | alone | under the doctor | cost | target | reported | its error |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -288,9 +297,10 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
     targets = {"2 ms": "8 %", "10 ms": "3 %"}
     for name, row in document["result"].items():
         cells = (f"{row[key]:.2f} ms" for key in ("alone_ms", "doctored_ms"))
+        told = f"{row['reported_ms']:.2f} ms" if row["reported_ms"] else "n/a"
         lines.append(
-            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])} | {targets.get(name, '')} "
-            f"| {row['reported_ms']:.2f} ms | {percent(row['reported_error'])} |"
+            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])}{doubt(row)} | {targets.get(name, '')} "
+            f"| {told} | {percent(row['reported_error'])} |"
         )
     if any(row.get("note") for row in document["result"].values()):
         lines.append("")
