@@ -4,10 +4,10 @@ doctor in turns; and whether the step that the doctor reports is the step withou
     python benchmarks/doctor/overhead.py [--seconds 60] [--out FILE]
     python benchmarks/doctor/overhead.py --at-once --seconds 80    # scripts side by side, each on cores of its own
 
-Both processes live at the same time on the same cores, and one of them stands still: a turn is 128 steps of one, then
-of the other, in the order ABBA. So a machine whose speed drifts slows both. The cost is the median over pairs of turns,
-with its 95 % interval (that of the median, by ranks); `sound` says that the interval is no wider than 4 points. Beside
-it stand the best turns, and the CPU time of all threads of the process, which other programs change less.
+Both processes live at the same time on the same cores, and one of them stands still: a turn is 64 steps (of 2 ms:
+128) of one, then of the other, in the order ABBA. So a machine whose speed drifts slows both. The cost is the median
+over pairs of turns, with its 95 % interval (that of the median, by ranks); `sound` says that the interval is no wider
+than 4 points. Beside it stand the best turns, and the CPU time of all threads, which other programs change less.
 
 On a GPU the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after the profiled ones.
 """
@@ -36,8 +36,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STEPS = 300
-TURN_STEPS = 128
-"""Steps of a turn: eight of the probe's windows, of which as many are timed in each turn."""
+TURN_STEPS, LONG_TURN_STEPS = 64, 128
+"""Steps of a turn, and of one of short steps: four or eight of the probe's windows; half or a quarter is timed."""
 LONGEST_SECONDS = 60.0
 """A process that takes longer to start, or for a turn, has failed."""
 WIDEST = 0.04
@@ -100,14 +100,16 @@ class Runner:
         process: Python with the stopwatch and the script, or the doctor that runs it.
     """
 
-    def __init__(self, script: Path, folder: Path, cores: set[int], doctor: bool) -> None:
+    def __init__(
+        self, script: Path, folder: Path, cores: set[int], steps: int, doctor: bool
+    ) -> None:
         folder.mkdir()
         self.folder = folder
         self._pipes = {}
         for name in ("done", "go"):
             os.mkfifo(folder / name)
             self._pipes[name] = os.open(folder / name, os.O_RDWR)
-        turns = {"STOPWATCH_TURNS": str(folder), "STOPWATCH_STEPS": str(TURN_STEPS)}
+        turns = {"STOPWATCH_TURNS": str(folder), "STOPWATCH_STEPS": str(steps)}
         words, env = command(script, folder, doctor, STEPS=str(1 << 40), **turns)
         self.process = subprocess.Popen(
             words,
@@ -195,7 +197,11 @@ def compare(
             .replace(f"< {STEPS}", "< 1 << 40")
             .replace(f"range({STEPS})", "range(1 << 40)")
         )
-        runners = [Runner(script, folder / way, cores, way == "doctored") for way in ("alone", "doctored")]  # fmt: skip
+        steps = LONG_TURN_STEPS if name.startswith("2 ms") else TURN_STEPS
+        runners = [
+            Runner(script, folder / way, cores, steps, doctor=way == "doctored")
+            for way in ("alone", "doctored")
+        ]
         try:
             for one in runners:
                 one.wait()
