@@ -481,14 +481,16 @@ def test_kernels_are_a_union_and_the_quietest_step_stands_for_the_host():
         event("kernel_a", 20, 30, device=gpu),
         event("kernel_b<double>", 40, 30, device=gpu),
         event("kernel_a", 1020, 30, device=gpu),
+        event("cutlass_80_tensorop_d884gemm_64x64_16x4_nn_align1", 1060, 10, device=gpu),
         event("Memcpy HtoD", 2000, 900, device=gpu),
         event("mine", 0, 1),
         event("mine", 0, 1500, device=gpu),
     ]
     seen = operators.summarise(events, [0, 1_000_000, 2_000_000], [])
-    assert seen["kernels"] == 3
-    assert seen["busy_seconds"] == pytest.approx(80e-6)
-    assert seen["double_kernel_seconds"] == pytest.approx(30e-6)
+    assert seen["kernels"] == 4
+    assert seen["busy_seconds"] == pytest.approx(90e-6)
+    assert seen["double_kernel_seconds"] == pytest.approx(40e-6)
+    assert seen["double_product_seconds"] == pytest.approx(10e-6)
     assert seen["matmul_seconds"] == {"float32": pytest.approx(5e-6)}
 
 

@@ -118,6 +118,24 @@ def test_the_time_before_the_forward_pass_is_told_from_the_loss():
     assert operators._gap_seconds(seen[:1], 0, 30 * MS, [(20 * MS, 24 * MS)]) is None
 
 
+def test_a_forward_pass_begins_when_its_code_fetches_a_value():
+    """Neighbours chosen by Python code before the first operator with a gradient: 2 of its 6 ms were seen."""
+    seen = host(
+        ("aten::to", 0.003, 0.006, 7),  # `tolist` in the forward pass: waits for the GPU
+        ("aten::embedding", 0.012, 0.013, 7),
+        ("aten::mul", 0.013, 0.020, 8),
+    )
+    passes = [(20 * MS, 24 * MS)]
+    assert operators._gap_seconds(seen, 0, 24 * MS, passes) == pytest.approx((0.012, 0))
+    told = operators._gap_seconds(seen, 0, 24 * MS, passes, [3 * MS])
+    assert told == pytest.approx((0.003 + 0.006, 0.006))
+    # One of another step, or of the backward pass, says nothing of this one.
+    for other in (-1 * MS, 21 * MS):
+        assert operators._gap_seconds(seen, 0, 24 * MS, passes, [other]) == pytest.approx(
+            (0.012, 0)
+        )
+
+
 def test_accumulated_passes_have_a_gap_each():
     seen = host(
         ("aten::linear", 0.002, 0.003, 0),

@@ -175,7 +175,13 @@ def measure(
         ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
-            HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
+            HostCall(
+                s["where"],
+                s["call"],
+                s["calls"] * per_step,
+                s["seconds"] * usual_sync,
+                s.get("in_model", False),
+            )
             for s in _costliest(sites, "sync")
         ),
         copies=_copies(sites, per_step, on_core),
@@ -536,7 +542,7 @@ def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | N
 def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
     if not profile.get("operators"):
         return None
-    double = profile["double_seconds"]
+    double, products = profile["double_seconds"], profile.get("double_product_seconds")
     if "double_kernel_seconds" in profile:
         double = profile["double_kernel_seconds"] / profile["steps"]
     return OperatorFacts(
@@ -546,6 +552,8 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         double_seconds=double,
         matmul_seconds=profile["matmul_seconds"],
         num_rows=profile.get("rows") or None,
+        double_product_seconds=None if products is None else products / profile["steps"],
+        double_times=profile.get("double_times"),
     )
 
 
