@@ -508,7 +508,8 @@ def place(loader):
         ),
         Case(
             "Trainer(flat, rows, None, criterion, torch.optim.SGD(flat.parameters())).train_epoch()",
-            TRAINING + "; flat, rows = torch.nn.Linear(3, 1), [(torch.randn(4, 3), torch.randn(4))]",
+            TRAINING
+            + "; flat, rows = torch.nn.Linear(3, 1), [(torch.randn(4, 3), torch.randn(4))]",
             into="Trainer",
         ),
         Case("check_steps(slow)", TRAINING, at="slow"),

@@ -366,7 +366,12 @@ class Run:
             with self.ranks.shared_fate():
                 log = stack.enter_context(self._evaluation_log()) if self.ranks.is_first else None
             made, result, step = self._evaluate_best(made)
-            self.ranks.first_does(lambda: log and log.write("result", result, step=step))
+
+            def write() -> None:
+                if log is not None:
+                    log.write("result", result, step=step)
+
+            self.ranks.first_does(write)
             return made
 
     @contextlib.contextmanager
