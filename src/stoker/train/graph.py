@@ -28,7 +28,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CellType
 from typing import Any
@@ -319,9 +319,17 @@ class GraphedStep:
         current.wait_stream(stream)
         return result
 
-    def _learning(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for a step of warm-up: one in which its copies are remembered, after a capture failed."""
-        return contextlib.nullcontext() if self._constants is None else self._constants.learn()
+    @contextlib.contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Run a step of warm-up; after a failed capture, remember the copies that it makes.
+
+        They are those of the algorithms that the model chooses while it is captured.
+        """
+        if self._constants is None:
+            yield
+            return
+        with as_if_captured(), self._constants.learn():
+            yield
 
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
