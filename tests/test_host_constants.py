@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import stoker
-from stoker.train.host_constants import HostConstants
+from stoker.train.host_constants import HostConstants, are_compiled
 
 META = torch.device("meta")
 ROW = torch.zeros(4, 3, device=META)
@@ -169,3 +169,27 @@ def test_a_step_that_copies_numbers_from_the_host_is_the_plain_step(change):
     captured, reason = train(change)
     torch.testing.assert_close(captured, plain, rtol=1e-4, atol=1e-5)
     assert reason.startswith("eager" if change == "every step" else "captured"), reason
+
+
+def test_compiled_code_is_run_as_it_was_written():
+    @torch.compile(backend="eager", fullgraph=True)
+    def scaled(x):
+        return x * torch.tensor([1.0, 2.0, 3.0])
+
+    constants = HostConstants(torch.device("cpu"))
+    for _ in range(2):
+        with constants.learn():
+            scaled(torch.ones(3))
+    assert constants.are_known
+    with constants.replace():
+        assert scaled(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_networks_are_told_apart(compiled):
+    inner = nn.Linear(2, 2)
+    model = nn.Sequential(torch.compile(inner, backend="eager") if compiled else inner)
+    assert are_compiled([model]) is compiled
+    if compiled:
+        inner.compile(backend="eager")
+        assert are_compiled([inner])

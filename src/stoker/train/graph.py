@@ -49,7 +49,7 @@ from stoker.train.frozen import (
 )
 from stoker.train.generators import restore_rng
 from stoker.train.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
-from stoker.train.host_constants import STEPS_TO_LEARN, HostConstants
+from stoker.train.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
 from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
 from stoker.train.replay_check import (
@@ -347,7 +347,8 @@ class GraphedStep:
             # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
             restore_rng(host_rng)
             why = why or self._record_drawing(host_rng)
-        if self._refusal and self._constants is None and not state.ranks.joined:
+        may_learn = self._constants is None and not state.ranks.joined
+        if self._refusal and may_learn and not are_compiled(state.modules):
             # Perhaps because the step brings numbers from the host: two more steps of warm-up tell.
             self._constants = HostConstants(state.device)
             self._num_warm -= STEPS_TO_LEARN

@@ -8,12 +8,15 @@ of each copy, if they were the same every time. Costs: a call of Python for ever
 twice, on the host and on the device; at each replay a copy of them from the device to the device.
 
 Contract: numbers that come from the batch are not among them, because the batch of a captured step is on the device.
+Not for compiled networks: torch would compile them anew for the calls that are watched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,8 +54,9 @@ class HostConstants:
             len(first) == len(each) and all(map(_is_same, first, each)) for each in others
         )
 
-    def learn(self) -> TorchFunctionMode:
-        """Return a context in which a step's copies are remembered."""
+    @contextlib.contextmanager
+    def learn(self) -> Iterator[None]:
+        """Remember the copies of a step that is run in this context."""
         found: list[_Tensor] = []
         self._learnt.append(found)
 
@@ -62,12 +66,13 @@ class HostConstants:
                 found.append(tensor.detach().clone())
             return tensor.to(self._device)
 
-        return _Copies(self._device, remember)
+        with _uncompiled(), _Copies(self._device, remember):
+            yield
 
-    def replace(self) -> TorchFunctionMode:
+    def replace(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a step reads the numbers that are on the device.
 
-        Not within a capture: they are brought there now.
+        Not to be called within a capture: they are brought there by the call.
         """
         known = self._learnt[0]
         self._on_device = [tensor.to(self._device) for tensor in known]
@@ -81,7 +86,12 @@ class HostConstants:
                 self._sources.append((weakref.ref(tensor), tensor._version))
             return left.pop()[1].clone()  # the step may change it
 
-        return _Copies(self._device, bring)
+        @contextlib.contextmanager
+        def replaced() -> Iterator[None]:
+            with _uncompiled(), _Copies(self._device, bring):
+                yield
+
+        return replaced()
 
     def have_changed(self) -> bool:
         """Whether somebody has changed a tensor on the host since it was replaced."""
@@ -89,6 +99,20 @@ class HostConstants:
             tensor is not None and tensor._version != version
             for tensor, version in ((source(), version) for source, version in self._sources)
         )
+
+
+def are_compiled(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether one of these networks, or of those inside them, was given to `torch.compile`."""
+    inner = (each for root in modules for each in root.modules())
+    return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in inner)
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled functions run as they were written."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _is_same(one: _Tensor, other: _Tensor) -> bool:
