@@ -124,7 +124,8 @@ def test_the_advice_for_targets_of_another_shape_fits_the_batch(kind: str) -> No
 
     with pytest.raises(InputError) as refused:
         train()
-    assert np.isfinite(train(unpack=eval(refused.value.fix.removeprefix("unpack=")))).all()
+    advised = refused.value.fix.removeprefix("Trainer(..., unpack=").removesuffix(")")
+    assert np.isfinite(train(unpack=eval(advised))).all()
     with pytest.raises(InputError, match=r"targets.reshape\(-1, 1\) in unpack="):
         train(unpack=lambda batch: tuple(batch.values() if isinstance(batch, dict) else batch))
 

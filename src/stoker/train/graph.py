@@ -250,8 +250,11 @@ class GraphedStep:
         if self._graph is None and not self._capture():
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
-        if change is not None:  # it often changes at every step: a new graph would not last
-            self._split(change + self._advice)
+        if change is not None:
+            if not self._can_split and self._num_replays >= _FIRST_RECHECK:
+                self._renew(change)
+            else:  # it often changes at every step: a new graph would not last
+                self._split(change + self._advice)
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
             self._renew("parameters were frozen or thawed")

@@ -451,7 +451,7 @@ def check_shapes(
         "outputs and targets of one shape",
         f"targets{changed} in unpack="
         if pair is None
-        else f"unpack=lambda batch: ({pair[0]}, {pair[1]}{changed})",
+        else f"Trainer(..., unpack=lambda batch: ({pair[0]}, {pair[1]}{changed}))",
     )
 
 
@@ -555,17 +555,23 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     Torch allocates them uninitialised at the first update and lets the kernel fill them. If that update is
     skipped, the next one would read whatever was in that memory. Existing momentum stays. With dampening
     torch's first update is a different formula, so nothing is done.
+
+    Parameters that are thawed later get theirs before their first update: the fused kernel takes all or none.
     """
     if type(optimizer) is not torch.optim.SGD:
         return
+    _fill_momentum(optimizer)
+    if _fill_momentum not in optimizer._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(_fill_momentum)
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         if group["momentum"] == 0 or group["dampening"] != 0:
             continue
         for parameter in group["params"]:
-            if (
-                parameter.requires_grad
-                and optimizer.state[parameter].get("momentum_buffer") is None
-            ):
+            known = optimizer.state.get(parameter, {})
+            if parameter.requires_grad and known.get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
                     parameter, memory_format=torch.preserve_format
                 )
