@@ -53,6 +53,8 @@ from stoker.units import format_count
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
+_UNEVEN = 3.0
+"""Beside other work, a quarter of the steps that takes this many times as long as another quarter tells too little."""
 _TIMING_SECONDS = 4e-6
 """What timing one call costs at most."""
 _LEAST_SYNC = 0.5
@@ -147,8 +149,14 @@ def measure(
         unjudged.append(
             f"{len(rows)} steps were measured and none of their operators: let it run for longer (--seconds)"
         )
-    if _queued_outside(rows, clock) > _MUCH_QUEUEING:
+    queued = _queued_outside(rows, clock)
+    if queued > _MUCH_QUEUEING:
         unjudged.append("other work on this machine had the cores most of the time")
+    elif queued > _NOTABLE_QUEUEING and step is not None and step.high > _UNEVEN * step.low:
+        unjudged.append(
+            f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure again "
+            "on a quiet machine"
+        )
     samples = sum(row.samples for row in rows)
     sampled = state.get("training", {})
     return Measurements(

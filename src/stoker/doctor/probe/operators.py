@@ -335,10 +335,14 @@ def _gap_seconds(
     """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
 
     None if a forward pass was not seen: an operator that autograd remembers begins one, or a value that it fetches for
-    its own code before. Longer Python code between its operators counts, because a metric may be computed there; it is
-    also the second value.
+    its own code before. In a step without an optimizer, operators outside of it are not counted either. Longer Python
+    code between its operators counts, because a metric may be computed there; it is also the second value.
     """
     gap, python, start = 0.0, 0.0, begin
+    # Without an optimizer the weights are updated by hand, by operators after the backward pass.
+    by_hand = not any(
+        name.startswith(_UPDATE) for _, at, _, name, _ in host if begin <= at * 1e9 < end
+    )
     for first, last in backwards:
         if begin <= first and last <= end:
             found = _first_forward(host, start * 1e-9, first * 1e-9)
@@ -347,7 +351,9 @@ def _gap_seconds(
             thread, at = found
             at = min([at, *(one * 1e-9 for one in fetches if start <= one < first)])
             code = _uncovered(host, thread, at, first * 1e-9)
-            gap += at - start * 1e-9 + code
+            before = at - start * 1e-9
+            gap += code
+            gap += _uncovered(host, thread, start * 1e-9, at) if by_hand else before
             python += code
             start = last
     if start == begin:
