@@ -154,8 +154,8 @@ def measure(
         unjudged.append("other work on this machine had the cores most of the time")
     elif queued > _NOTABLE_QUEUEING and step is not None and step.high > _UNEVEN * step.low:
         unjudged.append(
-            f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure again "
-            "on a quiet machine"
+            f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure "
+            "again on a quiet machine"
         )
     samples = sum(row.samples for row in rows)
     sampled = state.get("training", {})
@@ -341,10 +341,13 @@ def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) ->
         )
     long = _long_steps(main.state, elsewhere)
     if long is not None:
-        listed = ", ".join(f"{where} ({share:.0%})" for where, share in long.lines[:3])
+        listed = ", ".join(
+            f"{where} ({share:.0%})" for where, share in long.lines[:3] if share >= _NOTABLE_SHARE
+        )
+        place = f"mostly at {listed}" if listed else "at no line of your own"
         notes.append(
             f"{long.share:.0%} of the time of all steps is what {format_count(long.count, 'step')} "
-            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, mostly at {listed}"
+            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, {place}"
         )
     if elsewhere.after / whole >= _NOTABLE_SHARE and not main.state["stands"]:
         notes.append(
