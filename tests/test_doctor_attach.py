@@ -603,6 +603,12 @@ def test_uneven_steps_beside_other_work_are_not_called_healthy():
         ]
         return measure([Process(rows, [], state())], "busy", MachineFacts()).unjudged
 
+    profile = {"operators": 40, "work_seconds": 1e-4, "update_seconds": 0.0, "double_seconds": 0.0}
+    rows = [row(seconds=0.012, cpu=0.009, delay=0.003) for _ in range(40)]
+    for count, is_judged in ((40, False), (200, True)):
+        made = state(profile={**profile, "operators": count, "matmul_seconds": {}, "steps": 3})
+        why = measure([Process(rows, [], made)], "busy", MachineFacts()).unjudged
+        assert any("its operators explain" in one for one in why) != is_judged
     assert any("steps took" in why for why in told(0.060, 0.4))
     assert not any("steps took" in why for why in told(0.060, 0.1) + told(0.012, 0.4))
 
