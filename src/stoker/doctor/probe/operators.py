@@ -278,8 +278,8 @@ def summarise(
 
     `marks` are the ends of the steps in ns, `backwards` their passes, `fetches` when a module's code fetched values.
 
-    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it Python
-    code of the model that the thread waits for a core between two operators: `queued` has its seconds at each mark.
+    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it
+    code of Python's that the thread waits for a core between two operators: `queued` has its seconds at each mark.
     """
     host, device = [], []
     annotations = set()
@@ -310,7 +310,7 @@ def summarise(
     waits = [after - before for before, after in itertools.pairwise(queued or [0.0] * len(marks))]
     gaps = [_gap_seconds(host, *step, backwards, fetches) for step in itertools.pairwise(marks)]
     known = [
-        (gap[0], max(0.0, gap[1] - waited))
+        (max(0.0, gap[0] - waited), max(0.0, gap[1] - waited))
         for gap, waited in zip(gaps, waits, strict=True)
         if gap is not None
     ]
