@@ -593,6 +593,26 @@ def test_seconds_queued_for_a_core_are_nobodys_work():
     assert any("other work" in note for note in seen.notes)
 
 
+def test_uneven_steps_beside_other_work_are_not_called_healthy():
+    """A public loop over single names, where the machine was busy: steps of 6 to 44 ms, "nothing to fix"."""
+
+    def told(longest, delay):
+        rows = [
+            row(seconds=seconds, cpu=0.9 * seconds, delay=delay * seconds)
+            for seconds in (0.006, 0.010, longest, longest) * 10
+        ]
+        return measure([Process(rows, [], state())], "busy", MachineFacts()).unjudged
+
+    profile = {"operators": 40, "work_seconds": 1e-4, "update_seconds": 0.0, "double_seconds": 0.0}
+    rows = [row(seconds=0.012, cpu=0.009, delay=0.003) for _ in range(40)]
+    for count, is_judged in ((40, False), (200, True)):
+        made = state(profile={**profile, "operators": count, "matmul_seconds": {}, "steps": 3})
+        why = measure([Process(rows, [], made)], "busy", MachineFacts()).unjudged
+        assert any("its operators explain" in one for one in why) != is_judged
+    assert any("steps took" in why for why in told(0.060, 0.4))
+    assert not any("steps took" in why for why in told(0.060, 0.1) + told(0.012, 0.4))
+
+
 def test_the_environment_carries_the_probe_and_nothing_of_an_outer_doctor(tmp_path):
     outer = {"PYTHONPATH": "/mine", "STOKER_DOCTOR_STEPS": "5", "HOME": "/h"}
     variables = probe_variables(outer, tmp_path)

@@ -111,6 +111,14 @@ def test_a_few_long_steps_are_told_with_their_lines():
 
 
 def test_long_steps_of_the_model_are_a_note_and_the_rest_of_the_verdict():
+    (note,) = [
+        note
+        for note in judged(
+            uneven(), late={"model": 100}, late_lines={"a.py:3": 1}
+        ).measurements.notes
+        if "took longer than the others" in note
+    ]
+    assert note.endswith("at no line of your own"), "a public script's was mostly at a line with 0%"
     told = judged(uneven(), late={"model": 100}, late_lines={"a.py:30": 100})
     assert not told.findings
     assert "they are only" in told.verdict

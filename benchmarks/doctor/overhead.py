@@ -5,7 +5,7 @@ doctor in turns; and whether the step that the doctor reports is the step withou
     python benchmarks/doctor/overhead.py --at-once --seconds 80    # scripts side by side, each on cores of its own
 
 Both processes live at the same time on the same cores, and one of them stands still: a turn is 64 steps (of 2 ms:
-128) of one, then of the other, in the order ABBA. So a machine whose speed drifts slows both. The cost is the median
+512) of one, then of the other, in the order ABBA. So a machine whose speed drifts slows both. The cost is the median
 over pairs of turns, with its 95 % interval (that of the median, by ranks); `sound` says that the interval is no wider
 than 4 points. Beside it stand the best turns, and the CPU time of all threads, which other programs change less.
 
@@ -36,7 +36,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STEPS = 300
-TURN_STEPS, LONG_TURN_STEPS = 64, 128
+TURN_STEPS, LONG_TURN_STEPS = 64, 512
 """Steps of a turn, and of one of short steps: four or eight of the probe's windows; half or a quarter is timed."""
 LONGEST_SECONDS = 60.0
 """A process that takes longer to start, or for a turn, has failed."""

@@ -287,7 +287,7 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
     lines = [
         "## What the probe costs",
         "",
-        "Steps alone and under the doctor, in turns of 64 or 128 steps of two processes on the same cores (rows",
+        "Steps alone and under the doctor, in turns of 64 or 512 steps of two processes on the same cores (rows",
         "without an interval: a process for each turn); the cost is the median of the pairs of turns. And the step",
         "that the doctor reports, which is that of the windows in which it times nothing.",
         "",

@@ -21,6 +21,8 @@ from stoker.errors import CorruptError
 from stoker.measure.readings import Spread
 
 FORMAT_VERSION = 1
+OPERATOR_SECONDS = 40e-6
+"""Upper bound for calling one operator of torch, including its Python code."""
 NOTABLE_BETWEEN = 0.12
 """Share of a step spent between the model's calls from which it is a finding; from half of it a note tells."""
 

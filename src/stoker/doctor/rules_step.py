@@ -11,7 +11,7 @@ from dataclasses import replace
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain, gain_of_steps
-from stoker.doctor.measurements import HostCall, KernelFacts, LoaderFacts
+from stoker.doctor.measurements import OPERATOR_SECONDS, HostCall, KernelFacts, LoaderFacts
 from stoker.units import format_bytes
 
 _SHORT_KERNEL_SECONDS = 25e-6
@@ -19,10 +19,8 @@ _LAUNCH_FLOOR_SECONDS = 2e-6
 """Time for which an empty kernel keeps the device busy."""
 _PINNED_BYTES_PER_SECOND = 20e9
 """PCIe 4 with 16 lanes, where the machine was not measured."""
-_OPERATOR_SECONDS = 40e-6
-"""Upper bound for calling one operator or launching one kernel, including its Python code."""
 _LAUNCH_SECONDS = 80e-6
-"""The same where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
+"""As OPERATOR_SECONDS, where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
 _NODE_SECONDS = 1e-6
 """Time between two kernels of a CUDA graph of which one needs the other's result."""
 _NOTABLE_PYTHON = 0.15
@@ -247,7 +245,7 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
         calling = calls * _LAUNCH_SECONDS
     elif operators is not None:
         growing = max(0.0, operators.work_seconds - (operators.weight_seconds or 0.0))
-        calling = operators.per_step * _OPERATOR_SECONDS
+        calling = operators.per_step * OPERATOR_SECONDS
     else:
         return None
     if growing > pace.compute or pace.compute - growing > calling:

@@ -278,8 +278,8 @@ def summarise(
 
     `marks` are the ends of the steps in ns, `backwards` their passes, `fetches` when a module's code fetched values.
 
-    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it Python
-    code of the model that the thread waits for a core between two operators: `queued` has its seconds at each mark.
+    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it
+    code of Python's that the thread waits for a core between two operators: `queued` has its seconds at each mark.
     """
     host, device = [], []
     annotations = set()
@@ -310,7 +310,7 @@ def summarise(
     waits = [after - before for before, after in itertools.pairwise(queued or [0.0] * len(marks))]
     gaps = [_gap_seconds(host, *step, backwards, fetches) for step in itertools.pairwise(marks)]
     known = [
-        (gap[0], max(0.0, gap[1] - waited))
+        (max(0.0, gap[0] - waited), max(0.0, gap[1] - waited))
         for gap, waited in zip(gaps, waits, strict=True)
         if gap is not None
     ]
@@ -335,10 +335,14 @@ def _gap_seconds(
     """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
 
     None if a forward pass was not seen: an operator that autograd remembers begins one, or a value that it fetches for
-    its own code before. Longer Python code between its operators counts, because a metric may be computed there; it is
-    also the second value.
+    its own code before. In a step without an optimizer, operators outside of it are not counted either. Longer Python
+    code between its operators counts, because a metric may be computed there; it is also the second value.
     """
     gap, python, start = 0.0, 0.0, begin
+    # Without an optimizer the weights are updated by hand, by operators after the backward pass.
+    by_hand = not any(
+        name.startswith(_UPDATE) for _, at, _, name, _ in host if begin <= at * 1e9 < end
+    )
     for first, last in backwards:
         if begin <= first and last <= end:
             found = _first_forward(host, start * 1e-9, first * 1e-9)
@@ -347,7 +351,9 @@ def _gap_seconds(
             thread, at = found
             at = min([at, *(one * 1e-9 for one in fetches if start <= one < first)])
             code = _uncovered(host, thread, at, first * 1e-9)
-            gap += at - start * 1e-9 + code
+            before = at - start * 1e-9
+            gap += code
+            gap += _uncovered(host, thread, start * 1e-9, at) if by_hand else before
             python += code
             start = last
     if start == begin:

@@ -44,8 +44,9 @@ LONG = 3.0
 """A step is called long if it takes more than this many usual ones."""
 _FIRST_WATCHED, _FIRST_UNWATCHED, _WINDOW = 20, 36, 16
 _PATTERN = 0b0110100110010110_1001011001101001
-_SHORT_STEP_SECONDS, _FEWER_FROM = 3e-3, 128
-"""Of steps that are shorter than the first there are many: half of the windows are timed after that many steps."""
+_SHORT_STEP_SECONDS, _FEWER_FROM, _LONGER_WINDOW = 3e-3, 128, 4
+"""Of steps that are shorter than the first there are many: after that many, a quarter of them is timed, in windows that
+are so many times as long."""
 watching = True
 """Whether calls are timed and threads sampled now: in some windows of steps (in a worker: of batches) they are, in
 others not, and the time of a step is taken from the others."""
@@ -55,11 +56,15 @@ def is_watched(number: int, usual_seconds: float = float("inf")) -> bool:
     """Return whether step or batch `number` is one in which calls are timed; of short ones fewer are."""
     if number < _FIRST_UNWATCHED:
         return number < _FIRST_WATCHED
-    # Of two windows one is timed, by the pattern. Where fewer are enough, only the first of two may be.
-    if number // _WINDOW % 2 and usual_seconds < _SHORT_STEP_SECONDS and number >= _FEWER_FROM:
-        return False
+    window = number // _WINDOW
+    if usual_seconds < _SHORT_STEP_SECONDS and number >= _FEWER_FROM:
+        # Longer ones, so that the thread that samples every few ms meets them. Of two windows one is timed, by the
+        # pattern; here only if it is the first.
+        window //= _LONGER_WINDOW
+        if window % 2:
+            return False
     # An uneven pattern: with an even one, work that repeats (an epoch, a checkpoint) could hide in one half.
-    return bool(_PATTERN >> (number // _WINDOW % 32) & 1)
+    return bool(_PATTERN >> (window % 32) & 1)
 
 
 _SHORT_SECONDS, _READ_EVERY = 4e-3, 4
