@@ -290,6 +290,16 @@ class TestJudge:
         names = {f.name for f in judge(TableStats.scan(values, ["a"]))}
         assert "missing-code" not in names
 
+    def test_a_code_of_many_columns_is_told_once(self):
+        values = np.random.default_rng(0).random((60, 30))
+        values[::7, 3:] = -999
+        (found,) = judge(TableStats.scan(values, [f"c{number}" for number in range(30)]))
+        assert (found.name, found.column, found.count) == ("missing-code", None, 27 * 9)
+        assert "27 columns ('c3', 'c4', 'c5', 'c6', 'c7', ...) hold -999" in found.evidence
+        assert found.remedy == "if so, --missing-code -999 --missing median"
+        (found,) = judge(TableStats.scan(values, field="t2m"))
+        assert "numpy.median(x[x != -999])" in found.remedy
+
     def test_two_codes_at_both_ends(self):
         values = np.tile(np.append(np.arange(50.0), [-999, -998, 9999]), 5)
         assert sorted(code for code, *_ in find_codes(values)) == [-999, -998, 9999]

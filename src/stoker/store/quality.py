@@ -60,8 +60,11 @@ _LEAVE_OUT = "leave these rows out: --on-bad quarantine, or correct them in the 
 _EXTREME_OCTAVES = 20
 _CODE_REPEATS = 3
 _CODE_NEIGHBOURS, _MOST_CODES = 10, 4
-_UNSET = np.array([-(2**15), 2**15 - 1, 2**16 - 1, -(2**31), 2**31 - 1, 2**32 - 1], np.float32)
-"""Ends of integer types, which readers of sensors leave where nothing was measured."""
+_UNSET = np.array(
+    [-(2**15), 1 - 2**15, 2**15 - 1, 2**16 - 1, -(2**31), 2**31 - 1, 2**32 - 1], np.float32
+)
+"""Ends of integer types, which readers of sensors and netCDF leave where nothing was measured."""
+_COLUMNS_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -218,14 +221,18 @@ def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Findin
     """
     dtype = np.dtype(stats.dtype)
     findings: list[Finding] = []
+    codes: dict[float, list[Finding]] = {}
     for column in range(len(stats.columns)):
         judged = _Column(stats, column)
+        for code, finding in judged.missing_codes():
+            codes.setdefault(code, []).append(finding)
         findings += judged.not_finite()
         findings += judged.extreme(dtype)
         findings += judged.overflow()
         findings += judged.constant()
-        findings += judged.missing_codes()
         findings += judged.denormal()
+    for code, same in codes.items():
+        findings += same if len(same) <= _COLUMNS_TOLD else [_of_many(code, same)]
     findings += _duplicates(stats)
     if target is not None:
         findings += _leaks(stats, target)
@@ -327,7 +334,7 @@ class _Column:
         what = f"are the same, {low:.6g}"
         return [self._finding("constant", "warn", finite, (), what, self._drop)]
 
-    def missing_codes(self) -> list[Finding]:
+    def missing_codes(self) -> list[tuple[float, Finding]]:
         """Numbers that may stand for a missing value; from the sample, so counts of long columns are estimates."""
         ends = (float(self._values.low[self._column]), float(self._values.high[self._column]))
         if not any(map(_is_code, ends)):
@@ -344,12 +351,12 @@ class _Column:
                 f"{'' if is_whole else 'about '}{format_count(count)} of {format_count(total)} values are {code:.9g}, "
                 f"which may stand for a missing value: the others are {low:.6g} to {high:.6g}{_at(rows)}"
             )
-            found.append(
-                Finding(
-                    "missing-code", self._stats.field, self._name, self._column, count, count / total,
-                    rows, "warn", evidence, self._without_code(f"{code:.9g}", count / total),
-                )
+            remedy = self._without_code(f"{code:.9g}", count / total)
+            finding = Finding(
+                "missing-code", self._stats.field, self._name, self._column, count, count / total,
+                rows, "warn", evidence, remedy,
             )  # fmt: skip
+            found.append((code, finding))
         return found
 
     def _without_code(self, code: str, share: float) -> str:
@@ -359,7 +366,7 @@ class _Column:
         if self._can_repair and self._name != str(self._column):
             typed = f"--missing-code {quoted(f'{self._name}={code}')} --missing median"
             return f"if so, {typed}; without the name, for every column"
-        return f"if so, make them NaN before packing (x[x == {code}] = nan), then fill: {self._repair('fill:median')}"
+        return _other_value(code)
 
     def denormal(self) -> list[Finding]:
         count = int(self._values.num_denormal[self._column])
@@ -417,6 +424,41 @@ def _is_code(value: float) -> bool:
 def _is_round(value: float) -> bool:
     """Whether a number is 100, 200, ..., 900, 1000, 2000, ..."""
     return value >= 100 and value == np.rint(value) and set(f"{value:.0f}"[1:]) == {"0"}
+
+
+def _of_many(code: float, same: Sequence[Finding]) -> Finding:
+    """Return one finding for a code that many columns of a field have."""
+    first, count = same[0], sum(each.count for each in same)
+    shown = ", ".join(_shown(each.column or "") for each in same[:_COLUMNS_TOLD])
+    evidence = (
+        f"{format_count(len(same), 'column')} ({shown}, ...) hold {code:.9g}, which may stand for a missing value: "
+        f"about {sum(each.share for each in same) / len(same):.2g} of their values, far from the others"
+    )
+    is_table = "--missing-code" in first.remedy
+    remedy = (
+        f"if so, --missing-code {code:.9g} --missing median"
+        if is_table
+        else _other_value(f"{code:.9g}")
+    )
+    share = sum(each.share for each in same) / len(same)
+    return Finding(
+        "missing-code",
+        first.field,
+        None,
+        None,
+        count,
+        share,
+        first.first_rows,
+        "warn",
+        evidence,
+        remedy,
+    )
+
+
+def _other_value(code: str) -> str:
+    return (
+        f"if so, give these a value before packing: x[x == {code}] = numpy.median(x[x != {code}])"
+    )
 
 
 def _at(rows: tuple[int, ...]) -> str:
