@@ -60,7 +60,7 @@ from stoker.augment import (
     ToDtype,
 )
 from stoker.loader.pictures import Engines
-from stoker.machine.process import rss_bytes
+from stoker.machine import rss_bytes
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded
 from stoker.store.reader import open_store
