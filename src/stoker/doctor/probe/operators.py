@@ -314,8 +314,10 @@ def summarise(
         for gap, waited in zip(gaps, waits, strict=True)
         if gap is not None
     ]
+    # The profiler's start is in the first step, and a pause in which the next operator is called in all of them.
+    later = [gap for gap, _ in (known[1:] or known)]
     between = {
-        "gap_seconds": max((gap for gap, _ in known), default=0.0),
+        "gap_seconds": max(0.0, max(later, default=0.0) - _CALLING_SECONDS),
         "python_seconds": min((python for _, python in known), default=0.0),
     }
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
