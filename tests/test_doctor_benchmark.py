@@ -77,6 +77,8 @@ def test_figures_are_computed_from_the_rows():
     assert found["both_named"] == {"right": 0, "of": 1}
     assert found["false_alarms"] == {"alarms": 1, "of": 3}
     assert found["healthy_unjudged"] == 1
+    failed = {**result([]), "doctored": {"failure": "no module"}}
+    assert not run.judge("failed", failed)["is_right"], "a script that did not run is not healthy"
     assert found["predictions"]["count"] == 2
     assert found["predictions"]["median_error"] == pytest.approx((0.1 + 1.0) / 2)
     assert found["predictions"]["within_30_percent"] == 0.5
