@@ -5,6 +5,7 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "sources/massspec/formats.py: command('python3', '-c', code) if read else command('file', path)": "needs matchms, which was tried by hand",
     "sources/tables/layout.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "store/hdf5.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "sources/tables/layout.py: f\"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}\"": "writes another file; test_foreign.py types it",
