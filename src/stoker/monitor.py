@@ -33,17 +33,11 @@ ONCE_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class HostReading:
-    """The machine around the process; a container sees its host here.
+    """The machine around the process; a container sees its host here."""
 
-    Attributes:
-        cpu_percent: Of all cores together, since the look before; None at the first one.
-        ram_used_bytes: What cannot be had without swapping.
-        ram_total_bytes: Of the machine.
-    """
-
-    cpu_percent: float | None
-    ram_used_bytes: int
-    ram_total_bytes: int
+    cpu_percent: float | None  # of all cores together, since the look before; None at the first one
+    ram_used_bytes: int  # what cannot be had without swapping
+    ram_total_bytes: int  # of the machine
 
 
 @dataclass(frozen=True)

@@ -81,21 +81,13 @@ class ScalarWriter(Protocol):
 
 @dataclass(frozen=True)
 class LogLine:
-    """One event of a run.
+    """One event of a run."""
 
-    Attributes:
-        time: Seconds since 1970, as the writer's clock said.
-        event: What happened: "epoch", "read", "oom", ...
-        step: Optimizer updates done; None where it does not apply.
-        epoch: From 0; None where it does not apply.
-        values: Plain values by name.
-    """
-
-    time: float
-    event: str
-    step: int | None = None
-    epoch: int | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+    time: float  # seconds since 1970, as the writer's clock said
+    event: str  # what happened: "epoch", "read", "oom", ...
+    step: int | None = None  # optimizer updates done; None where it does not apply
+    epoch: int | None = None  # from 0; None where it does not apply
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain values by name
 
 
 class Topic(StrEnum):
@@ -121,17 +113,11 @@ INCIDENTS = frozenset({Topic.MEMORY, Topic.LOSS, Topic.RESUMED})
 
 @dataclass(frozen=True)
 class Note:
-    """A choice of a run with its reason, or something that happened in it.
+    """A choice of a run with its reason, or something that happened in it."""
 
-    Attributes:
-        text: The words for people.
-        topic: What it is about.
-        values: Its facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of
-            a resumed run.
-    """
-
-    text: str
-    topic: Topic = Topic.OTHER
+    text: str  # the words for people
+    topic: Topic = Topic.OTHER  # what it is about
+    # its facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of a resumed run
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -328,15 +314,10 @@ def read_note(line: LogLine) -> Note | None:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        ended: "done", "terminated", "interrupted" or "failed".
-        error: What failed; empty for the other endings.
-    """
-
-    ended: str = "done"
-    error: str = ""
+    ended: str = "done"  # "done", "terminated", "interrupted" or "failed"
+    error: str = ""  # what failed; empty for the other endings
 
     def __str__(self) -> str:
         return f"{self.ended}: {self.error}" if self.error else self.ended

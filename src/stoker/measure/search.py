@@ -20,17 +20,12 @@ LEAST_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Outcome:
-    """One try.
+    """One try."""
 
-    Attributes:
-        rate: Samples per second, or another rate; None if the try did not run to its end.
-        fits: Whether it ran, and left the margin of memory free.
-        reason: Why not, in words.
-    """
-
+    # samples per second, or another rate; None if the try did not run to its end
     rate: float | None
-    fits: bool
-    reason: str = ""
+    fits: bool  # whether it ran, and left the margin of memory free
+    reason: str = ""  # why not, in words
 
 
 OutcomeT = TypeVar("OutcomeT", bound=Outcome)

@@ -46,24 +46,18 @@ _TEXTS = ("name", "formula", "adduct", "precursor_mz", "collision_energy", "spec
 
 @dataclass
 class Samples:
-    """Some samples of a store or of raw files.
+    """Some samples of a store or of raw files."""
 
-    Attributes:
-        fields: What each field is.
-        rows: Field to value of each sample: a row, the values of a ragged field, a text or a `Window`; under "symbol"
-            the label of the part that a window is from.
-        attributes: Of the manifest; names of classes are looked for there.
-        num_samples: All of them.
-        label_counts: Class number to samples; empty where there are no labels.
-        mask_counts: Mask value to pixels.
-    """
-
-    fields: dict[str, FieldInfo] = field(default_factory=dict)
+    fields: dict[str, FieldInfo] = field(default_factory=dict)  # what each field is
+    # field to value of each sample: a row, the values of a ragged field, a text or a `Window`; under "symbol" the
+    # label of the part that a window is from
     rows: list[dict[str, Any]] = field(default_factory=list)
+    # of the manifest; names of classes are looked for there
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    num_samples: int = 0
+    num_samples: int = 0  # all of them
+    # class number to samples; empty where there are no labels
     label_counts: dict[int, int] = field(default_factory=dict)
-    mask_counts: dict[int, int] = field(default_factory=dict)
+    mask_counts: dict[int, int] = field(default_factory=dict)  # mask value to pixels
 
     def take(self, part: ShardData, label: str = "") -> None:
         """Add the samples of one part of a source: a few of each, so that the last part is seen too."""

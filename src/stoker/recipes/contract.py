@@ -125,24 +125,20 @@ class Job:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Some pieces of raw input on their way to the model.
+    """Some pieces of raw input on their way to the model."""
 
-    Attributes:
-        keys: One per row: row numbers (int64), file names or ids (text), times (datetime64[ns]).
-        batch: What `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not
-            applied to it. Rows that cannot be answered hold zeros.
-        answered: `(rows,)` bool, False where there is a reason instead of an answer; None where all have one.
-        reasons: Per row what a user must know of it, or None.
-        labels: More columns beside the key, such as the file that a row is from.
-        truth: Where the input has targets: `(rows,)` places of the classes, -1 where unknown, or `(rows, values)`, NaN
-            where unknown. The answers are then evaluated.
-    """
-
+    # one per row: row numbers (int64), file names or ids (text), times (datetime64[ns])
     keys: Array
+    # what `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not applied
+    # to it. Rows that cannot be answered hold zeros.
     batch: Tensors
+    # `(rows,)` bool, False where there is a reason instead of an answer; None where all have one
     answered: Array | None = None
-    reasons: Sequence[str | None] | None = None
+    reasons: Sequence[str | None] | None = None  # per row what a user must know of it, or None
+    # more columns beside the key, such as the file that a row is from
     labels: Mapping[str, Array] = field(default_factory=dict)
+    # where the input has targets: `(rows,)` places of the classes, -1 where unknown, or `(rows, values)`, NaN where
+    # unknown. The answers are then evaluated.
     truth: Array | None = None
 
 
@@ -347,26 +343,18 @@ IMAGE_SIZES = ("height", "width")
 
 @dataclass(frozen=True, eq=False)
 class Port:
-    """One input of the graph.
+    """One input of the graph."""
 
-    Attributes:
-        key: What the recipe calls it.
-        shape: A number, or the name of a size that is free: `BATCH`, `IMAGE_SIZES`, or another word.
-        dtype: As it must come.
-        about: What it is, for people.
-        below: Values to try it with are from 0 to below this number, or this size; None for numbers
-            around 0, or around `scaler`.
-        scaler: Says where the training values lie.
-        name: In the graph; the key, as a plain word, where it is empty.
-    """
-
-    key: str
+    key: str  # what the recipe calls it
+    # a number, or the name of a size that is free: `BATCH`, `IMAGE_SIZES`, or another word
     shape: tuple[int | str, ...]
-    dtype: torch.dtype
-    about: str
+    dtype: torch.dtype  # as it must come
+    about: str  # what it is, for people
+    # values to try it with are from 0 to below this number, or this size; None for numbers around 0, or around
+    # `scaler`
     below: float | str | None = None
-    scaler: RobustScale | None = None
-    name: str = ""
+    scaler: RobustScale | None = None  # says where the training values lie
+    name: str = ""  # in the graph; the key, as a plain word, where it is empty
 
     def draw(self, sizes: Mapping[str, int], dice: torch.Generator) -> Tensor:
         """Return values of the right shape and kind."""
@@ -386,30 +374,21 @@ class Port:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a trained recipe becomes a graph.
+    """How a trained recipe becomes a graph."""
 
-    Attributes:
-        ports: The inputs, in order.
-        read: Tensors by the keys of the ports to the model's inputs.
-        predict: Model and inputs to named predictions.
-        tracing: Wraps the trace of the graph where torch needs help with it; gives what
-            `torch.onnx.export` takes as `custom_translation_table`.
-    """
-
-    ports: Sequence[Port]
+    ports: Sequence[Port]  # the inputs, in order
+    # tensors by the keys of the ports to the model's inputs
     read: Callable[[Mapping[str, Tensor]], Any]
-    predict: Callable[[Any, Any], dict[str, Tensor]]
+    predict: Callable[[Any, Any], dict[str, Tensor]]  # model and inputs to named predictions
+    # wraps the trace of the graph where torch needs help with it; gives what `torch.onnx.export` takes as
+    # `custom_translation_table`
     tracing: Callable[[torch.nn.Module], AbstractContextManager[dict[Any, Any]]] | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of inputs that shall be fixed; the others stay free.
+    """Sizes of inputs that shall be fixed; the others stay free."""
 
-    Attributes:
-        batch: Samples; None leaves it free.
-        image: Height and width, where the recipe takes images; None leaves them free.
-    """
-
-    batch: int | None = None
+    batch: int | None = None  # samples; None leaves it free
+    # height and width, where the recipe takes images; None leaves them free
     image: tuple[int, int] | None = None

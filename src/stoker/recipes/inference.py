@@ -67,17 +67,11 @@ _RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 @dataclass(frozen=True)
 class Trained:
-    """A model from a checkpoint, ready to predict.
+    """A model from a checkpoint, ready to predict."""
 
-    Attributes:
-        loaded: The checkpoint.
-        chosen: Its recipe with its options.
-        made: The model, filled with weights, and how it is used.
-    """
-
-    loaded: Loaded
-    chosen: Chosen
-    made: Rebuilt
+    loaded: Loaded  # the checkpoint
+    chosen: Chosen  # its recipe with its options
+    made: Rebuilt  # the model, filled with weights, and how it is used
 
     @property
     def model(self) -> torch.nn.Module:
@@ -188,23 +182,14 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
 
 @dataclass(frozen=True)
 class PredictReport:
-    """What was predicted.
+    """What was predicted."""
 
-    Attributes:
-        path: The file.
-        num_rows: One per sample.
-        columns: Their names.
-        seconds: From the first batch to the whole file.
-        notes: What was done to the data on the way, and what a user should know.
-        evaluation: How good the answers are, where the input has targets.
-    """
-
-    path: Path
-    num_rows: int
-    columns: tuple[str, ...]
-    seconds: float
-    notes: tuple[str, ...]
-    evaluation: Evaluation | None = None
+    path: Path  # the file
+    num_rows: int  # one per sample
+    columns: tuple[str, ...]  # their names
+    seconds: float  # from the first batch to the whole file
+    notes: tuple[str, ...]  # what was done to the data on the way, and what a user should know
+    evaluation: Evaluation | None = None  # how good the answers are, where the input has targets
 
 
 def predict_store(

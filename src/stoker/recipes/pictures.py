@@ -261,19 +261,13 @@ _CHANNELS = (1, 3, 4)
 
 @dataclass(frozen=True)
 class GivenPictures:
-    """Pictures of a user, in files or in memory.
+    """Pictures of a user, in files or in memory."""
 
-    Attributes:
-        keys: Relative paths, names, or numbers from 0.
-        root: Folder of the files.
-        held: Pictures in memory, in the order of the keys; empty where all are files of those names.
-        told: What to say at the end.
-    """
-
-    keys: Sequence[Any]
-    root: Path = Path()
+    keys: Sequence[Any]  # relative paths, names, or numbers from 0
+    root: Path = Path()  # folder of the files
+    # pictures in memory, in the order of the keys; empty where all are files of those names
     held: Sequence[Any] = ()
-    told: Sequence[str] = field(default_factory=list)
+    told: Sequence[str] = field(default_factory=list)  # what to say at the end
 
     @property
     def key(self) -> str:

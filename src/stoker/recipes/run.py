@@ -70,26 +70,18 @@ _JUDGED_SHARE, _JUDGED_FALLBACK = 0.25, 0.20
 
 @dataclass
 class RecipeRun(History):
-    """A `History` and what came out of it.
+    """A `History` and what came out of it."""
 
-    Attributes:
-        recipe: Its name.
-        run_dir: Folder of log and checkpoints.
-        best: The best checkpoint, by the recipe's metric on validation samples.
-        monitor: That metric, and whether more is better.
-        baseline: What chance reaches on validation samples.
-        val: Metrics of the best checkpoint there.
-        test: Its metrics on test samples; empty when the run was cut short or there are none.
-        evaluation: The same as the field evaluates, beside baselines; None where the recipe has no more than `test`.
-    """
-
-    recipe: str = ""
-    run_dir: Path = Path()
-    best: Path | None = None
-    monitor: tuple[str, bool] = ("loss", False)
+    recipe: str = ""  # its name
+    run_dir: Path = Path()  # folder of log and checkpoints
+    best: Path | None = None  # the best checkpoint, by the recipe's metric on validation samples
+    monitor: tuple[str, bool] = ("loss", False)  # that metric, and whether more is better
+    # what chance reaches on validation samples
     baseline: dict[str, float] = field(default_factory=dict)
-    val: dict[str, float] = field(default_factory=dict)
+    val: dict[str, float] = field(default_factory=dict)  # metrics of the best checkpoint there
+    # its metrics on test samples; empty when the run was cut short or there are none
     test: dict[str, float] = field(default_factory=dict)
+    # the same as the field evaluates, beside baselines; None where the recipe has no more than `test`
     evaluation: Evaluation | None = None
 
 

@@ -40,42 +40,25 @@ _MOST_OF_LINK = 1.2
 
 @dataclass(frozen=True)
 class RunCounters:
-    """Counters of a run since its process started.
+    """Counters of a run since its process started."""
 
-    Attributes:
-        samples: Trained on.
-        trained_seconds: Spent in epochs; validation and checkpoints do not count.
-        waited_seconds: Part of these spent waiting for batches; None if unknown.
-        epoch: The current one.
-        loss: The last one that was read.
-        allocated_bytes: Device memory in tensors; None without a GPU.
-        reserved_bytes: Device memory that torch holds; None without a GPU.
-    """
-
-    samples: int
-    trained_seconds: float
-    waited_seconds: float | None
-    epoch: int | None = None
-    loss: float | None = None
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
+    samples: int  # trained on
+    trained_seconds: float  # spent in epochs; validation and checkpoints do not count
+    waited_seconds: float | None  # part of these spent waiting for batches; None if unknown
+    epoch: int | None = None  # the current one
+    loss: float | None = None  # the last one that was read
+    allocated_bytes: int | None = None  # device memory in tensors; None without a GPU
+    reserved_bytes: int | None = None  # device memory that torch holds; None without a GPU
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One reading of a GPU; None where the driver does not tell. Attributes as in `machine.Gpu`.
-
-    Attributes:
-        memory_used_bytes: By all processes.
-        pcie_received_bytes_per_second: Into the GPU, since the reading before; where its counters wrap too
-            soon, in 20 ms.
-        pcie_sent_bytes_per_second: Out of it.
-    """
+    """One reading of a GPU; None where the driver does not tell. Attributes as in `machine.Gpu`."""
 
     index: int
     name: str | None
     uuid: str | None
-    memory_used_bytes: int | None
+    memory_used_bytes: int | None  # by all processes
     memory_total_bytes: int | None
     utilization_percent: int | None
     memory_utilization_percent: int | None
@@ -85,8 +68,9 @@ class GpuReading:
     throttle_reasons: tuple[str, ...] | None
     pcie_generation: int | None
     pcie_width: int | None
+    # into the GPU, since the reading before; where its counters wrap too soon, in 20 ms
     pcie_received_bytes_per_second: float | None
-    pcie_sent_bytes_per_second: float | None
+    pcie_sent_bytes_per_second: float | None  # out of it
 
     @property
     def memory_share(self) -> float | None:

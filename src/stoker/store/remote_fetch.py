@@ -53,13 +53,9 @@ class AbsentError(StoreError):
 
 @dataclass(frozen=True)
 class Remote:
-    """The folder of a store behind a URL.
+    """The folder of a store behind a URL."""
 
-    Attributes:
-        url: With whatever password it has; never shown.
-    """
-
-    url: str = field(repr=False)
+    url: str = field(repr=False)  # with whatever password it has; never shown
 
     @property
     def name(self) -> str:

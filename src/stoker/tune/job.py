@@ -46,24 +46,15 @@ class OptionTry:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of a tuning.
+    """Result of a tuning."""
 
-    Attributes:
-        configured: Batch size and accumulation before.
-        curve: Tries of batch sizes, by rising size.
-        options: Tries of everything else.
-        left_alone: Options that were not tried, and why.
-        changes: Keys to their new values; empty when nothing pays.
-        final: The tuned settings, run longer; its memory was below the cap.
-        notes: What to know about the result: the learning rate, faster sizes that were not taken.
-    """
-
-    configured: UpdateShape
-    curve: tuple[Measured, ...]
-    options: tuple[OptionTry, ...]
-    left_alone: Mapping[str, str]
-    changes: Mapping[str, Any]
-    final: Measured
+    configured: UpdateShape  # batch size and accumulation before
+    curve: tuple[Measured, ...]  # tries of batch sizes, by rising size
+    options: tuple[OptionTry, ...]  # tries of everything else
+    left_alone: Mapping[str, str]  # options that were not tried, and why
+    changes: Mapping[str, Any]  # keys to their new values; empty when nothing pays
+    final: Measured  # the tuned settings, run longer; its memory was below the cap
+    # what to know about the result: the learning rate, faster sizes that were not taken
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -205,15 +205,11 @@ _LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 @dataclass(frozen=True)
 class Written:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        opset: Version of ONNX's operators.
-        difference: Largest difference of a float output from torch's, over that output's largest
-            magnitude; None where onnxruntime is not installed.
-    """
-
-    opset: int
+    opset: int  # version of ONNX's operators
+    # largest difference of a float output from torch's, over that output's largest magnitude; None where
+    # onnxruntime is not installed
     difference: float | None
 
 

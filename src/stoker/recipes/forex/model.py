@@ -52,21 +52,14 @@ _DOCUMENT_WEIGHTS = {
 
 @dataclass(frozen=True, eq=False)
 class SeriesInput:
-    """What the model must know of one timeframe.
+    """What the model must know of one timeframe."""
 
-    Attributes:
-        center: `(features,)` medians of training rows.
-        scale: `(features,)` quartile ranges of training rows.
-        steps: Per feature, whether it compares a bar with the one before it.
-        clip: Largest scaled magnitude; None for no limit.
-        gaps: "mask" sets `steps` features to 0 at the first bar after missing ones and adds a flag;
-            "flag" only adds the flag; "ignore" does neither.
-    """
-
-    center: Array
-    scale: Array
-    steps: tuple[bool, ...]
-    clip: float | None
+    center: Array  # `(features,)` medians of training rows
+    scale: Array  # `(features,)` quartile ranges of training rows
+    steps: tuple[bool, ...]  # per feature, whether it compares a bar with the one before it
+    clip: float | None  # largest scaled magnitude; None for no limit
+    # "mask" sets `steps` features to 0 at the first bar after missing ones and adds a flag; "flag" only adds the
+    # flag; "ignore" does neither
     gaps: Gaps
 
 

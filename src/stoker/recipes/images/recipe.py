@@ -123,22 +123,15 @@ class ImagesOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class Pictures:
-    """What the pictures of a store are, for `describe` and for new ones.
+    """What the pictures of a store are, for `describe` and for new ones."""
 
-    Attributes:
-        channels: 1 or 3.
-        size: Height and width.
-        num_classes: Labels are 0 to num_classes - 1.
-        value_range: LOW and HIGH that 16-bit and float pictures were packed with.
-        first_frame: Whether the first frame of films was packed.
-        encoded: Whether they are decoded while they are loaded, and brought to the size there.
-    """
-
-    channels: int
-    size: tuple[int, int]
-    num_classes: int
+    channels: int  # 1 or 3
+    size: tuple[int, int]  # height and width
+    num_classes: int  # labels are 0 to num_classes - 1
+    # LOW and HIGH that 16-bit and float pictures were packed with
     value_range: tuple[float, float] | None = None
-    first_frame: bool = False
+    first_frame: bool = False  # whether the first frame of films was packed
+    # whether they are decoded while they are loaded, and brought to the size there
     encoded: bool = False
 
 

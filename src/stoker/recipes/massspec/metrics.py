@@ -67,17 +67,11 @@ def weighted_cosine(first: Tensor, second: Tensor, mass_power: float = 1.0) -> T
 
 @dataclass(frozen=True)
 class Library:
-    """Measured spectra of compounds that a query may be mistaken for.
+    """Measured spectra of compounds that a query may be mistaken for."""
 
-    Attributes:
-        units: `(compounds, bins)` from `weighted_units`, on the CPU.
-        groups: `(compounds,)` int64 compound numbers, all different.
-        masses: `(compounds,)` in dalton.
-    """
-
-    units: Tensor
-    groups: Tensor
-    masses: Tensor
+    units: Tensor  # `(compounds, bins)` from `weighted_units`, on the CPU
+    groups: Tensor  # `(compounds,)` int64 compound numbers, all different
+    masses: Tensor  # `(compounds,)` in dalton
 
 
 @dataclass(frozen=True)

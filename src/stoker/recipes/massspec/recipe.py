@@ -163,18 +163,13 @@ class TeacherOptions(MassSpecOptions):
 
 @dataclass(frozen=True)
 class Binning:
-    """How peaks become bins.
+    """How peaks become bins."""
 
-    Attributes:
-        max_mz: Last bin.
-        rounding: How an m/z finds its bin.
-        usual_conditions: The commonest conditions of the store's spectra; empty where it has none.
-        condition_ranges: Lowest and highest value of each condition in the store.
-    """
-
-    max_mz: int
-    rounding: Rounding
+    max_mz: int  # last bin
+    rounding: Rounding  # how an m/z finds its bin
+    # the commonest conditions of the store's spectra; empty where it has none
     usual_conditions: tuple[float, ...] = ()
+    # lowest and highest value of each condition in the store
     condition_ranges: tuple[tuple[float, float], ...] = ()
 
     @property

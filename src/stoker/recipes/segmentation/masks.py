@@ -57,17 +57,11 @@ _CLASSES_HEADER = ("value", "class", "colour")
 
 @dataclass(frozen=True)
 class Scale:
-    """How pictures of training became what the network saw.
+    """How pictures of training became what the network saw."""
 
-    Attributes:
-        size: Height and width after resizing.
-        most: Largest height and width before; None where the store does not know.
-        share: Mean of after / before, by height and width.
-    """
-
-    size: Size
-    most: Size | None = None
-    share: tuple[float, float] = (1.0, 1.0)
+    size: Size  # height and width after resizing
+    most: Size | None = None  # largest height and width before; None where the store does not know
+    share: tuple[float, float] = (1.0, 1.0)  # mean of after / before, by height and width
 
     def work_size(self, original: Size) -> Size:
         """Return the size in which a picture goes through the network, in tiles where it is not `size`."""

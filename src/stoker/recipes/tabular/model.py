@@ -67,25 +67,16 @@ class RowMlp(nn.Sequential):
 
 @dataclass(frozen=True)
 class PatchShape:
-    """Sizes of the patch transformer.
+    """Sizes of the patch transformer."""
 
-    Attributes:
-        d_model: Width.
-        layers: Transformer layers.
-        heads: Attention heads.
-        ffn_factor: Width of the feed-forward part over `d_model`.
-        patch: Rows per patch.
-        stride: Rows from one patch to the next.
-        channels: "mixed" embeds all features of a patch together; "independent" runs every feature
-            by itself with shared weights, as PatchTST does, for `features` times the work.
-    """
-
-    d_model: int = 256
-    layers: int = 3
-    heads: int = 4
-    ffn_factor: int = 4
-    patch: int = 16
-    stride: int = 8
+    d_model: int = 256  # width
+    layers: int = 3  # transformer layers
+    heads: int = 4  # attention heads
+    ffn_factor: int = 4  # width of the feed-forward part over `d_model`
+    patch: int = 16  # rows per patch
+    stride: int = 8  # rows from one patch to the next
+    # "mixed" embeds all features of a patch together; "independent" runs every feature by itself with shared
+    # weights, as PatchTST does, for `features` times the work
     channels: Channels = "mixed"
 
     def num_patches(self, window: int) -> int:

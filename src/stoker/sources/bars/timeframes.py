@@ -241,23 +241,14 @@ def pick_base(windows: Iterable[tuple[str, int]], base: str | None) -> str:
 
 @dataclass(frozen=True)
 class Samples:
-    """Decisions that have all their inputs and their whole label.
+    """Decisions that have all their inputs and their whole label."""
 
-    Attributes:
-        bar: `(n,)` position of the base bar whose close is the decision.
-        time: `(n,)` int64 decision time, nanoseconds.
-        label_time: `(n,)` int64 close of the last bar the label uses.
-        label_gap: `(n,)` uint8, 1 where the label runs over missing bars (a weekend).
-        ends: Timeframe to `(n,)` exclusive ends.
-        dropped: Reason to number of base bars that give no sample.
-    """
-
-    bar: Array
-    time: Array
-    label_time: Array
-    label_gap: Array
-    ends: dict[str, Array]
-    dropped: dict[str, int]
+    bar: Array  # `(n,)` position of the base bar whose close is the decision
+    time: Array  # `(n,)` int64 decision time, nanoseconds
+    label_time: Array  # `(n,)` int64 close of the last bar the label uses
+    label_gap: Array  # `(n,)` uint8, 1 where the label runs over missing bars (a weekend)
+    ends: dict[str, Array]  # timeframe to `(n,)` exclusive ends
+    dropped: dict[str, int]  # reason to number of base bars that give no sample
 
 
 def find_windows(

@@ -93,24 +93,16 @@ class PictureError(SourceError):
 
 @dataclass(frozen=True)
 class Decoded:
-    """One picture.
+    """One picture."""
 
-    Attributes:
-        image: Pillow's image, upright; not converted yet; smaller where only that was asked for.
-        stored_size: (width, height) as it lies in the file.
-        orientation: EXIF orientation, 1 to 8; 1 where the file has none.
-        has_orientation: Whether the file has the tag.
-        format: Pillow's name of the file format.
-        is_deep_colour: The file has 16 bits for each of several channels, of which Pillow hands over the upper 8.
-        has_damaged_exif: The file has EXIF data that cannot be read: which way is up is not known.
-    """
-
-    image: Any
-    stored_size: tuple[int, int]
-    orientation: int
-    has_orientation: bool
-    format: str
+    image: Any  # Pillow's image, upright; not converted yet; smaller where only that was asked for
+    stored_size: tuple[int, int]  # (width, height) as it lies in the file
+    orientation: int  # EXIF orientation, 1 to 8; 1 where the file has none
+    has_orientation: bool  # whether the file has the tag
+    format: str  # Pillow's name of the file format
+    # the file has 16 bits for each of several channels, of which Pillow hands over the upper 8
     is_deep_colour: bool
+    # the file has EXIF data that cannot be read: which way is up is not known
     has_damaged_exif: bool = False
 
     @property
@@ -122,16 +114,12 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Pixels:
-    """Pixels as they are stored, and what they were.
+    """Pixels as they are stored, and what they were."""
 
-    Attributes:
-        values: `(height, width, channels)` uint8.
-        kind: Type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ...
-        span: Smallest and largest value of the file, where it was scaled; else None.
-    """
-
-    values: Array
+    values: Array  # `(height, width, channels)` uint8
+    # type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ...
     kind: str
+    # smallest and largest value of the file, where it was scaled; else None
     span: tuple[float, float] | None = None
 
 

@@ -73,22 +73,17 @@ class Payload:
 
 @dataclass(frozen=True)
 class PictureFolder(PlainSource):
-    """What both kinds of picture source share.
+    """What both kinds of picture source share."""
 
-    Attributes:
-        size: Stored (height, width).
-        channels: 3 for RGB, 1 for grey.
-        value_range: LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
-        first_frame: Take the first frame of files that hold several; otherwise they are refused.
-        lists: Texts such as "train=train.txt": the split of each picture, by lists of names.
-        keep_encoded: Store the bytes of the files instead of pixels of one size; None stores pixels.
-    """
-
-    size: tuple[int, int]
-    channels: Literal[1, 3] = 3
+    size: tuple[int, int]  # stored (height, width)
+    channels: Literal[1, 3] = 3  # 3 for RGB, 1 for grey
+    # LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own
     value_range: tuple[float, float] | None = field(default=None, kw_only=True)
+    # take the first frame of files that hold several; otherwise they are refused
     first_frame: bool = field(default=False, kw_only=True)
+    # texts such as "train=train.txt": the split of each picture, by lists of names
     lists: tuple[str, ...] = field(default=(), kw_only=True)
+    # store the bytes of the files instead of pixels of one size; None stores pixels
     keep_encoded: KeepEncoded | None = field(default=None, kw_only=True)
 
     version: ClassVar[int] = 2

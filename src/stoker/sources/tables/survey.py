@@ -48,19 +48,13 @@ _WITH_MISSING = ("number", "bool", "date", "seconds")
 
 @dataclass(frozen=True)
 class Target:
-    """The column to be predicted.
+    """The column to be predicted."""
 
-    Attributes:
-        name: In the files.
-        classes: Their names, in the order of their numbers; () where numbers are predicted.
-        is_wide: Numbers that need float64.
-        words: Texts that are classes here, though `NULLS` has them.
-    """
-
-    name: str
+    name: str  # in the files
+    # their names, in the order of their numbers; () where numbers are predicted
     classes: tuple[str, ...] = ()
-    is_wide: bool = False
-    words: tuple[str, ...] = ()
+    is_wide: bool = False  # numbers that need float64
+    words: tuple[str, ...] = ()  # texts that are classes here, though `NULLS` has them
 
 
 def is_part(name: str, names: Sequence[str]) -> bool:
