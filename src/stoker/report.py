@@ -140,18 +140,15 @@ class RunLog:
     Values that are not finite are written as the texts "nan", "inf" and "-inf", since JSON has no word
     for them; `read_run_log` turns these texts back into numbers. Numpy and torch scalars are taken by
     their `item()`, which waits for the device: pass numbers that were read already.
-
-    Args:
-        path: The file, made with its folder where missing. A torn last line is cut off.
-        scalars: Also gets every number of an event that has a step, as `event/name`.
-        clock: Seconds since 1970.
     """
 
     def __init__(
         self,
+        # the file, made with its folder where missing. A torn last line is cut off.
         path: str | Path,
+        # also gets every number of an event that has a step, as `event/name`
         scalars: ScalarWriter | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time,  # seconds since 1970
     ) -> None:
         self.path = Path(path)
         self._scalars = scalars

@@ -267,7 +267,6 @@ class Recipe(Protocol):
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout | None:
         """Return the inputs and outputs of an ONNX graph; None where the recipe has none."""
-        del made, facts
         return None
 
     def open_raw(
@@ -285,26 +284,22 @@ class Recipe(Protocol):
         Raises:
             InputError: The input lacks what the model was trained on; all of it is named.
         """
-        del given, made, facts, told
         return None
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: Any, facts: Facts
     ) -> Array | None:
         """Return the targets of some samples of a store, as `RawBatch.truth` has them; None where it has none."""
-        del store, samples, made, options, facts
         return None
 
     def make_judge(self, options: Any, facts: Facts) -> Judge | None:
         """Return what evaluates answers whose truths are known; None where they are classes or values."""
-        del options, facts
         return None
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> int | tuple[int, Sequence[str]]:
         """Write answers in one of the recipe's own `endings`; return how many rows, perhaps with what to say of it."""
-        del out, answers, made, facts
         return 0  # never called of a recipe without endings
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,12 +310,10 @@ class Recipe(Protocol):
             given: What the config writes under `recipe.options`. A name that is in both, with another
                 value, is refused with both places.
         """
-        del settings, given
         return {}
 
     def note_settings(self, settings: Settings, options: Any) -> list[str]:
         """Return notes on keys of the config that mean little or something else with these options."""
-        del settings, options
         return []
 
     def make_source(self, **paths: Any) -> Source | None:
@@ -329,7 +322,6 @@ class Recipe(Protocol):
         Args:
             paths: Options of the command line that were given, by name.
         """
-        del paths
         return None
 
 

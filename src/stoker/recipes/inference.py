@@ -193,26 +193,18 @@ class PredictReport:
 
 
 def predict_store(
-    trained: Trained,
-    store_path: str | Path,
+    trained: Trained,  # from `load_trained`
+    store_path: str | Path,  # needs the fields that the model reads; no targets
+    # the Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending
     out: str | Path,
     *,
-    split: str = "all",
-    batch_size: int = BATCH_SIZE,
+    split: str = "all",  # "all", "train", "val" or "test"
+    batch_size: int = BATCH_SIZE,  # samples per forward pass
+    # the first GPU by default; int8 weights run on the CPU only
     device: str | torch.device | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # told how far it is
 ) -> PredictReport:
-    """Write a prediction for every sample of a split, in the store's order.
-
-    Args:
-        trained: From `load_trained`.
-        store_path: Needs the fields that the model reads; no targets.
-        out: The Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending.
-        split: "all", "train", "val" or "test".
-        batch_size: Samples per forward pass.
-        device: The first GPU by default; int8 weights run on the CPU only.
-        progress: Told how far it is.
-    """
+    """Write a prediction for every sample of a split, in the store's order."""
     recipe, out, told = trained.chosen.recipe, Path(out), progress or Silent()
     is_own = check_answers(trained, out, store_path)
     place = place_of(trained, device)
@@ -433,22 +425,15 @@ def find_training_store(checkpoint: str | Path) -> str | Path | None:
 
 
 def quantize_trained(
-    trained: Trained,
-    out: str | Path,
+    trained: Trained,  # of float weights
+    out: str | Path,  # the file; `stoker predict` takes it like any checkpoint
+    # where latency and metric are measured; without it only the size is reported
     store_path: str | Path | None = None,
     *,
-    split: str = "test",
-    batch_size: int = BATCH_SIZE,
+    split: str = "test",  # samples for the metric
+    batch_size: int = BATCH_SIZE,  # of the measured passes
 ) -> tuple[QuantizeReport, str | None]:
-    """Write an int8 checkpoint; return what it changed, and the name of the metric that was compared.
-
-    Args:
-        trained: Of float weights.
-        out: The file; `stoker predict` takes it like any checkpoint.
-        store_path: Where latency and metric are measured; without it only the size is reported.
-        split: Samples for the metric.
-        batch_size: Of the measured passes.
-    """
+    """Write an int8 checkpoint; return what it changed, and the name of the metric that was compared."""
     check_output(out, [trained.loaded.saved.path], is_checkpoint)
     identity = trained.loaded.identity
     if "int8" in identity:

@@ -191,24 +191,17 @@ def as_data_url(image: Array, side: int) -> str:
 
 
 class FolderPictures:
-    """Pictures of a user in the order of their names, or in that of a list; the base of a `RawReader`.
-
-    Args:
-        pictures: Files or arrays.
-        channels: 1 for grey, 3 for RGB.
-        value_range: LOW and HIGH of 16-bit and float pictures, as in training.
-        first_frame: Take the first frame of files that hold several.
-        batch_size: Pictures at once.
-    """
+    """Pictures of a user in the order of their names, or in that of a list; the base of a `RawReader`."""
 
     def __init__(
         self,
-        pictures: GivenPictures,
+        pictures: GivenPictures,  # files or arrays
         *,
-        channels: int,
+        channels: int,  # 1 for grey, 3 for RGB
+        # LOW and HIGH of 16-bit and float pictures, as in training
         value_range: tuple[float, float] | None,
-        first_frame: bool,
-        batch_size: int,
+        first_frame: bool,  # take the first frame of files that hold several
+        batch_size: int,  # pictures at once
     ) -> None:
         self._pictures, self.key = pictures, pictures.key
         self._channels, self._value_range = channels, value_range

@@ -643,7 +643,7 @@ class RunProgress:
         self._clock: tuple[float, float | None] = (0.0, None)
         self.history: History | None = None
 
-    def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002
+    def start(self, label: str, total: int | None, unit: str) -> None:
         """Begin an epoch."""
         self.tell_epochs()
         batch = self._loader.batch_size

@@ -140,22 +140,17 @@ class ProcessReading:
 
 
 class Meter:
-    """Reads GPUs and a process repeatedly. Use as a context manager, in one thread.
-
-    Args:
-        pid: Of the process; this one by default, 0 for none. May be changed at any time.
-        gpu_uuid: The only GPU to read, as NVML names it; all that this process sees by default, and all
-            where none has that name.
-        nvml: Module with pynvml's functions; None imports pynvml.
-        clock: Seconds, for rates.
-    """
+    """Reads GPUs and a process repeatedly. Use as a context manager, in one thread."""
 
     def __init__(
         self,
+        # of the process; this one by default, 0 for none. May be changed at any time.
         pid: int | None = None,
+        # the only GPU to read, as NVML names it; all that this process sees by default, and all where none has that
+        # name
         gpu_uuid: str | None = None,
-        nvml: Any = None,
-        clock: Callable[[], float] = time.perf_counter,
+        nvml: Any = None,  # module with pynvml's functions; None imports pynvml
+        clock: Callable[[], float] = time.perf_counter,  # seconds, for rates
     ) -> None:
         self.pid = os.getpid() if pid is None else pid
         self._uuid = gpu_uuid
@@ -250,14 +245,6 @@ class Meter:
 class TelemetryLog:
     """Writes `telemetry.jsonl` from a thread while a run goes on. Use as a context manager.
 
-    Args:
-        folder: Of the run.
-        counters: Called in the thread for the run's counters; must be quick and take no lock.
-        gpu_uuid: As for `Meter`.
-        first_seconds: Between the first two readings; grows by a tenth each time.
-        most_seconds: Until it is this.
-        nvml: As for `Meter`.
-
     Attributes:
         end: How the run ended, if not by an exception: set it before leaving.
         notes: What could not be read or written.
@@ -265,13 +252,15 @@ class TelemetryLog:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path,  # of the run
+        # called in the thread for the run's counters; must be quick and take no lock
         counters: Callable[[], RunCounters] | None = None,
         *,
-        gpu_uuid: str | None = None,
+        gpu_uuid: str | None = None,  # as for `Meter`
+        # between the first two readings; grows by a tenth each time
         first_seconds: float = FIRST_SECONDS,
-        most_seconds: float = MOST_SECONDS,
-        nvml: Any = None,
+        most_seconds: float = MOST_SECONDS,  # until it is this
+        nvml: Any = None,  # as for `Meter`
     ) -> None:
         self.path = Path(folder) / TELEMETRY_NAME
         self.end = RunEnd()

@@ -74,22 +74,16 @@ class Tuned:
 
 
 def tune_job(
-    settings: Settings,
+    settings: Settings,  # with a recipe and a store
     *,
-    device: str | torch.device | None = None,
-    effort: Effort | None = None,
+    device: str | torch.device | None = None,  # the first GPU by default, else the CPU
+    effort: Effort | None = None,  # how long each try is
+    # also take batches that are larger than the effective batch: faster where the device is underused, but another
+    # training, whose learning rate needs another look
     grow_update: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # told each try
 ) -> Tuned:
     """Find the fastest settings of a job by running them.
-
-    Args:
-        settings: With a recipe and a store.
-        device: The first GPU by default, else the CPU.
-        effort: How long each try is.
-        grow_update: Also take batches that are larger than the effective batch: faster where the device
-            is underused, but another training, whose learning rate needs another look.
-        progress: Told each try.
 
     Raises:
         InputError: Not even one sample at once fits, or the job cannot be made.

@@ -42,22 +42,15 @@ class Exported:
 
 
 def export_trained(
-    trained: Trained,
+    trained: Trained,  # from `load_trained`, of float weights
+    # ends with `.onnx` (a graph) or `.safetensors` (weights, which `load_trained` takes)
     out: str | Path,
-    sizes: Sizes | None = None,
+    sizes: Sizes | None = None,  # sizes that shall be fixed; free where nothing is given
     *,
-    opset: int | None = None,
-    repairs: bool = True,
+    opset: int | None = None,  # version of ONNX's operators; None is torch's own
+    repairs: bool = True,  # put the repairs of the training store into the graph
 ) -> Exported:
-    """Write a trained model for other programs.
-
-    Args:
-        trained: From `load_trained`, of float weights.
-        out: Ends with `.onnx` (a graph) or `.safetensors` (weights, which `load_trained` takes).
-        sizes: Sizes that shall be fixed; free where nothing is given.
-        opset: Version of ONNX's operators; None is torch's own.
-        repairs: Put the repairs of the training store into the graph.
-    """
+    """Write a trained model for other programs."""
     path = Path(out)
     if path.suffix not in (ONNX_SUFFIX, SUFFIX):
         raise InputError(

@@ -111,7 +111,6 @@ class BarEvaluation:
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation, beside holding, chance, the last value and a line."""
-        del model, device
         data, plan = self._data, self._data.plan
         chances, labels = self._scores.probabilities, self._scores.labels
         moves = data.returns["test"] / plan.pip

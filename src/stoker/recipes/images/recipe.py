@@ -222,7 +222,6 @@ class ImagesRecipe(Recipe):
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels of the training size as input; classes and probabilities."""
-        del made
         normalise = make_normaliser(facts["mean"], facts["std"])
         shape = (BATCH, facts["channels"], *facts["size"])
         about = "pixels from 0 to 255, channel by channel, resized to this size"
@@ -233,7 +232,6 @@ class ImagesRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open a folder of pictures, or one picture."""
-        del made
         known = _pictures_of(facts)
         return PictureReader.open(
             given,
@@ -250,7 +248,6 @@ class ImagesRecipe(Recipe):
         self, store: Store, samples: Array, made: Rebuilt, options: ImagesOptions, facts: Facts
     ) -> Array | None:
         """Return the classes of a store's pictures."""
-        del made, options
         if "labels" not in store.fields:
             return None
         labels = store.gather("labels", samples).astype(np.int64)

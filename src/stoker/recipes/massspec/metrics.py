@@ -134,23 +134,14 @@ class SpectrumMetrics:
 
 
 def rank_queries(
-    library: Library,
-    predicted: Tensor,
-    measured: Tensor,
-    groups: Tensor,
-    masses: Tensor,
-    tolerance: float | None = None,
+    library: Library,  # compounds that were not predicted; none of `groups` may be in it
+    predicted: Tensor,  # `(queries, bins)` weighted units of the predictions
+    measured: Tensor,  # `(queries, bins)` weighted units of the queries
+    groups: Tensor,  # `(queries,)` compound of each
+    masses: Tensor,  # `(queries,)` its mass
+    tolerance: float | None = None,  # of the mass filter in dalton; None does not filter
 ) -> Tensor:
-    """Return `(queries,)` int64 ranks, 1 being best; see the module's text for the rule.
-
-    Args:
-        library: Compounds that were not predicted; none of `groups` may be in it.
-        predicted: `(queries, bins)` weighted units of the predictions.
-        measured: `(queries, bins)` weighted units of the queries.
-        groups: `(queries,)` compound of each.
-        masses: `(queries,)` its mass.
-        tolerance: Of the mass filter in dalton; None does not filter.
-    """
+    """Return `(queries,)` int64 ranks, 1 being best; see the module's text for the rule."""
     compounds, own = torch.unique(groups, return_inverse=True)
     first = _first_of_each(own, len(compounds))
     ranks = torch.ones_like(own)

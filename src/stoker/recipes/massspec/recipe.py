@@ -233,7 +233,6 @@ class _SpectrumRecipe(Recipe):
         self, store: Store, samples: Array, made: Rebuilt, options: MassSpecOptions, facts: Facts
     ) -> Array | None:
         """Return the measured spectra of a store's samples."""
-        del made, options
         if "mz" not in store.fields or "intensity" not in store.fields:
             return None
         rounding = store.manifest.attributes.get("rounding", "nearest")
@@ -242,7 +241,6 @@ class _SpectrumRecipe(Recipe):
 
     def make_judge(self, options: MassSpecOptions, facts: Facts) -> Judge:
         """Return the similarities of spectra."""
-        del facts
         return SpectrumJudge(options.mass_power)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
@@ -275,7 +273,6 @@ class _SpectrumRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open molecules: SMILES, SDF, MOL, CSV, spectrum libraries, folders of them, or a frame."""
-        del made
         reads = ModelInputs(
             "atoms" in facts["inputs"],
             int(facts["num_bins"]) - 1,
@@ -289,7 +286,6 @@ class _SpectrumRecipe(Recipe):
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> int:
         """Write predicted spectra as an MSP library."""
-        del made, facts
         return write_spectra(out, answers, f"predicted by stoker, recipe {self.name}")
 
 

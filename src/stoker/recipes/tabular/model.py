@@ -140,18 +140,7 @@ class PatchTransformer(nn.Module):
 
 
 class TabularModel(nn.Module):
-    """Scaling, a network, bounded outputs; and the way back to the units of the targets.
-
-    Args:
-        scaler: Fitted on training rows.
-        body: `RowMlp` or `PatchTransformer`.
-        bound: Largest magnitude of an output; None for no bound.
-        bound_mode: How it is bounded.
-        classes: `(classes,)` the targets' own numbers for them; None for regression.
-        target_center: `(outputs,)` for regression.
-        target_scale: `(outputs,)` for regression.
-        ramps: Between scaler and body, for rows; None is without.
-    """
+    """Scaling, a network, bounded outputs; and the way back to the units of the targets."""
 
     target_center: torch.Tensor
     target_scale: torch.Tensor
@@ -159,15 +148,16 @@ class TabularModel(nn.Module):
 
     def __init__(
         self,
-        scaler: RobustScale,
-        body: nn.Module,
+        scaler: RobustScale,  # fitted on training rows
+        body: nn.Module,  # `RowMlp` or `PatchTransformer`
         *,
-        bound: float | None = None,
-        bound_mode: BoundMode = "soft",
+        bound: float | None = None,  # largest magnitude of an output; None for no bound
+        bound_mode: BoundMode = "soft",  # how it is bounded
+        # `(classes,)` the targets' own numbers for them; None for regression
         classes: Array | None = None,
-        target_center: Array | float = 0.0,
-        target_scale: Array | float = 1.0,
-        ramps: Ramps | None = None,
+        target_center: Array | float = 0.0,  # `(outputs,)` for regression
+        target_scale: Array | float = 1.0,  # `(outputs,)` for regression
+        ramps: Ramps | None = None,  # between scaler and body, for rows; None is without
     ) -> None:
         super().__init__()
         self.scaler = scaler

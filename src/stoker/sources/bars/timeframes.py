@@ -275,27 +275,19 @@ def find_windows(
 
 
 def make_samples(
-    times: Mapping[str, Array],
-    windows: Iterable[tuple[str, int]],
-    base: str,
-    horizon: int,
+    times: Mapping[str, Array],  # open times per timeframe
+    windows: Iterable[tuple[str, int]],  # bars per window, by timeframe
+    base: str,  # timeframe whose closes are the decisions and whose bars are the label
+    horizon: int,  # bars of the label
     *,
-    latency_ns: int = 0,
+    latency_ns: int = 0,  # delay after its close before a bar may be used
+    # drop samples whose label misses more bars than this in a row; None keeps them, marked in `label_gap`
     max_label_gap: int | None = None,
 ) -> Samples:
     """Find the decisions and, per timeframe, where their windows end.
 
     Every rule but the label's looks only at bars known at the decision: cutting history at t
     leaves the samples before it as they are.
-
-    Args:
-        times: Open times per timeframe.
-        windows: Bars per window, by timeframe.
-        base: Timeframe whose closes are the decisions and whose bars are the label.
-        horizon: Bars of the label.
-        latency_ns: Delay after its close before a bar may be used.
-        max_label_gap: Drop samples whose label misses more bars than this in a row; None keeps
-            them, marked in `label_gap`.
     """
     decisions, ends, lacks = find_windows(times, windows, base, latency_ns=latency_ns)
     bar = np.arange(len(decisions))

@@ -68,16 +68,6 @@ class Survey:
 
     Spaces around a name that was typed do not count.
 
-    Args:
-        all_names: The columns of the files.
-        path: Of the first file, for messages.
-        target: Name of the column to predict; None for none.
-        drop: What the user dropped: columns of the files, or columns of `features` that they become.
-        keep: Only these columns; empty for all. They are not left out on suspicion.
-        dtypes: The user's word on kinds.
-        missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
-        words: By column, texts that are values there, though they usually stand for a missing one.
-
     Attributes:
         names: The columns that features are made of.
         notes: What a user should know about the columns.
@@ -88,13 +78,16 @@ class Survey:
 
     def __init__(
         self,
-        all_names: Sequence[str],
-        path: Any,
-        target: str | None,
+        all_names: Sequence[str],  # the columns of the files
+        path: Any,  # of the first file, for messages
+        target: str | None,  # name of the column to predict; None for none
+        # what the user dropped: columns of the files, or columns of `features` that they become
         drop: Sequence[str],
+        # only these columns; empty for all. They are not left out on suspicion.
         keep: Sequence[str],
-        dtypes: Mapping[str, str],
-        missing: str,
+        dtypes: Mapping[str, str],  # the user's word on kinds
+        missing: str,  # what happens to missing numbers: "stop", "flag", "drop" or "keep"
+        # by column, texts that are values there, though they usually stand for a missing one
         words: Mapping[str, tuple[str, ...]],
     ) -> None:
         given = [("--target", target)] if target else []
