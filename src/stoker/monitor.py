@@ -25,10 +25,8 @@ from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1
-NUM_KEPT = 60
-"""Looks that `Monitor.history` keeps."""
-ONCE_SECONDS = 0.2
-"""Between the two looks behind a single snapshot: rates need two."""
+NUM_KEPT = 60  # looks that `Monitor.history` keeps
+ONCE_SECONDS = 0.2  # between the two looks behind a single snapshot: rates need two
 
 
 @dataclass(frozen=True)

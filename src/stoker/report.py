@@ -128,10 +128,8 @@ class Note:
         return {"topic": self.topic.value, "text": self.text, **self.values}
 
 
-_BEGINNING = b'{"time": '
-"""The first bytes of every event."""
-LOG_NAME = "run.jsonl"
-"""The log of a run, in its folder."""
+_BEGINNING = b'{"time": '  # the first bytes of every event
+LOG_NAME = "run.jsonl"  # the log of a run, in its folder
 
 
 class RunLog:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-LEAST_GAIN = 0.02
-"""Least gain of a change: medians of short runs differ by as much without one."""
+LEAST_GAIN = 0.02  # least gain of a change: medians of short runs differ by as much without one
 
 
 @dataclass(frozen=True)

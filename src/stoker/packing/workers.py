@@ -55,8 +55,7 @@ class Numbered(Protocol):
 
 Item = TypeVar("Item", bound=Numbered)
 Result = TypeVar("Result")
-Poison = Mapping[int, str]
-"""Rows that must not be touched again, with the reason."""
+Poison = Mapping[int, str]  # rows that must not be touched again, with the reason
 
 
 class Workers:

@@ -62,8 +62,7 @@ from stoker.train.run_folder import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import Trainer
 
-_CLOCK_SECONDS = 2.0
-"""By which a process's start and a file's time may differ."""
+_CLOCK_SECONDS = 2.0  # by which a process's start and a file's time may differ
 # Beside the training data, whose share leaves a quarter of the memory: of that, a quarter again.
 _JUDGED_SHARE, _JUDGED_FALLBACK = 0.25, 0.20
 

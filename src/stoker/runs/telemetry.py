@@ -332,8 +332,7 @@ class TelemetryLog:
         return None
 
 
-_STILL_SECONDS = 60.0
-"""After so long without a batch the rate is 0: the run stands still."""
+_STILL_SECONDS = 60.0  # after so long without a batch the rate is 0: the run stands still
 
 
 class _Rates:

@@ -30,8 +30,7 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
     "series": {"/rows": None, "/time": "<i8", "/gap": "|u1", "/ends": "<i8"},
 }
 """Kind of field to its datasets: suffix of the name, and dtype; None is the field's own."""
-TIMED_PARTS = ("/time", "/gap")
-"""Those that only a series with a time has."""
+TIMED_PARTS = ("/time", "/gap")  # those that only a series with a time has
 
 
 class SplitCodes(np.ndarray[Any, np.dtype[Any]]):

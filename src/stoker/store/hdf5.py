@@ -34,8 +34,7 @@ from stoker.store.fields import Array
 from stoker.store.foreign import identify_file
 from stoker.units import format_bytes
 
-_CHUNK_COPIES = 3
-"""As stored, inflated, and with its bytes in order."""
+_CHUNK_COPIES = 3  # as stored, inflated, and with its bytes in order
 _CHUNK_ENTRY_BYTES = 400
 
 
@@ -495,8 +494,7 @@ Bytes = bytes | bytearray | memoryview
 SHUFFLE: int = h5py.h5z.FILTER_SHUFFLE
 DEFLATE: int = h5py.h5z.FILTER_DEFLATE
 FLETCHER32: int = h5py.h5z.FILTER_FLETCHER32
-ZSTD = 32015
-"""Registered with the HDF Group; h5py needs hdf5plugin for it, we need pyarrow's codec."""
+ZSTD = 32015  # registered with the HDF Group; h5py needs hdf5plugin for it, we need pyarrow's codec
 
 _PLUGINS = frozenset((307, 32001, 32004, 32008, 32013, 32015, 32017, 32018, 32024, 32026, 32028))
 """Filters that the package hdf5plugin brings along."""

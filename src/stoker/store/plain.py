@@ -39,14 +39,12 @@ from stoker.store.hdf5 import (
 )
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
-_MOST_BYTES = 8
-"""Of a number: torch has no longer ones."""
+_MOST_BYTES = 8  # of a number: torch has no longer ones
 _CLEAR_SHARE = 0.99
 """Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
 _MOST_NAMES = 4
 _MOST_LENGTHS = 6
-_FEW = 8
-"""Values that an attribute may have for other reasons: one for each dimension, for example."""
+_FEW = 8  # values that an attribute may have for other reasons: one for each dimension, for example
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 """Attributes by which netCDF says what a stored number means."""
 

@@ -34,8 +34,7 @@ from stoker.strict_json import parse_json
 
 _NAMES = ("zarr.json", ".zarray", ".zgroup")
 _CHUNK_SLACK = 64 << 10
-_NO_CHUNK = (1 << 64) - 1
-"""Offset and size of a chunk that is not in its shard."""
+_NO_CHUNK = (1 << 64) - 1  # offset and size of a chunk that is not in its shard
 
 Decode = Callable[[Any, int], Any]
 """Called with the bytes of a chunk and the number that must come out."""

@@ -197,8 +197,7 @@ def _asinh(x: Tensor) -> Tensor:
 
 # -- the file -------------------------------------------------------------------------------------
 
-OPSETS = (18, 23)
-"""First and last: what torch writes and converts to."""
+OPSETS = (18, 23)  # first and last: what torch writes and converts to
 _TOLERANCE = 1e-3
 _LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 

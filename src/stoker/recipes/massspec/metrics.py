@@ -34,8 +34,7 @@ from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _TINY = 1e-6
-_TIE = 1e-6
-"""Scores this near are equal: the order of sums in a product differs by as much."""
+_TIE = 1e-6  # scores this near are equal: the order of sums in a product differs by as much
 _BLOCK_QUERIES, _BLOCK_LIBRARY = 1024, 16384
 _READ_SAMPLES = 4096
 

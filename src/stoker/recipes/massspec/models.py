@@ -26,8 +26,7 @@ from stoker.recipes.massspec.metrics import unit_length, weighted_cosine
 from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
 
 Tensor = torch.Tensor
-ROOM_ABOVE_MASS = 5
-"""Bins above the molecule's mass that may hold peaks: isotopes (NEIMS)."""
+ROOM_ABOVE_MASS = 5  # bins above the molecule's mass that may hold peaks: isotopes (NEIMS)
 
 
 def highest_bin(mol_weight: Tensor) -> Tensor:
@@ -252,8 +251,7 @@ def graph_inputs(graphs: GraphBatch) -> dict[str, Tensor]:
 # -- learning from a teacher ------------------------------------------------------------------------
 
 
-_FLOOR = 1e-3
-"""Keeps the slope of a root finite where a spectrum is zero."""
+_FLOOR = 1e-3  # keeps the slope of a root finite where a spectrum is zero
 
 
 def soften(spectra: Tensor, temperature: Tensor) -> Tensor:

@@ -77,8 +77,7 @@ from stoker.recipes.tabular.model import (
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-_MOST_RAMPS = 4096
-"""Of all columns together: the first layer has `hidden[0]` weights for each."""
+_MOST_RAMPS = 4096  # of all columns together: the first layer has `hidden[0]` weights for each
 _ABOVE_0 = Range("above 0", lambda value: value > 0, 1)
 
 

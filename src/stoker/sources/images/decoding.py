@@ -38,8 +38,7 @@ from stoker.display import command, printable
 from stoker.errors import MissingExtraError, SourceError, special_kind
 from stoker.store.fields import Array
 
-_PIXEL_BYTES = 12
-"""As decoded, turned upright, and converted: up to four bytes each."""
+_PIXEL_BYTES = 12  # as decoded, turned upright, and converted: up to four bytes each
 _HEAD_BYTES = 1 << 17
 """Of a file that is not opened: a JPEG may have 64 kB of EXIF data before its frame."""
 _HEADER = "whose header is damaged or unknown to Pillow"

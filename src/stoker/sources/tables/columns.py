@@ -45,8 +45,7 @@ from stoker.store.fields import Array
 ONE_HOT_VALUES = 16
 CODE_VALUES = 1000
 MOST_CLASSES = 10_000
-FEW_CLASSES = 20
-"""Whole-number targets of at most so many different values are classes."""
+FEW_CLASSES = 20  # whole-number targets of at most so many different values are classes
 KINDS = (
     "number", "float64", "bool", "category", "one-hot", "codes", "date", "day-first", "month-first",
     "seconds",
