@@ -143,15 +143,10 @@ class RawBatch:
 
 
 class RawReader(Protocol):
-    """Raw input that a recipe has opened: replays on new data what was fitted in training.
+    """Raw input that a recipe has opened: replays on new data what was fitted in training."""
 
-    Attributes:
-        key: Name of the column of `RawBatch.keys`: "row", "file", "time", "id".
-        num_rows: How many there are; None where that is not known before the end.
-    """
-
-    key: str
-    num_rows: int | None
+    key: str  # name of the column of `RawBatch.keys`: "row", "file", "time", "id"
+    num_rows: int | None  # how many there are; None where that is not known before the end
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every row once, in the order of the input, with an answer or a reason."""

@@ -21,13 +21,9 @@ from stoker.store.fields import Array
 
 
 class Counted:
-    """Counts on the device, which ranks can add up.
+    """Counts on the device, which ranks can add up."""
 
-    Attributes:
-        counts: Made by the first batch.
-    """
-
-    counts: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # made by the first batch
 
     def state(self) -> torch.Tensor | None:
         """Return what was counted, for `merge`."""

@@ -9,7 +9,6 @@ itself, by a `Loader`.
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError, SourceError
-from stoker.packing.samples import encode_png
+from stoker.packing.samples import png_url
 from stoker.recipes.options import Range
 from stoker.recipes.scaling import evenly
 from stoker.sources.images.decoding import (
@@ -182,9 +181,7 @@ def sample_name(store: Store, sample: int) -> str:
 def as_data_url(image: Array, side: int) -> str:
     """Return a picture `(1 or 3, height, width)` as a small PNG for a page."""
     pixels = np.moveaxis(np.broadcast_to(image, (3, *image.shape[1:])), 0, -1)
-    step = max(1, -(-max(pixels.shape[:2]) // side))
-    small = np.ascontiguousarray(pixels[::step, ::step])
-    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"
+    return png_url(pixels, side)
 
 
 # -- new pictures ----------------------------------------------------------------------------------

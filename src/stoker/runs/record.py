@@ -121,22 +121,26 @@ class RunRecord:
     @cached_property
     def samples_per_second(self) -> float | None:
         """Training rate: over the epochs after the first, where there are several; else as measured."""
-        known = [e for e in self.epochs if e.num_samples is not None and e.seconds]
-        steady = known[1:] or known
-        if steady:
-            seconds = sum(epoch.seconds or 0.0 for epoch in steady)
-            return sum(epoch.num_samples or 0.0 for epoch in steady) / seconds
-        return mean(value for _, value in self.track("run", "samples_per_second"))
+        return self._per_second("samples_per_second", lambda epoch, _: epoch.num_samples)
 
     @cached_property
     def wait_share(self) -> float | None:
         """Share of training time spent waiting for batches, over the same epochs."""
-        known = [e for e in self.epochs if e.wait_share is not None and e.seconds]
-        steady = known[1:] or known
-        if steady:
-            seconds = sum(epoch.seconds or 0.0 for epoch in steady)
-            return sum((e.wait_share or 0.0) * (e.seconds or 0.0) for e in steady) / seconds
-        return mean(value for _, value in self.track("run", "wait_share"))
+        return self._per_second(
+            "wait_share",
+            lambda epoch, seconds: None if epoch.wait_share is None else epoch.wait_share * seconds,
+        )
+
+    def _per_second(self, key: str, amount: Callable[[Epoch, float], float | None]) -> float | None:
+        """Return amounts over seconds of the epochs after the first; without any, the mean of the telemetry."""
+        known = [
+            (found, epoch.seconds)
+            for epoch in self.epochs
+            if epoch.seconds and (found := amount(epoch, epoch.seconds)) is not None
+        ]
+        if steady := known[1:] or known:
+            return sum(found for found, _ in steady) / sum(seconds for _, seconds in steady)
+        return mean(value for _, value in self.track("run", key))
 
     @cached_property
     def other_cores(self) -> float | None:
