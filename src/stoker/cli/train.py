@@ -83,15 +83,9 @@ def train(
     words = _typed(config, overrides or [], store, run_dir, device)
     words += ["--folds", str(folds)] if folds is not None else []
     if gpus is not None:
-        _train_in_processes(
-            settings,
-            words,
-            gpus,
-            3 if max_restarts is None else max_restarts,
-            device,
-            resume=resume,
-            as_json=as_json,
-        )
+        words += [*["--resume"] * resume, *["--json"] * as_json]
+        most = 3 if max_restarts is None else max_restarts
+        _train_in_processes(settings, words, gpus, most, device)
         return
     if {"STOKER_RESTARTS", "WORLD_SIZE"} <= os.environ.keys():  # one of the processes of --gpus
         words += ["--gpus", os.environ["WORLD_SIZE"]]
@@ -119,14 +113,7 @@ def train(
 
 
 def _train_in_processes(
-    settings: Settings,
-    words: Sequence[str | Path],
-    num_processes: int,
-    max_restarts: int,
-    device: str | None,
-    *,
-    resume: bool,
-    as_json: bool,
+    settings: Settings, words: Sequence[str | Path], num: int, max_restarts: int, device: str | None
 ) -> None:
     """Check the command, then start it in several processes."""
     import torch
@@ -141,16 +128,15 @@ def _train_in_processes(
             "--gpus in a process that torchrun has started.", "one of the two", "leave --gpus out"
         )
     choose_recipe(settings)
-    share_batch(settings, num_processes)
+    share_batch(settings, num)
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device or "cuda").startswith("cuda") and num_processes > max(present, device is None):
+    if (device or "cuda").startswith("cuda") and num > max(present, device is None):
         raise InputError(
-            f"--gpus {num_processes}, and this machine has {present}.",
+            f"--gpus {num}, and this machine has {present}.",
             f"at most {present}" if present else "processes on the CPU, where there is no GPU",
-            f"--gpus {present}" if present else f"--gpus {num_processes} --device cpu",
+            f"--gpus {present}" if present else f"--gpus {num} --device cpu",
         )
-    typed = [*map(str, words[1:]), *["--resume"] * resume, *["--json"] * as_json]
-    code = launch(typed, num_processes, max_restarts, lambda line: echo(line, err=True))
+    code = launch([*map(str, words[1:])], num, max_restarts, lambda line: echo(line, err=True))
     if code:
         raise typer.Exit(code)
 

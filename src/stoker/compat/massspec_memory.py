@@ -55,29 +55,17 @@ HALF, MOST = 0.5, 0.7
 
 @dataclass(frozen=True)
 class DatasetUse:
-    """What a dataset takes, in a process of its own.
+    """What a dataset takes, in a process of its own."""
 
-    Attributes:
-        num_samples: In it.
-        num_shards: Of its store.
-        before_bytes: Resident before it is made, libraries loaded.
-        after_init_bytes: When it is made.
-        after_access_bytes: After reading `num_accessed` samples.
-        num_accessed: Samples read, drawn at random.
-        resident_bytes: Of the arrays that it keeps.
-        shard_bytes: What one shard costs beside its arrays.
-        loader_bytes: Of what a shuffled DataLoader over it keeps: lists of indices.
-    """
-
-    num_samples: int
-    num_shards: int
-    before_bytes: int
-    after_init_bytes: int
-    after_access_bytes: int
-    num_accessed: int
-    resident_bytes: int
-    shard_bytes: float
-    loader_bytes: int
+    num_samples: int  # in it
+    num_shards: int  # of its store
+    before_bytes: int  # resident before it is made, libraries loaded
+    after_init_bytes: int  # when it is made
+    after_access_bytes: int  # after reading `num_accessed` samples
+    num_accessed: int  # samples read, drawn at random
+    resident_bytes: int  # of the arrays that it keeps
+    shard_bytes: float  # what one shard costs beside its arrays
+    loader_bytes: int  # of what a shuffled DataLoader over it keeps: lists of indices
 
     @property
     def used_bytes(self) -> int:

@@ -40,8 +40,7 @@ from stoker.display import nearest, printable
 from stoker.errors import ConfigError, require_file
 
 NAME = "recipe.name"
-TYPED = "--recipe"
-"""Where a recipe comes from that the old file does not name."""
+TYPED = "--recipe"  # where a recipe comes from that the old file does not name
 Accepts = Callable[[str, str, Any], str | None]
 
 
@@ -525,8 +524,7 @@ def _find_names() -> dict[str, str]:
     return found
 
 
-NAMES: Mapping[str, str] = _find_names()
-"""A name in one of `SECTIONS`, and its key."""
+NAMES: Mapping[str, str] = _find_names()  # a name in one of `SECTIONS`, and its key
 
 AUGMENT_NAMES: Mapping[str, str] = {
     "flip_prob": f"{AUGMENT}.horizontal_flip_prob",

@@ -125,33 +125,20 @@ class Examined:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo measured.
+    """Everything that the demo measured."""
 
-    Attributes:
-        packed: The store.
-        inspection: What the quality gate says of it.
-        plan: What `stoker plan` says of it.
-        series: Reading an epoch from the store.
-        materialised: Reading it from written-out windows.
-        naive: Training the usual way.
-        trained: Training the same with stoker.
-        examined: The doctor on a script of the usual kind, and on the same with stoker's loader.
-        run: A run by `stoker train` of the same job on all its samples.
-        tuned: What `stoker tune` makes of its config.
-        page: The report of that run.
-    """
-
-    packed: PackResult
-    inspection: Inspection
-    plan: Plan
-    series: Reading
-    materialised: Reading
-    naive: Training
-    trained: Training
+    packed: PackResult  # the store
+    inspection: Inspection  # what the quality gate says of it
+    plan: Plan  # what `stoker plan` says of it
+    series: Reading  # reading an epoch from the store
+    materialised: Reading  # reading it from written-out windows
+    naive: Training  # training the usual way
+    trained: Training  # training the same with stoker
+    # the doctor on a script of the usual kind, and on the same with stoker's loader
     examined: Examined
-    run: RecipeRun
-    tuned: Tuned
-    page: Path
+    run: RecipeRun  # a run by `stoker train` of the same job on all its samples
+    tuned: Tuned  # what `stoker tune` makes of its config
+    page: Path  # the report of that run
 
 
 def run_demo(

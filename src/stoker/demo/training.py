@@ -90,8 +90,7 @@ def _batches(num_samples: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + BATCH_SIZE, num_samples)
 
 
-TRAINED = ("H1", "H4")
-"""Timeframes of the small training job: all five would take minutes on a CPU."""
+TRAINED = ("H1", "H4")  # timeframes of the small training job: all five would take minutes on a CPU
 OPTIONS: dict[str, Any] = {
     "timeframes": list(TRAINED),
     "d_model": 16,

@@ -9,7 +9,6 @@ itself, by a `Loader`.
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError, SourceError
-from stoker.packing.samples import encode_png
+from stoker.packing.samples import png_url
 from stoker.recipes.options import Range
 from stoker.recipes.scaling import evenly
 from stoker.sources.images.decoding import (
@@ -182,33 +181,24 @@ def sample_name(store: Store, sample: int) -> str:
 def as_data_url(image: Array, side: int) -> str:
     """Return a picture `(1 or 3, height, width)` as a small PNG for a page."""
     pixels = np.moveaxis(np.broadcast_to(image, (3, *image.shape[1:])), 0, -1)
-    step = max(1, -(-max(pixels.shape[:2]) // side))
-    small = np.ascontiguousarray(pixels[::step, ::step])
-    return f"data:image/png;base64,{base64.b64encode(encode_png(small)).decode()}"
+    return png_url(pixels, side)
 
 
 # -- new pictures ----------------------------------------------------------------------------------
 
 
 class FolderPictures:
-    """Pictures of a user in the order of their names, or in that of a list; the base of a `RawReader`.
-
-    Args:
-        pictures: Files or arrays.
-        channels: 1 for grey, 3 for RGB.
-        value_range: LOW and HIGH of 16-bit and float pictures, as in training.
-        first_frame: Take the first frame of files that hold several.
-        batch_size: Pictures at once.
-    """
+    """Pictures of a user in the order of their names, or in that of a list; the base of a `RawReader`."""
 
     def __init__(
         self,
-        pictures: GivenPictures,
+        pictures: GivenPictures,  # files or arrays
         *,
-        channels: int,
+        channels: int,  # 1 for grey, 3 for RGB
+        # LOW and HIGH of 16-bit and float pictures, as in training
         value_range: tuple[float, float] | None,
-        first_frame: bool,
-        batch_size: int,
+        first_frame: bool,  # take the first frame of files that hold several
+        batch_size: int,  # pictures at once
     ) -> None:
         self._pictures, self.key = pictures, pictures.key
         self._channels, self._value_range = channels, value_range
@@ -261,19 +251,13 @@ _CHANNELS = (1, 3, 4)
 
 @dataclass(frozen=True)
 class GivenPictures:
-    """Pictures of a user, in files or in memory.
+    """Pictures of a user, in files or in memory."""
 
-    Attributes:
-        keys: Relative paths, names, or numbers from 0.
-        root: Folder of the files.
-        held: Pictures in memory, in the order of the keys; empty where all are files of those names.
-        told: What to say at the end.
-    """
-
-    keys: Sequence[Any]
-    root: Path = Path()
+    keys: Sequence[Any]  # relative paths, names, or numbers from 0
+    root: Path = Path()  # folder of the files
+    # pictures in memory, in the order of the keys; empty where all are files of those names
     held: Sequence[Any] = ()
-    told: Sequence[str] = field(default_factory=list)
+    told: Sequence[str] = field(default_factory=list)  # what to say at the end
 
     @property
     def key(self) -> str:

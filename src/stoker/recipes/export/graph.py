@@ -197,23 +197,18 @@ def _asinh(x: Tensor) -> Tensor:
 
 # -- the file -------------------------------------------------------------------------------------
 
-OPSETS = (18, 23)
-"""First and last: what torch writes and converts to."""
+OPSETS = (18, 23)  # first and last: what torch writes and converts to
 _TOLERANCE = 1e-3
 _LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        opset: Version of ONNX's operators.
-        difference: Largest difference of a float output from torch's, over that output's largest
-            magnitude; None where onnxruntime is not installed.
-    """
-
-    opset: int
+    opset: int  # version of ONNX's operators
+    # largest difference of a float output from torch's, over that output's largest magnitude; None where
+    # onnxruntime is not installed
     difference: float | None
 
 

@@ -175,7 +175,6 @@ class ValueTable:
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take a batch."""
-        del targets
         self._answers.append(outputs.double().cpu().numpy() * self._scale + self._center)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
