@@ -54,7 +54,7 @@ UNTYPED: dict[str, str] = {
     "packing/gate.py: stuck[0].remedy": "a sentence of the finding: sort the file by time",
     "packing/work_folder.py: f\"OUT {quoted(out / 'store')}\"": "needs a mount point, and so root",
     "plan/decision.py: f'data_bytes={fits} (chunk_size_gb={fits / GIB:.2g} of a ChunkDataLoader)'": "needs data that do not fit into the memory",
-    "recipes/export/onnx_file.py: f'--opset {made}'": "needs a model that torch cannot turn into another opset, and minutes of tracing",
+    "recipes/export/graph.py: f'--opset {made}'": "needs a model that torch cannot turn into another opset, and minutes of tracing",
     "recipes/images/networks.py: command('pip', 'install', '--force-reinstall', each)": "would install packages into the environment of the tests",
     "recipes/segmentation/recipe.py: 'stoker pack segmentation --help'": "needs a checkpoint of an older stoker",
     "recipes/inference.py: '--device cpu'": "needs a GPU",

@@ -369,13 +369,14 @@ def a_distribution(loop):
 
     def step(batch):
         loss = loop.update(batch, 0.0)
-        state.told = torch.distributions.Normal(loss, 1.0)
+        state.told = torch.distributions.Normal(loss, 1.0, validate_args=False)
         return loss
 
     return keep(loop, step, lambda _: state.told.loc)
 
 
 @pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch: a module keeps its output
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
@@ -550,3 +551,29 @@ def test_what_a_step_does_not_name_is_not_watched():
     found = watched.find_replaced()
     assert found is not None
     assert found[0] == "Own.hidden"
+
+
+@pytest.mark.parametrize("is_number", [True, False], ids=["number", "tensor"])
+def test_a_change_in_a_large_model_is_seen_before_the_next_replay(device, is_number):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0 if is_number else torch.ones((), device=device)
+
+        def forward(self, x):
+            return x * self.scale
+
+    def train(is_captured):
+        loop = Loop(device, is_captured)
+        loop.model = nn.Sequential(*loop.model, *(Scaled() for _ in range(300)))
+        step = loop.capture(lambda batch: loop.update(batch, 0.0))
+        losses = []
+        for number, batch in enumerate(loop.batches):
+            if number >= LATE:
+                loop.model[-1].scale = loop.model[-1].scale * 1.5
+            losses.append(float(step(batch)))
+        return losses, loop.step
+
+    losses, captured = train(is_captured=True)
+    assert captured.reason.startswith("captured")
+    torch.testing.assert_close(losses, train(is_captured=False)[0], rtol=1e-4, atol=1e-5)

@@ -19,8 +19,15 @@ import typer
 
 from stoker.address import as_url
 from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption, verb
-from stoker.cli.tables import make_table, print_evaluation
-from stoker.cli.terminal import Bar, echo, make_console, print_commands, print_json
+from stoker.cli.terminal import (
+    Bar,
+    echo,
+    make_console,
+    make_table,
+    print_commands,
+    print_evaluation,
+    print_json,
+)
 from stoker.display import command, secret_hint
 from stoker.errors import InputError
 

@@ -288,7 +288,7 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
     import numpy as np
 
     import stoker.compat.massspec  # noqa: F401  libraries are loaded before the first reading
-    from stoker.machine.process import rss_bytes
+    from stoker.machine import rss_bytes
 
     gc.collect()
     before = rss_bytes()
@@ -313,7 +313,7 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
 
 def _overhead(store: str, kind: Kind) -> tuple[int, float]:
     """Return a store's shards, and what opening it costs beside its arrays, when everything is warm."""
-    from stoker.machine.process import rss_bytes
+    from stoker.machine import rss_bytes
 
     first = _open(store, kind)
     before = rss_bytes()
@@ -341,7 +341,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
     from functools import partial
 
     from stoker.compat.massspec import NISTDataLoader
-    from stoker.machine.process import peak_rss_bytes
+    from stoker.machine import peak_rss_bytes
     from stoker.recipes.massspec.models import Student, cosine_loss
     from stoker.recipes.massspec.recipe import LEARNING_RATE, MassSpecOptions, make_adam
     from stoker.train.trainer import Trainer

@@ -20,8 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stoker.config.names import SYNONYMS
-from stoker.config.options import describe_allowed
+from stoker.config.options import SYNONYMS, describe_allowed
 from stoker.config.resolve import PLACES, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import (

@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from stoker.config.names import FORMER, LAYOUTS, LAZY, SECTION_RANKS
 from stoker.config.options import (
+    FORMER,
+    LAYOUTS,
+    LAZY,
+    SECTION_RANKS,
     AugmentOptions,
     JobOptions,
     LoadingOptions,

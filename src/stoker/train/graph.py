@@ -10,8 +10,8 @@ A replay repeats the kernels and the host's numbers of the time of capture. So a
     its result differs       from an eager step with the same batch, weights and random draws. The state that both
                              start from includes torch's generators and the counter of the augmentation
     the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
-                             optimizer), draws random numbers on the host that may decide something, or waits for
-                             the device
+                             optimizer), draws random numbers on the host that may decide something, copies other
+                             numbers from the host at each step, or waits for the device
     a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
                              on the device) or of a module. A module's number is followed by a new capture
 
@@ -28,7 +28,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CellType
 from typing import Any
@@ -49,6 +49,7 @@ from stoker.train.frozen import (
 )
 from stoker.train.generators import restore_rng
 from stoker.train.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
+from stoker.train.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
 from stoker.train.host_draws import HostDraws
 from stoker.train.oom import is_oom
 from stoker.train.replay_check import (
@@ -174,6 +175,8 @@ class GraphedStep:
         self._static: Any = None
         self._loss: Any = None
         self._host_draws: HostDraws | None = None
+        self._constants: HostConstants | None = None
+        self._refusal = ""
         self._frozen: list[FrozenGroups] = []
         self._numbers = HostNumbers(())
         self._held = HeldTensors(())
@@ -260,6 +263,9 @@ class GraphedStep:
         if changed is not None:
             self._renew(f"{changed} has changed")
             return self._run_eagerly(work)
+        if self._constants is not None and self._constants.have_changed():
+            self._renew("a tensor on the host has changed")
+            return self._run_eagerly(work)
         replaced = self._watched.find_replaced()
         if replaced is not None and self._depends_on(*replaced[1:], work):
             self._renew(f"another tensor was put in the place of {replaced[0]}")
@@ -310,10 +316,23 @@ class GraphedStep:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._set_static(work)
-            result = self._graphed_part()
+            with self._learning():
+                result = self._graphed_part()
             self._rest()
         current.wait_stream(stream)
         return result
+
+    @contextlib.contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Run a step of warm-up; after a failed capture, remember the copies that it makes.
+
+        They are those of the algorithms that the model chooses while it is captured.
+        """
+        if self._constants is None:
+            yield
+            return
+        with as_if_captured(), self._constants.learn():
+            yield
 
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
@@ -322,12 +341,21 @@ class GraphedStep:
         if on_host is not None:
             self._split(f"{on_host} keeps its counts on the host{self._advice}")
             return False
+        if self._constants is not None and not self._constants.are_known:
+            self._split(self._refusal)
+            return False
         host_rng = quiet_host_rng(self._others_draw)
         why = self._record()
         if host_rng is not None and has_drawn(host_rng):
             # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
             restore_rng(host_rng)
             why = why or self._record_drawing(host_rng)
+        may_learn = self._constants is None and not state.ranks.joined
+        if self._refusal and may_learn and not are_compiled(state.modules):
+            # Perhaps because the step brings numbers from the host: two more steps of warm-up tell.
+            self._constants = HostConstants(state.device)
+            self._num_warm -= STEPS_TO_LEARN
+            return False
         if not state.ranks.all_of(not why):
             self._split(why or "the step cannot be captured (on another rank)")
             return False
@@ -368,7 +396,10 @@ class GraphedStep:
         held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
         before, watched = held.values(), WatchedTensors(modules, code)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
-        why, handled = "", sys.exception()
+        self._refusal, handled = "", sys.exception()
+        constants = (
+            contextlib.nullcontext() if self._constants is None else self._constants.replace()
+        )
         if _is_short_of_memory(state.device):
             gc.collect()  # 0.2 s, as much as forty small steps
         # Not during the capture: to free another graph's memory there would end it.
@@ -378,7 +409,7 @@ class GraphedStep:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
             captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
-            with captured, watch or contextlib.nullcontext():
+            with captured, constants, watch or contextlib.nullcontext():
                 self._loss = self._graphed_part()
             self._graph = graph
             self._keep_gradients()
@@ -386,7 +417,7 @@ class GraphedStep:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
-            why = f"the step cannot be captured ({describe_failure(error, handled)})"
+            self._refusal = f"the step cannot be captured ({describe_failure(error, handled)})"
         finally:
             if collects:
                 gc.enable()
@@ -395,8 +426,7 @@ class GraphedStep:
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         self._replaced = kept.replacements()
-        if kept.has_moved():
-            why = why or _MOVED
+        why = self._refusal or (_MOVED if kept.has_moved() else "")
         kept.put_back()
         self._held, self._held_values = held, held.replacements(before)
         held.put(before)
@@ -705,7 +735,7 @@ class GraphedStep:
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
-        self._graph = self._static = self._loss = self._host_draws = None
+        self._graph = self._static = self._loss = self._host_draws = self._constants = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
         self._watched, self._written, self._places = WatchedTensors(), WrittenTensors(), []

@@ -23,7 +23,6 @@ from stoker.train.batches import iterate_tensors
 from stoker.train.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
-    MOST_GROUPS,
     attributes_read,
     is_plain_object,
     named_in_step,
@@ -157,8 +156,6 @@ class WatchedTensors:
             (container, itemgetter(*names, names[0]), [*values, values[0]])
             for container, names, values in keys.values()
         ]
-        self._every = 1 + len(self._places) // MOST_GROUPS
-        self._num_asked = 0
 
     def leave_replaced(self) -> None:
         """Watch those no longer that have been replaced by now: the step does that itself."""
@@ -171,9 +168,6 @@ class WatchedTensors:
 
     def find_replaced(self) -> tuple[str, Any, Any] | None:
         """Return one that is another now: its name, what holds it, and its key there; None if there is none."""
-        self._num_asked += 1
-        if self._num_asked % self._every:
-            return None
         try:
             is_same = all(all(map(is_, get(one), then)) for one, get, then in self._groups)
         except (KeyError, IndexError):  # it is gone

@@ -98,7 +98,7 @@ def export_trained(
 def _export_graph(
     trained: Trained, path: Path, sizes: Sizes, opset: int | None, repairs: bool
 ) -> Exported:
-    from stoker.recipes.export.onnx_file import write_onnx
+    from stoker.recipes.export.graph import write_onnx
 
     graph = deploy(trained, sizes, repairs=repairs)
     written = write_onnx(graph, path, _describe(trained, graph), opset)

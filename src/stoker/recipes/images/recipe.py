@@ -47,7 +47,6 @@ from stoker.recipes.contract import (
     Tensors,
 )
 from stoker.recipes.gate import fill_parts
-from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
@@ -62,7 +61,9 @@ from stoker.recipes.options import AtLeastOne, CheckedOptions, Range, Share, par
 from stoker.recipes.pictures import (
     IMAGE_SIZE,
     FolderPictures,
+    GivenPictures,
     Size,
+    as_keys,
     channel_statistics,
     is_encoded,
     make_normaliser,

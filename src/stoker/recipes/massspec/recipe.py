@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from stoker.config import Settings
-from stoker.config.names import DISTILL
+from stoker.config.options import DISTILL
 from stoker.errors import ConfigError, InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group

@@ -39,8 +39,7 @@ from stoker.ownership import (
     writing,
 )
 from stoker.recipes.contract import RawBatch
-from stoker.recipes.given_pictures import GivenPictures, as_keys
-from stoker.recipes.pictures import FolderPictures, Size
+from stoker.recipes.pictures import FolderPictures, GivenPictures, Size, as_keys
 from stoker.recipes.segmentation.evaluation import legend, palette
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted

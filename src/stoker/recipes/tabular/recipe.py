@@ -56,8 +56,15 @@ from stoker.recipes.tabular.data import (
     find_task,
     split_samples,
 )
-from stoker.recipes.tabular.evaluation import TableData, class_names, find_quiet
-from stoker.recipes.tabular.goals import Classify, ClassWeights, Regress, RegressionLoss
+from stoker.recipes.tabular.evaluation import (
+    Classify,
+    ClassWeights,
+    Regress,
+    RegressionLoss,
+    TableData,
+    class_names,
+    find_quiet,
+)
 from stoker.recipes.tabular.model import (
     BoundMode,
     Channels,
