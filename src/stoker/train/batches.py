@@ -510,10 +510,18 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
     raise InputError(
         f"a batch that is a {type(batch).__name__}.",
         "a pair (inputs, targets), or a mapping with named fields",
-        "Trainer(..., unpack=lambda batch: (batch, batch))"
-        if isinstance(batch, torch.Tensor)
-        else "Trainer(..., unpack=lambda batch: (batch[0], batch[0]))",
+        f"Trainer(..., unpack=lambda batch: ({_advise_pair(batch)}))",
     )
+
+
+def _advise_pair(batch: Any) -> str:
+    """Return how inputs and targets may be taken from a batch that is neither a pair nor a mapping."""
+    if isinstance(batch, torch.Tensor):
+        return "batch, batch"
+    named = (name for name in ("y", "labels", "label", "targets", "target") if hasattr(batch, name))
+    if (name := next(named, None)) is not None:  # a graph of PyG, a batch of torchtext
+        return f"batch, batch.{name}"
+    return "batch[0], batch[0]"
 
 
 def _usual_pair(names: Collection[Any]) -> tuple[str, str] | None:
@@ -623,6 +631,15 @@ def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, tuple | list) else ()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a nested value is tensors and constants in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(is_plain, value))
+    return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))
 
 
 def count_rows(value: Any) -> int | None:

@@ -25,7 +25,7 @@ import torch
 
 from stoker.loader.loader import Loader
 from stoker.report import Note
-from stoker.train.batches import Feed, Work
+from stoker.train.batches import Feed, Work, is_plain
 from stoker.train.graph import GraphedStep, has_graphs
 from stoker.train.oom import forget_frames, is_oom
 from stoker.train.replay_check import as_if_captured, is_same_function
@@ -282,7 +282,12 @@ class CapturedStep(GraphedStep):
             return True
         self._num_misfits += 1
         if self._num_misfits == MOST_MISFITS:
-            self.give_up("batches change their shape")
+            odd = next((x for x in (work.inputs, work.targets) if not is_plain(x)), None)
+            self.give_up(
+                "batches change their shape"
+                if odd is None
+                else f"a batch has a {type(odd).__name__}, not tensors in tuples, lists and dicts"
+            )
         return False
 
 
