@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stoker.train.batches import iterate_tensors
-from stoker.train.frozen import (
+from stoker.train.graphs.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
     attributes_read,

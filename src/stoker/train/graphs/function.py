@@ -1,7 +1,7 @@
 """`stoker.capture`: the whole step of anybody's loop as one CUDA graph.
 
 Enters: a function that trains on one batch, and the model and optimizer that it changes. Leaves: a function to call
-instead, with the same effect. Costs: see `graph.py`; a graph for each of the first few shapes of a batch.
+instead, with the same effect. Costs: see `graphed_step.py`; a graph for each of the first few shapes of a batch.
 
     step = stoker.capture(train_step, example_batch, model=model, optimizer=optimizer)
     for batch in loader:
@@ -33,7 +33,9 @@ from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import is_plain, iterate_tensors, map_tensors
-from stoker.train.graph import GraphedStep, alike, describe_failure, has_graphs, step_note
+from stoker.train.graphs.graphed_step import GraphedStep, alike, has_graphs
+from stoker.train.graphs.reasons import describe_failure, step_note
+from stoker.train.graphs.step_state import StepState, drawing_objects, used_objects
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import needed_argument
@@ -45,7 +47,6 @@ from stoker.train.step import (
     make_unfused,
     num_needed,
 )
-from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
