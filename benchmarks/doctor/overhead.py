@@ -9,7 +9,7 @@ Both processes live at the same time on the same cores, and one of them stands s
 over pairs of turns, with its 95 % interval (that of the median, by ranks); `sound` says that the interval is no wider
 than 4 points. Beside it stand the best turns, and the CPU time of all threads, which other programs change less.
 
-On a GPU the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after the profiled ones.
+With `--cupti` the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after profiled ones.
 """
 
 from __future__ import annotations
@@ -198,9 +198,13 @@ def reported_ms(folder: Path) -> float | None:
 
 
 def compare(
-    name: str, cores: set[int], seconds: float, tell: Callable[[str, dict[str, Any]], None]
+    name: str,
+    cores: set[int],
+    seconds: float,
+    cupti: bool,
+    tell: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """Run one script in turns, alone and under the doctor, for about so many seconds; tell the result."""
+    """Run one script in turns, alone and under the doctor, for about so many seconds; tell the result after each."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         script = folder / "script.py"
@@ -234,7 +238,7 @@ def compare(
             for one in runners:
                 one.close()
         kept: list[dict[str, float]] = []
-        if "GPU" in name:
+        if cupti and "GPU" in name:
             # What torch's profiler leaves behind, if it is not told to detach itself.
             again = folder / "kept"
             again.mkdir()
@@ -295,6 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--at-once", action="store_true", help="all scripts at the same time, each on its own cores"
     )
+    parser.add_argument("--cupti", action="store_true", help="on a GPU: once without detaching it")
     parser.add_argument("--only", default="", help="parts of the names to run, by commas")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -314,7 +319,7 @@ def main() -> None:
         name = names[number]
         first = number * each if asked.at_once else 0
         last = None if number == len(names) - 1 else first + each
-        compare(name, set(usable[first:last]), asked.seconds, tell)
+        compare(name, set(usable[first:last]), asked.seconds, asked.cupti, tell)
 
     def tell(name: str, found: dict[str, Any]) -> None:
         with writing:
