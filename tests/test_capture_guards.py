@@ -15,9 +15,9 @@ from torch import nn
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train import graph as capturing
-from stoker.train.batches import Work
+from stoker.train.batches import Work, alike
 from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
-from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS, alike
+from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.replay_check import difference
 from stoker.train.trainer import Trainer
 from training_makers import make_model, write_dirty, write_rows

@@ -32,8 +32,8 @@ from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
-from stoker.train.batches import is_plain, iterate_tensors, map_tensors
-from stoker.train.graph import GraphedStep, alike, describe_failure, has_graphs, step_note
+from stoker.train.batches import alike, is_plain, iterate_tensors, map_tensors
+from stoker.train.graph import GraphedStep, describe_failure, has_graphs, step_note
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import needed_argument
