@@ -198,8 +198,9 @@ class WatchedTensors:
 
 def _may_be_replaced(value: Any) -> bool:
     """Whether it is something without tensors that decides what a step does, and that is no number."""
-    kinds = dict | list | np.ndarray | FunctionType | MethodType | torch.optim.Optimizer
-    return isinstance(value, kinds) or is_plain_object(value, may_be_called=True)
+    return isinstance(
+        value, dict | list | np.ndarray | FunctionType | MethodType | torch.optim.Optimizer
+    ) or is_plain_object(value, may_be_called=True)
 
 
 def _owner(function: Any) -> Any:
