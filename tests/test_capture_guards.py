@@ -14,10 +14,10 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train.batches import Work
+from stoker.train.batches import Work, alike, is_equal
 from stoker.train.graphs import graphed_step as capturing
-from stoker.train.graphs.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
-from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS, alike
+from stoker.train.graphs.frozen import FrozenGroups, has_drawn, quiet_host_rng
+from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.graphs.replay_check import difference
 from stoker.train.trainer import Trainer
 from training_makers import make_model, write_dirty, write_rows

@@ -3,7 +3,7 @@
 Enters: a Lightning `Trainer` with automatic optimization, in one process.
 
 `CaptureCallback` (over `stoker.capture`, on a GPU) leaves the same weights, losses and logged values, from one launch
-per step. It costs what `train/graphs/graphed_step.py` says, and per step the copies of the batch and of the logged values. The graph
+per step. It costs what `train/graphs` says, and per step the copies of the batch and of the logged values. The graph
 holds `training_step`, the backward pass, the clipping of `gradient_clip_val` and the optimizer's step. A replay runs no
 Python, so that
 

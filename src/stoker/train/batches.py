@@ -642,6 +642,43 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))
 
 
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; False if that has no single answer, as for arrays."""
+    try:
+        return bool(one == other)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nested values have the same structure, shapes and types, and equal constants."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor)
+        return same and one.shape == other.shape and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(alike(value, other[name]) for name, value in one.items())
+        )
+    if isinstance(one, tuple | list):
+        same = isinstance(other, type(one)) and len(one) == len(other)
+        return same and all(map(alike, one, other))
+    return is_equal(one, other)
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """Copy the tensors of a nested value into those of another; neither waits for the device."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(source, non_blocking=True)
+    elif isinstance(target, dict):
+        for name, item in target.items():
+            copy_into(item, source[name])
+    elif isinstance(target, tuple | list):
+        for item, other in zip(target, source, strict=True):
+            copy_into(item, other)
+
+
 def count_rows(value: Any) -> int | None:
     """Return how many samples a nested value holds; None if it has no tensor.
 

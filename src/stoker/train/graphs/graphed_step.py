@@ -33,14 +33,13 @@ from typing import Any
 import torch
 
 from stoker.report import Note
-from stoker.train.batches import iterate_tensors, map_tensors
+from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
 from stoker.train.generators import restore_rng
 from stoker.train.graphs.frozen import (
     DRAWS_ON_HOST,
     FrozenGroups,
     HostNumbers,
     has_drawn,
-    is_equal,
     quiet_host_rng,
 )
 from stoker.train.graphs.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
@@ -727,32 +726,3 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _copy_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that requires gradients if the tensor does, and has no history."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two nested values have the same structure, shapes and types, and equal constants."""
-    if isinstance(one, torch.Tensor):
-        same = isinstance(other, torch.Tensor)
-        return same and one.shape == other.shape and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(alike(value, other[name]) for name, value in one.items())
-        )
-    if isinstance(one, tuple | list):
-        same = isinstance(other, type(one)) and len(one) == len(other)
-        return same and all(map(alike, one, other))
-    return is_equal(one, other)
-
-
-def copy_into(target: Any, source: Any) -> None:
-    """Copy the tensors of a nested value into those of another; neither waits for the device."""
-    if isinstance(target, torch.Tensor):
-        target.copy_(source, non_blocking=True)
-    elif isinstance(target, dict):
-        for name, item in target.items():
-            copy_into(item, source[name])
-    elif isinstance(target, tuple | list):
-        for item, other in zip(target, source, strict=True):
-            copy_into(item, other)
