@@ -263,15 +263,11 @@ class Trainer(Configured, Resumable):
         if self._val is None and self.settings.monitor != "loss":
             missing = f"without validation there is no {self.settings.monitor!r}"
             self.note(Note(f"{missing}: no checkpoint is the best"))
-        self.note(
-            step_note(f"captured: {kind.what}", captured=True)
-            if refusal is None
-            else step_note(
-                f"eager: {refusal}",
-                captured=False,
-                fallback=asked != "off" and has_graphs(self.device),
-            )
-        )
+        if refusal is None:
+            self.note(step_note(f"captured: {kind.what}", captured=True))
+            return
+        fallback = asked != "off" and has_graphs(self.device)
+        self.note(step_note(f"eager: {refusal}", captured=False, fallback=fallback))
 
     @property
     def gpu_augmentation(self) -> Any:
