@@ -78,6 +78,7 @@ def _tables() -> list[Case]:
         Case([*table, "table.csv", "made", "--dtype", "x"], fill={"NAME=category": "a=codes"}),
         Case([*table, "table.csv", "made", "--value", "x"], fill={"NAME=None": "label=None"}),
         Case([*table, "table.csv", "made", "--value", "a=NA", "--dtype", "a=number"]),
+        Case([*table, "table.csv", "made", "--missing-code", "x"], fill={"NAME=-999": "a=-999"}),
         Case([*table, "damage.csv", "made", "--target", "b"], "open('damage.csv', 'w').write('a,b' + '\\n1,None' * 9 + '\\n2,x' * 3)"),
         Case([*table, "none/none*.csv", "made"]),
         Case([*table, "empty", "made"]),

@@ -8,7 +8,9 @@ UNTYPED: dict[str, str] = {
     "sources/tables/layout.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "store/hdf5.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "sources/tables/layout.py: f\"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}\"": "writes another file; test_foreign.py types it",
+    "loader/slabs.py: f'shuffle={device}'": "it replaces an argument without a name; test_loader_habits.py reaches it",
     "train/checks.py: f'model = {model.__name__}(...)' if is_class else 'model = torch.nn.Linear(8, 1)'": "what a model is made of, only its user knows; test_stranger_trainer.py reaches it",
+    "train/step.py: f'targets{changed} in unpack=' if pair is None else f'Trainer(..., unpack=lambda batch: ({pair[0]}, {pair[1]}{changed}))'": "test_stranger_trainer.py types it for each form of a batch",
     "sources/images/masks.py: 'exchange --images and --masks, or --mask-map keep'": (
         "which folder holds the masks is known to the user alone; test_stranger_files.py reaches it"
     ),

@@ -87,7 +87,8 @@ def use_paper_graphs(monkeypatch) -> None:
 
     def warm_up(self, work):
         self._set_static(work)
-        result = self._graphed_part()
+        with self._learning():
+            result = self._graphed_part()
         self._rest()
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +13,7 @@ from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import load_model
 from stoker.recipes.raw_tables import RawTable, _Piece
 from stoker.recipes.run import run_recipe
-from stoker.sources.tables import TableSource, parse_words
+from stoker.sources.tables import TableSource, parse_codes, parse_words
 from stoker.sources.tables.columns import find_kind
 from stoker.store.reader import open_store
 
@@ -91,6 +92,59 @@ def test_a_word_in_a_column_of_numbers_is_refused(tmp_path):
         with pytest.raises(SourceError) as told:
             pack(source, tmp_path / "store", PackOptions(jobs=1))
         assert told.value.fix == said
+
+
+@pytest.mark.parametrize("given", ["", "x", "nan", "=5", "a=b", "a="])
+def test_a_code_is_a_number(given):
+    with pytest.raises(InputError, match="--missing-code is"):
+        parse_codes([given])
+
+
+def test_numbers_that_stand_for_missing_values_are_missing_in_training_and_in_answers(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [[f"{rng.random():.3f}", f"{rng.normal():.2f}", "ab"[n % 2]] for n in range(90)]
+    for n in range(0, 90, 9):
+        rows[n][0] = ("-200", "-200.0", "-2e2")[n // 9 % 3]
+        rows[n][1] = "-999"
+    (tmp_path / "t.csv").write_text(
+        "CO;T;kind\n" + "\n".join(map(";".join, rows)).replace(".", ",")
+    )
+    pq.write_table(
+        pa.table({"CO": pa.array([float(row[0]) for row in rows], pa.float32()), "T": pa.array(
+            [float(row[1]) for row in rows]), "kind": [row[2] for row in rows]}), tmp_path / "t.parquet")  # fmt: skip
+    stores = []
+    for name in ("t.csv", "t.parquet"):
+        codes = parse_codes(["CO=-200", "-999"])
+        source = TableSource((tmp_path / name,), "kind", missing="flag", codes=codes)
+        options = PackOptions(jobs=1, repairs=("fill:median",))
+        stores.append(open_store(pack(source, tmp_path / f"{name} store", options).path))
+    one, other = (store.gather("features", np.arange(90)) for store in stores)
+    np.testing.assert_array_equal(one, other)
+    assert stores[0].fields["features"].columns == ["CO", "CO_missing", "T", "T_missing"]
+    assert one[::9, 1].tolist() == [1.0] * 10 == one[::9, 3].tolist()
+    assert one[:, :3:2].min() > -10
+    assert not [f for f in stores[0].manifest.quality["findings"] if "code" in f["name"]]
+    settings = settings_for("tabular", stores[0].path, tmp_path / "run")
+    model = load_model(run_recipe(settings, device="cpu").best)
+    new = model.predict(pa.table({"CO": [-200.0, None], "T": [-999.0, None]}), device="cpu")
+    first, second = new.column("probability").to_pylist()
+    assert first == second
+    with pytest.raises(SourceError) as told:
+        pack(TableSource((tmp_path / "t.csv",), codes={"co": [-200]}), tmp_path / "no")
+    assert told.value.fix == "--missing-code CO=-200"
+
+
+def test_a_target_that_is_a_code_is_left_out(tmp_path):
+    (tmp_path / "t.csv").write_text(
+        "x,y\n" + "".join(f"{n},{n % 3}\n" for n in range(30)) + "1,-9\n" * 4
+    )
+    source = TableSource((tmp_path / "t.csv",), "y", codes=parse_codes(["-9"]))
+    packed = pack(
+        source, tmp_path / "s", PackOptions(jobs=1, on_bad="quarantine", bad_budget="20%")
+    )
+    with open_store(packed.path) as store:
+        assert store.manifest.attributes["classes"] == ["0", "1", "2"]
+        assert store.num_samples == 30
 
 
 def test_a_missing_date_is_named_by_its_column():

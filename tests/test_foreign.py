@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import io
+import json
 import lzma
 import shlex
 import subprocess
@@ -19,7 +20,8 @@ from pyarrow import orc, parquet
 
 from stoker.errors import SourceError, StokerError, StoreError
 from stoker.sources.contract import PartContext
-from stoker.sources.tables import TableSource
+from stoker.sources.tables import TableSource, survey
+from stoker.sources.tables.reading import batches
 from stoker.store.foreign import identify_file
 from stoker.store.reader import open_store
 
@@ -68,7 +70,6 @@ def zip_of(path, member):
         (lambda d: write(d / "x.xls", b"\xd0\xcf\x11\xe0" + bytes(99)), "an Excel workbook", "read_excel"),
         (lambda d: write(d / "x.wav", b"RIFF\1\0\0\0WAVE" + bytes(99)), "a sound", "wavfile.read"),
         (lambda d: write(d / "x.json", b'[{"a": 1}, {"a": 2}]'), "JSON", "read_json"),
-        (lambda d: write(d / "x.jsonl.gz", gzip.compress(b'{"a": 1}\n')), "lines of JSON", "read_json"),
         (lambda d: write(d / "x.txt", b"1 3:0.5 9:1\n-1 qid:2 4:2e3 # no\n"), "in the format of LIBSVM", "svmlight"),
     ],
 )  # fmt: skip
@@ -79,15 +80,9 @@ def test_a_file_that_is_no_table_is_named_with_what_to_type(tmp_path, make, what
     assert typed in error.value.fix
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.orc"])
-def test_the_advice_for_what_arrow_reads_works_as_typed(tmp_path, name):
-    path = tmp_path / name
-    if name.endswith("orc"):
-        orc.write_table(pa.table(ROWS), path)
-    else:
-        path.write_text(
-            "".join(f'{{"a": {a}, "b": "{b}"}}\n' for a, b in zip(*ROWS.values(), strict=True))
-        )
+def test_the_advice_for_what_arrow_reads_works_as_typed(tmp_path):
+    path = tmp_path / "rows.orc"
+    orc.write_table(pa.table(ROWS), path)
     for call in (lambda: table_of(path, tmp_path / "scratch"), lambda: open_store(path)):
         with pytest.raises(StokerError) as error:
             call()
@@ -96,6 +91,52 @@ def test_the_advice_for_what_arrow_reads_works_as_typed(tmp_path, name):
         subprocess.run([sys.executable, *words[1:]], check=True)
         made = table_of(tmp_path / shlex.split(second)[2], tmp_path / "scratch")[0]
         assert made["a"].tolist() == ROWS["a"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
+def test_lines_of_json_are_read_as_a_table(tmp_path, name):
+    rows = zip(*ROWS.values(), strict=True)
+    text = "".join(json.dumps({"a": a, "b": b}) + "\n" for a, b in rows) + '{"b": "x"}\n'
+    path = write(tmp_path / name, gzip.compress(text.encode()) if "gz" in name else text.encode())
+    made = table_of(path, tmp_path / "scratch")[0]
+    assert made["a"][:-1].tolist() == ROWS["a"]
+    assert np.isnan(made["a"][-1])
+    if "gz" not in name:
+        with pytest.raises(StoreError) as error:
+            open_store(path)
+        assert error.value.fix == f"stoker pack table {path} OUT"
+
+
+def test_a_nested_column_is_refused_by_the_schema(tmp_path, monkeypatch):
+    """With what else is wrong, after one batch of the other columns: a large file is not decoded for it."""
+    count = 200_000
+    columns = {
+        "a": np.arange(count) / 7,
+        "b": pa.array([[1]] * count),
+        "n": [f"x{n}" for n in range(count)],
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    seen = []
+    monkeypatch.setattr(survey, "batches", lambda *told: seen.append(told[2]) or batches(*told))
+    monkeypatch.setattr(TableSource, "_parts_of", lambda *_: pytest.fail("the file was decoded"))
+    with pytest.raises(SourceError, match="2 columns cannot be packed") as error:
+        table_of(tmp_path / "t.parquet", tmp_path / "scratch")
+    assert error.value.fix == "--drop b --drop n"
+    assert seen == [["a", "n"]]
+    with pytest.raises(SourceError, match="'b' holds list"):
+        TableSource((tmp_path / "t.parquet",), "b", keep=("a",)).prepare(tmp_path / "scratch")
+
+
+def test_lines_of_json_that_are_damaged_or_nested_are_named(tmp_path):
+    late = write(tmp_path / "late.jsonl", b'{"a": 1}\n' * 9 + b'{"a": "x"}\n')
+    with pytest.raises(
+        SourceError, match=r"late\.jsonl cannot be read as a table: .*changed from number"
+    ):
+        table_of(late, tmp_path / "scratch")
+    nested = write(tmp_path / "n.jsonl", b'{"a": 1, "b": [1, 2], "c": {"d": 1}}\n' * 9)
+    with pytest.raises(SourceError, match="2 columns cannot be packed") as error:
+        table_of(nested, tmp_path / "scratch")
+    assert error.value.fix == "--drop b --drop c"
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,196 @@ def test_it_is_the_plain_loop(device, write, reason):
     assert reason in loop.step.reason
 
 
+def keep(loop, step, read, num_epochs=1):
+    """Return what is read after each step, kept without `clone`; one batch has another size."""
+    step, told = loop.capture(step), []
+    for number, batch in enumerate(loop.batches * num_epochs):
+        result = step(tuple(each[:5] for each in batch) if number == LATE else batch)
+        told.append(read(result))
+    return told
+
+
+def in_a_dict(loop):
+    logs = {}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs.update(loss=loss, twice=2 * loss, name="x")
+        return loss
+
+    # Beyond the first later comparison.
+    return keep(loop, step, lambda _: logs["loss"].detach(), num_epochs=5)
+
+
+def many_in_a_dict(loop):
+    logs = {}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs.update({str(number): loss * number for number in range(6)})
+        return loss
+
+    return keep(loop, step, lambda _: logs["5"])
+
+
+def in_a_new_dict(loop):
+    logs = {}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs["out"] = {"loss": loss, "weight": loop.model[0].weight, "num": 3}
+        return loss
+
+    told = keep(loop, step, lambda _: logs["out"])
+    assert told[-1]["weight"] is loop.model[0].weight
+    return [each["loss"] for each in told]
+
+
+def in_a_variable(loop):
+    mask, last = torch.full((), 0.3, device=loop.device), None
+
+    def step(batch):
+        nonlocal last
+        last = loop.update(batch, mask)
+        return last
+
+    return keep(loop, step, lambda _: last, num_epochs=5)
+
+
+def in_a_dict_of_a_variable(loop):
+    last = None
+
+    def step(batch):
+        nonlocal last
+        loss = loop.update(batch, 0.0)
+        last = {"loss": loss, "rate": 0.05}
+        return loss
+
+    return keep(loop, step, lambda _: last["loss"])
+
+
+def in_a_module(loop):
+    class Seeing(nn.Linear):
+        def forward(self, x):
+            self.seen = super().forward(x)
+            return self.seen
+
+    loop.model[0].__class__ = Seeing
+    return keep(
+        loop, lambda batch: loop.update(batch, 0.0), lambda _: loop.model[0].seen.detach()[0, 0]
+    )
+
+
+def large(loop):
+    logs, zeros = {}, torch.zeros(300_000, device=loop.device)
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs["loss"] = loss + zeros
+        return loss
+
+    return keep(loop, step, lambda _: logs["loss"][:1])
+
+
+def the_batch(loop):
+    logs = {}
+
+    def step(batch):
+        logs["x"] = batch[0]
+        return loop.update(batch, 0.0)
+
+    return keep(loop, step, lambda _: logs["x"][0, 0])
+
+
+def the_result(loop):
+    def step(batch):
+        return {"loss": loop.update(batch, 0.0), "wanted": batch[1], "name": "x"}
+
+    return keep(loop, step, lambda result: result["wanted"][0])
+
+
+def an_object(loop):
+    state = SimpleNamespace()
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        state.out = SimpleNamespace(loss=loss)
+        return loss
+
+    return keep(loop, step, lambda _: state.out.loss)
+
+
+def a_distribution(loop):
+    state = SimpleNamespace()
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        state.told = torch.distributions.Normal(loss, 1.0, validate_args=False)
+        return loss
+
+    return keep(loop, step, lambda _: state.told.loc)
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch: a module keeps its output
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (in_a_dict, "replays agreed"),
+        (many_in_a_dict, "replays agreed"),
+        (in_a_new_dict, "replays agreed"),
+        (in_a_variable, "replays agreed"),
+        (in_a_dict_of_a_variable, "replays agreed"),
+        (in_a_module, "replays agreed"),
+        (large, "replays agreed"),
+        (the_batch, "replays agreed"),
+        (the_result, "replays agreed"),
+        (an_object, "replaces out of state, an object with tensors in it"),
+        (a_distribution, "replaces told of state, an object with tensors in it"),
+    ],
+)
+def test_what_a_step_leaves_behind_may_be_kept(device, write, reason):
+    expected = [float(value) for value in write(Loop(device, is_captured=False))]
+    loop = Loop(device, is_captured=True)
+    found = [float(value) for value in write(loop)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert reason in loop.step.reason
+
+
+def test_a_large_tensor_is_copied_only_when_it_is_kept(device):
+    loop, notes, logs = Loop(device, is_captured=True), [], {}
+    zeros = torch.zeros(300_000, device=device)
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs["out"] = loss + zeros, loss
+        return loss
+
+    step = loop.capture(step)
+    step._say = notes.append
+    places = []
+    for batch in loop.batches:
+        loss = step(batch)
+        assert float(loss) == float(logs["out"][0][7]) == float(logs["out"][1])
+        places.append(logs["out"][0].data_ptr())
+    assert len({*places[-5:]}) == 1  # the graph's own
+    assert not notes
+    kept = [logs["out"]]
+    for batch in loop.batches:
+        kept.append((step(batch), logs["out"])[1])
+    assert len({float(large[0]) for large, _ in kept}) == len(kept)
+    assert len([note for note in notes if "is kept, and copied from now on" in note]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+def test_a_number_of_the_host_in_a_result_is_never_stale(device):
+    loop, numbers = Loop(device, is_captured=True), iter(range(1000))
+    step = loop.capture(lambda batch: (loop.update(batch, 0.0), next(numbers)))
+    told = [step(batch)[1] for batch in loop.batches]
+    assert told == sorted({*told})
+    assert "eager: the step changes a value that it returns" in step.reason
+
+
 def weight_in_a_variable(loop):
     weight = loop.zero()
 
@@ -361,3 +551,29 @@ def test_what_a_step_does_not_name_is_not_watched():
     found = watched.find_replaced()
     assert found is not None
     assert found[0] == "Own.hidden"
+
+
+@pytest.mark.parametrize("is_number", [True, False], ids=["number", "tensor"])
+def test_a_change_in_a_large_model_is_seen_before_the_next_replay(device, is_number):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0 if is_number else torch.ones((), device=device)
+
+        def forward(self, x):
+            return x * self.scale
+
+    def train(is_captured):
+        loop = Loop(device, is_captured)
+        loop.model = nn.Sequential(*loop.model, *(Scaled() for _ in range(300)))
+        step = loop.capture(lambda batch: loop.update(batch, 0.0))
+        losses = []
+        for number, batch in enumerate(loop.batches):
+            if number >= LATE:
+                loop.model[-1].scale = loop.model[-1].scale * 1.5
+            losses.append(float(step(batch)))
+        return losses, loop.step
+
+    losses, captured = train(is_captured=True)
+    assert captured.reason.startswith("captured")
+    torch.testing.assert_close(losses, train(is_captured=False)[0], rtol=1e-4, atol=1e-5)

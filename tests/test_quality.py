@@ -17,6 +17,7 @@ from stoker.store import table_stats
 from stoker.store.quality import (
     Finding,
     bad_rows,
+    find_codes,
     judge,
     judge_time,
     limits_of,
@@ -251,6 +252,58 @@ class TestJudge:
         assert "row 4321" in found.evidence
         assert "--repair 'clip@feature 37'" in found.remedy
         assert (overflow.name, overflow.severity) == ("overflows-fp16", "warn")
+
+    @pytest.mark.parametrize(
+        ("code", "low", "high"),
+        [(-200, 2, 1400), (-9, 0, 8), (-999, -20, 40), (999.9, 0, 359), (99.99, 0, 8), (99999, 0, 41310),
+         (65535, 100, 4000), (-32768, -500, 500), (-88, 1, 40), (9999999, 0, 50)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("dtype", ["f4", "f8"])
+    def test_a_number_that_may_stand_for_a_missing_value(self, code, low, high, dtype):
+        values = np.random.default_rng(0).uniform(low, high, (9000, 2)).astype(dtype)
+        values[7::20, 1] = code
+        (found,) = (f for f in judge(TableStats.scan(values, ["a", "b c"])) if "code" in f.name)
+        assert (found.severity, found.column) == ("warn", "b c")
+        assert f"are {np.float32(code):.9g}"[:8] in found.evidence
+        assert "about" in found.evidence
+        assert abs(found.count - 450) < 90
+        assert set(found.first_rows) <= set(range(7, 9000, 20))
+        assert "--missing-code 'b c=" in found.remedy
+        few = judge(TableStats.scan(values[:400], ["a", "b c"]))
+        (exact,) = (f for f in few if f.name == "missing-code")
+        assert (exact.count, exact.first_rows) == (20, (7, 27, 47, 67, 87))
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            np.tile([-100, 0, 100], 50),  # three values of a scale
+            np.tile([-1, 0, 1, 2, 5], 50),
+            np.arange(10000) % 1000,  # 999 is the last of many
+            np.tile(np.arange(-300, 300, 20), 50),  # -200 among others
+            np.append(np.arange(300.0), [-999, -999]),  # not repeated often
+            np.tile([0.0, 99], 50),
+            np.tile([1, 5, 9, 255], 50),
+        ],
+    )
+    def test_numbers_that_are_no_codes(self, values):
+        values = values.astype(np.float32)[:, None]
+        names = {f.name for f in judge(TableStats.scan(values, ["a"]))}
+        assert "missing-code" not in names
+
+    def test_a_code_of_many_columns_is_told_once(self):
+        values = np.random.default_rng(0).random((60, 30))
+        values[::7, 3:] = -999
+        (found,) = judge(TableStats.scan(values, [f"c{number}" for number in range(30)]))
+        assert (found.name, found.column, found.count) == ("missing-code", None, 27 * 9)
+        assert "27 columns ('c3', 'c4', 'c5', 'c6', 'c7', ...) hold -999" in found.evidence
+        assert found.remedy == "if so, --missing-code -999 --missing median"
+        (found,) = judge(TableStats.scan(values, field="t2m"))
+        assert "numpy.median(x[x != -999])" in found.remedy
+
+    def test_two_codes_at_both_ends(self):
+        values = np.tile(np.append(np.arange(50.0), [-999, -998, 9999]), 5)
+        assert sorted(code for code, *_ in find_codes(values)) == [-999, -998, 9999]
+        assert {(low, high) for _, low, high in find_codes(values)} == {(0, 49)}
 
     @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e15])
     def test_no_repair_is_named_for_targets_which_repairs_do_not_reach(self, bad):

@@ -250,6 +250,21 @@ def test_rows_with_targets_are_evaluated(trained, tmp_path):
     assert predict_file(trained, without, tmp_path / "o.csv", device="cpu").evaluation is None
 
 
+def test_a_value_is_called_by_its_target(tmp_path):
+    file = write_csv(tmp_path / "t.csv", people(), ("kind", "ok", "size"))
+    pack(TableSource((file,), "size"), tmp_path / "store", PackOptions(jobs=1))
+    run = run_recipe(settings_for("tabular", tmp_path / "store", tmp_path / "run"), device="cpu")
+    trained = load_trained(run.best)
+    for given, out in ((file, "a.csv"), (tmp_path / "store", "b.csv"), (file, "a.csv")):
+        report = predict_file(trained, given, tmp_path / out, device="cpu")
+        assert report.columns[0] == "value_size"
+        assert report.evaluation.metrics["mae"] > 0
+    rows, packed = answers(tmp_path / "a.csv"), answers(tmp_path / "b.csv")
+    assert [row["value_size"] for row in rows] == [row["value_size"] for row in packed]
+    frame = load_model(run.best).predict(file, device="cpu")
+    assert frame.schema.field("value_size").type == pa.float32()
+
+
 def test_values_in_other_units_are_told(trained, tmp_path):
     rows = [row | {"size": str(1e6 * float(row["size"]) + 1e5)} for row in people(20)]
     report = predict_file(

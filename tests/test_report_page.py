@@ -22,7 +22,7 @@ from browser import browse, check_widths
 from run_folders import BEGAN, FINDINGS, Clock, write_run
 from stoker.errors import InputError, MissingExtraError, StoreError
 from stoker.page.charts import MAX_POINTS, Chart, Line, Mark, line_chart, round_ticks, thin
-from stoker.report import Note, RunLog, Topic
+from stoker.report import Note, RunEnd, RunLog, Topic
 from stoker.runs.figures import (
     all_charts,
     gpu_charts,
@@ -31,6 +31,7 @@ from stoker.runs.figures import (
     speed_charts,
     write_plots,
 )
+from stoker.runs.follow import RunFollower
 from stoker.runs.reading import DOCTOR_NAME, LOG_NAME, read_run
 from stoker.runs.record import QUANTITIES, compare
 from stoker.runs.run_page import run_page, verdict, with_unique_names
@@ -178,6 +179,35 @@ class TestReading:
         assert ended is None or ("ended", ended) in [
             (event.kind, event.text) for event in run.events
         ]
+
+    @pytest.mark.parametrize(
+        ("error", "state", "words"),
+        [
+            (None, "cut short", "2 epochs finished, its evaluation is not. `--resume` goes on."),
+            (KeyboardInterrupt(), "stopped", "(interrupted); 2 epochs finished, its evaluation is not."),
+            (ValueError("odd"), "failed", "ValueError: odd 2 epochs finished, its evaluation is not."),
+        ],
+    )  # fmt: skip
+    def test_an_evaluation_that_was_not_finished_is_told(self, tmp_path, error, state, words):
+        write_run(tmp_path, epochs=2, finished=False)
+        with RunLog(tmp_path / TELEMETRY_NAME, clock=Clock(BEGAN + 500)) as log:
+            log.write("end", {"ended": "done"})
+        with RunLog(tmp_path / LOG_NAME, clock=Clock(BEGAN + 501)) as log:
+            log.write("end", {"ended": "done"})
+            log.write("evaluation", {})
+            if error is not None:
+                log.write("end", vars(RunEnd.by(error)))
+        run = read_run(tmp_path)
+        assert run.state == state
+        assert words in run.told
+        assert RunFollower(tmp_path).look().state == (
+            str(RunEnd.by(error)) if error else "not going"
+        )
+        assert error is None or str(RunEnd.by(error)) in [event.text for event in run.events]
+        with RunLog(tmp_path / LOG_NAME) as log:
+            log.write("evaluation", {})
+            log.write("result", {"test": {}})
+        assert read_run(tmp_path).state == "done"
 
     def test_a_refused_resume_does_not_undo_the_end(self, tmp_path):
         write_run(tmp_path)

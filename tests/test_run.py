@@ -22,6 +22,7 @@ from stoker.recipes.run import (
     train_settings,
 )
 from stoker.report import Silent, read_run_log
+from stoker.runs.reading import read_run
 from stoker.store.fields import Dense
 from stoker.train.checkpoint import load_checkpoint
 from stoker.train.losses import NonFiniteError
@@ -134,6 +135,26 @@ def test_a_resumed_run_is_the_unbroken_run(stores, tmp_path):
     again = run_recipe(cut, resume=True, device="cpu")
     assert (again.losses, again.epochs) == ([], [])
     assert again.test == whole.test
+
+
+def test_a_run_that_is_interrupted_in_its_evaluation_is_not_done(stores, tmp_path):
+    settings = settings_for("tabular", stores("tabular").path, tmp_path / "run")
+
+    class Interrupted(Told):
+        def say(self, line):
+            if line.startswith("evaluating"):
+                self.lines.append(read_run(tmp_path / "run").told)
+                raise KeyboardInterrupt
+
+    told = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(settings, device="cpu", progress=told)
+    assert told.lines[-1].startswith("Still going")
+    found = read_run(tmp_path / "run")
+    assert found.state == "stopped"
+    assert "2 epochs finished, its evaluation is not. `--resume` goes on." in found.told
+    assert run_recipe(settings, resume=True, device="cpu").test
+    assert read_run(tmp_path / "run").state == "done"
 
 
 class StopAt(Silent):

@@ -1,8 +1,13 @@
 """What the probe costs: steps of 2 and 10 ms, and on a GPU a small GPT whose step is launch-bound, alone and under the
 doctor in turns; and whether the step that the doctor reports is the step without it.
 
-    python benchmarks/doctor/overhead.py [--turns 4] [--out FILE]
-    python benchmarks/doctor/overhead.py --turns 2 --at-once --seconds 40    # within a minute, on many quiet cores
+    python benchmarks/doctor/overhead.py [--seconds 60] [--out FILE]
+    python benchmarks/doctor/overhead.py --at-once --seconds 80    # scripts side by side, each on cores of its own
+
+Both processes live at the same time on the same cores, and one of them stands still: a turn is 64 steps (of 2 ms:
+512) of one, then of the other, in the order ABBA. So a machine whose speed drifts slows both. The cost is the median
+over pairs of turns, with its 95 % interval (that of the median, by ranks); `sound` says that the interval is no wider
+than 4 points. Beside it stand the best turns, and the CPU time of all threads, which other programs change less.
 
 On a GPU the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after the profiled ones.
 """
@@ -12,21 +17,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STEPS = 300
+TURN_STEPS, LONG_TURN_STEPS = 64, 512
+"""Steps of a turn, and of one of short steps: four or eight of the probe's windows; half or a quarter is timed."""
+LONGEST_SECONDS = 60.0
+"""A process that takes longer to start, or for a turn, has failed."""
+WIDEST = 0.04
+"""Width of the interval up to which a result is called sound."""
 HEAD = """
 import sys, time, torch
 from torch import nn
@@ -77,105 +92,194 @@ SCRIPTS = {
 }
 
 
-WINDOWS = ((20, 36), (40, 100), (100, 200), (200, STEPS))
-"""Steps whose medians are told apart: the first are before torch's profiler runs on a GPU, the others after it."""
-WARM_UP = 40
+class Runner:
+    """One process that makes its steps in turns.
+
+    Attributes:
+        folder: With its pipes and what it writes.
+        process: Python with the stopwatch and the script, or the doctor that runs it.
+    """
+
+    def __init__(
+        self, script: Path, folder: Path, cores: set[int], steps: int, doctor: bool
+    ) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self._pipes = {}
+        for name in ("done", "go"):
+            os.mkfifo(folder / name)
+            self._pipes[name] = os.open(folder / name, os.O_RDWR)
+        turns = {"STOPWATCH_TURNS": str(folder), "STOPWATCH_STEPS": str(steps)}
+        words, env = command(script, folder, doctor, STEPS=str(1 << 40), **turns)
+        self.process = subprocess.Popen(
+            words,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / "said").open("w"),
+            start_new_session=True,
+            preexec_fn=partial(os.sched_setaffinity, 0, cores),  # noqa: PLW1509  it takes no lock
+        )
+
+    def wait(self) -> None:
+        """Wait until it stands still."""
+        ready, _, _ = select.select([self._pipes["done"]], [], [], LONGEST_SECONDS)
+        if not ready:
+            said = (self.folder / "said").read_text()[-600:]
+            raise RuntimeError(f"no turn ended within {LONGEST_SECONDS:.0f} s: {said}")
+        os.read(self._pipes["done"], 1)
+
+    def turn(self) -> None:
+        """Make it take one turn."""
+        os.write(self._pipes["go"], b"g")
+        self.wait()
+
+    def end(self) -> list[dict[str, float]]:
+        """End it; return milliseconds of a step, by the wall and on cores, of each turn."""
+        os.write(self._pipes["go"], b"e")
+        self.process.wait(LONGEST_SECONDS)
+        seen = json.loads((self.folder / "times").read_text())
+        return turns_of(seen)
+
+    def close(self) -> None:
+        """End what is left of it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in self._pipes.values():
+            os.close(pipe)
 
 
-def time_steps(
-    script: Path, folder: Path, cores: set[int], doctor: bool, **variables: str
-) -> dict[str, Any]:
-    """Return the median steps by the stopwatch, and the one that the doctor reports."""
-    times, report = folder / "times", folder / "doctor.json"
-    words = [sys.executable, str(HERE / "stopwatch.py"), str(times), str(script)]
+def turns_of(seen: dict[str, Any]) -> list[dict[str, float]]:
+    """Return milliseconds of a step by turn: the mean without the slowest twentieth, and the CPU time."""
+    found = []
+    for (before, after), (wall, cpu) in zip(
+        itertools.pairwise(seen["stood"]), seen["resumed"], strict=False
+    ):
+        times = [wall, *seen["times"][before:after]]
+        steps = sorted(late - early for early, late in itertools.pairwise(times))
+        kept = steps[: math.ceil(0.95 * len(steps))]
+        used = (seen["cpu"][after - 1] - cpu) / len(steps)
+        found.append({"ms": statistics.mean(kept) * 1e3, "cpu_ms": used * 1e3})
+    return found
+
+
+def command(
+    script: Path, folder: Path, doctor: bool, **variables: str
+) -> tuple[list[str], dict[str, str]]:
+    """Return the words and the environment that run a script with the stopwatch, alone or under the doctor."""
+    words = [sys.executable, str(HERE / "stopwatch.py"), str(folder / "times"), str(script)]
     if doctor:
-        words = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--", *words]
-    env = {**os.environ, "STEPS": str(STEPS), "OMP_NUM_THREADS": "1", **variables}
-    if "cuda" not in script.read_text():
-        env.pop("STOPWATCH_LOCK", None)  # of the GPU, which it does not use
-    times.unlink(missing_ok=True)
-    subprocess.run(
-        words,
-        env=env,
-        check=True,
-        capture_output=True,
-        timeout=120,
-        preexec_fn=partial(os.sched_setaffinity, 0, cores),
-    )
-    seen = json.loads(times.read_text())
-    steps, used = (
-        [after - before for before, after in itertools.pairwise(seen[what])]
-        for what in ("times", "cpu")
-    )
-    told = json.loads(report.read_text())["measurements"]["step_seconds"] if doctor else None
-    return {
-        "ms": statistics.median(steps[WARM_UP:]) * 1e3,
-        "cpu_ms": statistics.median(used[WARM_UP:]) * 1e3,
-        "windows_ms": [statistics.median(steps[first:last]) * 1e3 for first, last in WINDOWS],
-        "reported_ms": told["median"] * 1e3 if told else None,
-    }
+        report = ["--out", str(folder / "doctor.json")]
+        words = [sys.executable, "-m", "stoker", "doctor", *report, "--", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    env.pop("STOPWATCH_LOCK", None)
+    return words, env
+
+
+def reported_ms(folder: Path) -> float | None:
+    """Return the median step that the doctor reports; None if it wrote no report."""
+    try:
+        told = json.loads((folder / "doctor.json").read_text())["measurements"]["step_seconds"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return float(told["median"]) * 1e3 if told else None
 
 
 def compare(
-    name: str,
-    cores: set[int],
-    turns: int,
-    until: float,
-    tell: Callable[[str, dict[str, Any]], None],
+    name: str, cores: set[int], seconds: float, tell: Callable[[str, dict[str, Any]], None]
 ) -> None:
-    """Run one script in turns, alone and under the doctor, and tell what there is after each.
-
-    No turn but the first begins after `until`.
-    """
-    alone: list[dict[str, Any]] = []
-    doctored: list[dict[str, Any]] = []
-    kept: list[dict[str, Any]] = []
+    """Run one script in turns, alone and under the doctor, for about so many seconds; tell the result."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         script = folder / "script.py"
-        script.write_text(SCRIPTS[name])
-        for turn in range(turns):
-            if turn and time.monotonic() > until:
-                break
-            alone.append(time_steps(script, folder, cores, doctor=False))
-            doctored.append(time_steps(script, folder, cores, doctor=True))
-            tell(name, summarise(alone, doctored, kept))
-        if "GPU" in name and time.monotonic() < until:
+        script.write_text(
+            SCRIPTS[name]
+            .replace(f"< {STEPS}", "< 1 << 40")
+            .replace(f"range({STEPS})", "range(1 << 40)")
+        )
+        steps = LONG_TURN_STEPS if name.startswith("2 ms") else TURN_STEPS
+        runners = [
+            Runner(script, folder / way, cores, steps, doctor=way == "doctored")
+            for way in ("alone", "doctored")
+        ]
+        try:
+            for one in runners:
+                one.wait()
+            for one in (
+                runners
+            ):  # the first turn of each fills caches, and the doctor's profiler runs in it
+                one.turn()
+            until = time.monotonic() + seconds
+            count = 0
+            while count < 2 or time.monotonic() < until:
+                for one in runners if count % 2 == 0 else runners[::-1]:
+                    one.turn()
+                count += 1
+            alone, doctored = (one.end()[1:] for one in runners)
+            told = reported_ms(folder / "doctored")
+        finally:
+            for one in runners:
+                one.close()
+        kept: list[dict[str, float]] = []
+        tell(name, summarise(alone, doctored, told, kept))
+        if "GPU" in name:
             # What torch's profiler leaves behind, if it is not told to detach itself.
-            kept.append(time_steps(script, folder, cores, doctor=True, TEARDOWN_CUPTI="0"))
-            tell(name, summarise(alone, doctored, kept))
+            again = folder / "kept"
+            again.mkdir()
+            plain = folder / "plain.py"
+            plain.write_text(SCRIPTS[name])
+            words, env = command(plain, again, doctor=True, STEPS=str(STEPS), TEARDOWN_CUPTI="0")
+            subprocess.run(words, env=env, check=True, capture_output=True, timeout=120)
+            times = json.loads((again / "times").read_text())["times"][40:]
+            steps = [late - early for early, late in itertools.pairwise(times)]
+            kept.append({"ms": statistics.median(steps) * 1e3})
+            tell(name, summarise(alone, doctored, told, kept))
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median of what the values are drawn from, by ranks; wide for fewer than six."""
+    ordered, num = sorted(values), len(values)
+    below = 0.0
+    for rank in range(num // 2 + 1):
+        below += math.comb(num, rank) / 2**num
+        if below > 0.025:
+            return ordered[max(0, rank - 1)], ordered[min(num - 1, num - rank)]
+    return ordered[0], ordered[-1]
 
 
 def summarise(
-    alone: list[dict[str, Any]], doctored: list[dict[str, Any]], kept: list[dict[str, Any]]
+    alone: Sequence[dict[str, float]],
+    doctored: Sequence[dict[str, float]],
+    told: float | None,
+    kept: Sequence[dict[str, float]],
 ) -> dict[str, Any]:
-    """Return the medians of turns, and what the best ones say: others use the machine as well."""
-    bare, slow, told = (
-        statistics.median(one[what] for one in runs)
-        for runs, what in ((alone, "ms"), (doctored, "ms"), (doctored, "reported_ms"))
-    )
-
-    def best(what: str) -> float:
-        return min(one[what] for one in doctored) / min(one[what] for one in alone) - 1
-
+    """Return the median of the pairs of turns with its interval, and what the best turns and the CPU time say."""
+    pairs = [after["ms"] / before["ms"] - 1 for before, after in zip(alone, doctored, strict=False)]
+    used = [after["cpu_ms"] / before["cpu_ms"] - 1 for before, after in zip(alone, doctored, strict=False)]  # fmt: skip
+    low, high = interval_of_median(pairs)
+    bare, slow = (statistics.median(one["ms"] for one in runs) for runs in (alone, doctored))
+    best = min(one["ms"] for one in doctored) / min(one["ms"] for one in alone) - 1
     return {
         "alone_ms": bare,
         "doctored_ms": slow,
         "reported_ms": told,
-        "overhead": slow / bare - 1,
-        "best_overhead": best("ms"),
-        "cpu_overhead": best("cpu_ms"),
-        "reported_error": told / bare - 1,
-        "turns": {"alone": alone, "doctored": doctored, "cupti_kept": kept},
+        "overhead": statistics.median(pairs),
+        "interval": [low, high],
+        "sound": high - low <= WIDEST,
+        "best_overhead": best,
+        "cpu_overhead": statistics.median(used),
+        "reported_error": None if told is None else told / bare - 1,
+        "turns": {"alone": list(alone), "doctored": list(doctored), "cupti_kept": list(kept)},
     }
 
 
 def main() -> None:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no turn after so long")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each script")
     parser.add_argument(
         "--at-once", action="store_true", help="all scripts at the same time, each on its own cores"
     )
@@ -190,7 +294,6 @@ def main() -> None:
     ]
     usable = sorted(os.sched_getaffinity(0))
     each = len(usable) // len(names) if asked.at_once and names else len(usable)
-    until = time.monotonic() + asked.seconds
     result: dict[str, Any] = {}
     writing = threading.Lock()
 
@@ -198,7 +301,7 @@ def main() -> None:
         name = names[number]
         first = number * each if asked.at_once else 0
         last = None if number == len(names) - 1 else first + each
-        compare(name, set(usable[first:last]), asked.turns, until, tell)
+        compare(name, set(usable[first:last]), asked.seconds, tell)
 
     def tell(name: str, found: dict[str, Any]) -> None:
         with writing:
@@ -207,7 +310,7 @@ def main() -> None:
             if asked.out is not None:
                 asked.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    with ThreadPoolExecutor(len(names) if asked.at_once else 1) as pool:
+    with ThreadPoolExecutor(max(1, len(names)) if asked.at_once else 1) as pool:
         list(pool.map(run, range(len(names))))
 
 

@@ -148,6 +148,8 @@ class Table:
             damage=None; repeatable.
         missing: Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them
             in a column of their own; drop: leave their rows out.
+        missing_code: A number that stands for a missing value in every column, such as -999, or NAME=NUMBER for one
+            column; repeatable.
     """
 
     target: str | None = None
@@ -156,12 +158,13 @@ class Table:
     dtype: list[str] | None = None
     value: list[str] | None = None
     missing: str = "stop"
+    missing_code: list[str] | None = None
 
     def source(
         self, paths: tuple[Path, ...], text: Text, split: tuple[float, ...] = ()
     ) -> TableSource:
         """Return the source of these tables."""
-        from stoker.sources.tables import TableSource, parse_dtypes, parse_words
+        from stoker.sources.tables import TableSource, parse_codes, parse_dtypes, parse_words
 
         allowed = ("stop", "median", "zero", "flag", "drop")
         if self.missing not in allowed:
@@ -178,6 +181,7 @@ class Table:
             missing={"median": "keep", "zero": "keep"}.get(self.missing, self.missing),
             text=text.options(),
             words=parse_words(self.value or ()),
+            codes=parse_codes(self.missing_code or ()),
         )
 
 

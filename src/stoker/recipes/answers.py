@@ -245,12 +245,13 @@ class _Answers:
         """Yield the rows in the order of the input."""
         for raw in self._reader:
             columns = self._forward(raw.batch, len(raw.keys))
-            self.names = [*columns, *(["reason"] if raw.reasons is not None else [])]
             if raw.truth is not None:
                 known = slice(None) if raw.answered is None else raw.answered
                 answers = {name: values[known] for name, values in columns.items()}
                 self._judge.update(answers, raw.truth[known])
-            yield Predicted(raw.keys, columns, raw.answered, raw.reasons, raw.labels)
+            named = self._trained.named(columns)
+            self.names = [*named, *(["reason"] if raw.reasons is not None else [])]
+            yield Predicted(raw.keys, named, raw.answered, raw.reasons, raw.labels)
         if not self.names:
             raise InputError(
                 f"{self._input} has no rows.", "at least one to answer", "an input with rows"

@@ -89,6 +89,16 @@ class Trained:
         """Of a classifier whose training store had names for its classes; else none."""
         return list(self.facts.get("class_names", [])) if self.facts.get("is_classifier") else []
 
+    def named(self, columns: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return answers under the names that are written: the one value of a row under that of its target."""
+        values = columns.get("value")
+        if values is None or values.shape[1:] != (1,):
+            return columns
+        target = self.facts.get("table", {}).get("target")
+        name = f"value_{target}" if target else "value"
+        one = {name: values[:, 0]}
+        return one | {key: each for key, each in columns.items() if key != "value"}
+
     @property
     def seed(self) -> int:
         """Of the run."""
@@ -225,11 +235,12 @@ def predict_store(
 
         def watched() -> Iterator[Any]:
             for predicted in rows:
-                columns[:] = predicted.columns
                 ids = predicted.sample_ids
                 truth = recipe.read_truth(store, ids, made, trained.chosen.options, trained.facts)
                 if truth is not None:
                     judge.update(predicted.columns, truth)
+                predicted = replace(predicted, columns=trained.named(predicted.columns))
+                columns[:] = predicted.columns
                 told.advance(len(predicted.sample_ids) if is_own else 0)
                 yield _named(store, predicted, recipe.label_fields) if is_own else keyed(predicted)
 

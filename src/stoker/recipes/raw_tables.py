@@ -19,7 +19,7 @@ import torch
 
 from stoker.errors import InputError, RefusalList
 from stoker.recipes.contract import Facts, RawBatch
-from stoker.sources.tables.columns import Column, Fault, as_text
+from stoker.sources.tables.columns import Column, Fault, as_text, without_codes
 from stoker.sources.tables.layout import TextOptions, header_advice
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table, shown_names
 from stoker.sources.tables.source import make_features, make_targets
@@ -166,6 +166,7 @@ class RawTable:
         self._pieces, self._columns = pieces, columns
         recorded = facts["table"]
         self._dtype = np.dtype(recorded["dtype"])
+        self._codes = recorded.get("codes", {})
         name = recorded.get("target")
         words = tuple(recorded.get("target_words", ()))
         self._target = name and Target(name, tuple(recorded["classes"]), True, words)
@@ -189,6 +190,8 @@ class RawTable:
         for piece in self._pieces:
             next_row = 0
             for table, wrong in piece.parts(wanted):
+                if self._codes and table is not None:
+                    table = without_codes(table, self._codes, piece.decimal)
                 count = 0 if table is None else table.num_rows
                 numbered, next_row = _number_rows(next_row, count, wrong)
                 made = self._make(piece, table, numbered, wrong)

@@ -353,6 +353,31 @@ class Run:
 
     def evaluate(self, made: RecipeRun) -> RecipeRun:
         """Return the run with the metrics of its best checkpoint; they go into the log as well."""
+        with contextlib.ExitStack() as stack:
+            with self.ranks.shared_fate():
+                log = stack.enter_context(self._evaluation_log()) if self.ranks.is_first else None
+            made, result, step = self._evaluate_best(made)
+
+            def write() -> None:
+                if log is not None:
+                    log.write("result", result, step=step)
+
+            self.ranks.first_does(write)
+            return made
+
+    @contextlib.contextmanager
+    def _evaluation_log(self) -> Iterator[RunLog]:
+        """Hold the run folder while it is evaluated, and log the beginning and a failure: `report` tells them apart."""
+        with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
+            log.write("evaluation", {})
+            try:
+                yield log
+            except BaseException as error:
+                log.write("end", vars(RunEnd.by(error)))
+                raise
+
+    def _evaluate_best(self, made: RecipeRun) -> tuple[RecipeRun, dict[str, Any], int]:
+        """Return the run with its metrics, the same for the log, and the step of the best checkpoint."""
         job, settings = self.job, self.settings
         best = Checkpoints(self.folder, 1, *job.monitor).best()
         check_alike(self.ranks, {"the best checkpoint": None if best is None else best.path.name})
@@ -394,13 +419,7 @@ class Run:
             "num_test": len(job.samples["test"]),
             "evaluation": None if made.evaluation is None else made.evaluation.to_json(),
         }
-
-        def write() -> None:
-            with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
-                log.write("result", result, step=step)
-
-        self.ranks.first_does(write)
-        return made
+        return made, result, step
 
     # -- loaders -----------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class RunFollower:
         for line in lines:
             self._last_time = line.time
             self._learn(line)
-            if line.event in ("end", "config", "begin", "fit"):
+            if line.event in ("end", "config", "begin", "fit", "evaluation"):
                 end = RunEnd.read(line)
                 self._ended = None if end is None else str(end)
             elif line.event == "result":

@@ -252,7 +252,7 @@ def _events(
     ]
     found += [Event(clock.at(line.time), "telemetry", note.text) for line, note in _notes(readings)]
     # The trainer writes its ending to the log, `stoker train` to the readings too.
-    for line in readings or log:
+    for line in (*readings, *_open_evaluation(log)) if readings else log:
         end = RunEnd.read(line)
         if end is not None and end.ended != "done":
             found.append(Event(clock.at(line.time), "ended", str(end)))
@@ -287,16 +287,28 @@ def _judge(
         return "going", f"Still going: process {holder[0]} on {holder[1]}{ago}."
     if last is None:
         return "empty", "Nothing is written yet."
-    if _is_finished(log, readings, epochs):
-        return "done", f"Done: {format_count(len(epochs), 'epoch')}."
-    lines = sorted((*log, *readings), key=lambda line: line.time)
-    end = next((end for line in reversed(lines) if (end := RunEnd.read(line))), None)
     finished = f"{format_count(len(epochs), 'epoch')} finished"
+    evaluation = _open_evaluation(log)
+    if evaluation:
+        finished = f"{finished}, its evaluation is not"
+    elif _is_finished(log, readings, epochs):
+        return "done", f"Done: {format_count(len(epochs), 'epoch')}."
+    lines = evaluation or sorted((*log, *readings), key=lambda line: line.time)
+    end = next((end for line in reversed(lines) if (end := RunEnd.read(line))), None)
     if end is not None and end.ended in ("terminated", "interrupted"):
         return "stopped", f"Stopped before its end ({end.ended}); {finished}. `--resume` goes on."
     if end is not None and end.ended == "failed":
-        return "failed", f"Ended by an error: {end.error}"
-    return "cut short", f"Its log ends without an ending{ago}; {finished}."
+        return "failed", f"Ended by an error: {end.error}{f' {finished}.' if evaluation else ''}"
+    goes_on = " `--resume` goes on." if evaluation else ""
+    return "cut short", f"Its log ends without an ending{ago}; {finished}.{goes_on}"
+
+
+def _open_evaluation(log: Sequence[LogLine]) -> Sequence[LogLine]:
+    """Return the lines since an evaluation began whose result was not written; empty where there is none."""
+    for place in range(len(log) - 1, -1, -1):
+        if log[place].event in ("evaluation", "result", "steps", "epoch"):
+            return log[place:] if log[place].event == "evaluation" else ()
+    return ()
 
 
 def _is_finished(

@@ -22,7 +22,7 @@ from stoker.strict_json import parse_json
 
 _HEAD_BYTES = 16 << 10
 _TAR_MARK = slice(257, 262)
-TAR = "a tar archive"
+TAR, JSON_LINES = "a tar archive", "lines of JSON"
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".mat", ".h5ad", ".cdf")
 _OF_TORCH = (".pt", ".pth", ".ckpt")
 _OPENERS: dict[bytes, Callable[..., Any]] = {
@@ -155,8 +155,7 @@ def text_kind(path: Path, head: bytes) -> Foreign | None:
     if start.startswith(b"{"):
         with suppress(ValueError):
             if isinstance(parse_json(start.split(b"\n", 1)[0]), dict):
-                read = _by_arrow(path, "import pyarrow.json as j", "j.read_json")
-                return Foreign("lines of JSON", read)
+                return Foreign(JSON_LINES, command("stoker", "pack", "table", path, "OUT"))
     if start[:1] in (b"{", b"[") and start[1:].lstrip()[:1] in (b"{", b'"', b"["):
         return Foreign("JSON", _by_pandas(path, "read_json"))
     lines = [line.split(b"#")[0].split() for line in start.splitlines()[:50]]

@@ -11,11 +11,12 @@ aside. Costs: `judge` is pure and takes milliseconds; `bad_rows` reads its value
 | overflows-fp16 | a magnitude above 65,504 | warn |
 | time-backwards, time-repeats | a time not after the one before | refuse |
 | constant | one value only | warn |
+| missing-code | a number such as -999 that repeats, far from all other values | warn |
 | duplicate-rows | rows equal bit for bit | warn |
 | label-leak | a correlation of 0.9999 or more with the target | warn |
 | denormal | magnitudes below the smallest normal number | note |
 
-Integers can only be extreme, constant or duplicated. "A million" is 2^20, counted from the top
+Integers can only be extreme, constant, duplicated or a code. "A million" is 2^20, counted from the top
 of the median's octave, so that the limit is a power of two: counts above it are exact sums of
 the exponent histogram, however the table was cut into parts.
 """
@@ -49,7 +50,7 @@ Json = Any
 Severity = Literal["refuse", "warn", "note"]
 FindingName = Literal[
     "nan", "inf", "extreme", "overflows-fp16", "time-backwards", "time-repeats", "constant",
-    "duplicate-rows", "label-leak", "denormal",
+    "duplicate-rows", "label-leak", "denormal", "missing-code",
 ]  # fmt: skip
 
 SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")
@@ -57,6 +58,13 @@ LEAK_CORRELATION = 0.9999
 _LEAK_MIN_ROWS = 32
 _LEAVE_OUT = "leave these rows out: --on-bad quarantine, or correct them in the input"
 _EXTREME_OCTAVES = 20
+_CODE_REPEATS = 3
+_CODE_NEIGHBOURS, _MOST_CODES = 10, 4
+_UNSET = np.array(
+    [-(2**15), 1 - 2**15, 2**15 - 1, 2**16 - 1, -(2**31), 2**31 - 1, 2**32 - 1], np.float32
+)
+"""Ends of integer types, which readers of sensors and netCDF leave where nothing was measured."""
+_COLUMNS_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -200,13 +208,18 @@ def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Findin
     """
     dtype = np.dtype(stats.dtype)
     findings: list[Finding] = []
+    codes: dict[float, list[Finding]] = {}
     for column in range(len(stats.columns)):
         judged = _Column(stats, column)
+        for code, finding in judged.missing_codes():
+            codes.setdefault(code, []).append(finding)
         findings += judged.not_finite()
         findings += judged.extreme(dtype)
         findings += judged.overflow()
         findings += judged.constant()
         findings += judged.denormal()
+    for code, same in codes.items():
+        findings += same if len(same) <= _COLUMNS_TOLD else [_of_many(code, same)]
     findings += _duplicates(stats)
     if target is not None:
         findings += _leaks(stats, target)
@@ -308,6 +321,40 @@ class _Column:
         what = f"are the same, {low:.6g}"
         return [self._finding("constant", "warn", finite, (), what, self._drop)]
 
+    def missing_codes(self) -> list[tuple[float, Finding]]:
+        """Numbers that may stand for a missing value; from the sample, so counts of long columns are estimates."""
+        ends = (float(self._values.low[self._column]), float(self._values.high[self._column]))
+        if not any(map(_is_code, ends)):
+            return []
+        sample = self._stats.sample.values[:, :, self._column].astype(np.float64)
+        total, found = self._stats.num_values, []
+        for code, low, high in find_codes(sample[np.isfinite(sample)]):
+            is_code = sample == code
+            is_whole = sample.size == total
+            count = int(is_code.sum()) if is_whole else round(is_code.mean() * total)
+            having = np.sort(self._stats.sample.rows[is_code.any(axis=1)])
+            rows = tuple(having[:FIRST_ROWS].tolist())
+            evidence = (
+                f"{'' if is_whole else 'about '}{format_count(count)} of {format_count(total)} values are {code:.9g}, "
+                f"which may stand for a missing value: the others are {low:.6g} to {high:.6g}{_at(rows)}"
+            )
+            remedy = self._without_code(f"{code:.9g}", count / total)
+            finding = Finding(
+                "missing-code", self._stats.field, self._name, self._column, count, count / total,
+                rows, "warn", evidence, remedy,
+            )  # fmt: skip
+            found.append((code, finding))
+        return found
+
+    def _without_code(self, code: str, share: float) -> str:
+        if self._stats.field == "targets":
+            budget = f"--on-bad quarantine --bad-budget {math.ceil(100 * share)}%"
+            return f"if so, leave these rows out: --missing-code {code} {budget}"
+        if self._can_repair and self._name != str(self._column):
+            typed = f"--missing-code {quoted(f'{self._name}={code}')} --missing median"
+            return f"if so, {typed}; without the name, for every column"
+        return _other_value(code)
+
     def denormal(self) -> list[Finding]:
         count = int(self._values.num_denormal[self._column])
         if count == 0:
@@ -321,6 +368,84 @@ class _Column:
     def _largest(self) -> float:
         low, high = self._values.low[self._column], self._values.high[self._column]
         return max(abs(float(low)), abs(float(high)))
+
+
+def find_codes(values: Array) -> list[tuple[float, float, float]]:
+    """Return numbers that may stand for a missing value, each with the smallest and largest of the other values.
+
+    Such numbers look so (`_is_code`; beside one that does, others too: -998, -999), repeat, and are farther from all
+    others than these are from each other; or they are the only negative ones.
+    """
+    known, counts = np.unique(values, return_counts=True)
+    codes: list[float] = []
+    for sign in (1, -1) * 2:  # a code at the one end may have hidden that of the other
+        ends, times = (known, counts) if sign > 0 else (-known[::-1], counts[::-1])
+        for size in range(1, min(_MOST_CODES, len(ends) - 2) + 1):
+            block, rest = sign * ends[:size], ends[size:]
+            looks = [_is_code(float(code)) for code in block]
+            is_apart = any(looks) and rest[0] - ends[size - 1] > rest[-1] - rest[0]
+            is_only = all(looks) and sign > 0 and block[-1] < 0 <= rest[0]
+            is_only = is_only and len(rest) >= _CODE_NEIGHBOURS
+            if times[:size].min() >= _CODE_REPEATS and (is_apart or is_only):
+                codes += block.tolist()
+                kept = slice(size, None) if sign > 0 else slice(0, -size)
+                known, counts = known[kept], counts[kept]
+                break
+    return [(code, float(known[0]), float(known[-1])) for code in codes]
+
+
+def _is_code(value: float) -> bool:
+    """Whether a number is one that people and programs write for a missing value: -9, -200, 999.9, 65535."""
+    if not math.isfinite(value):
+        return False
+    if np.float32(value) in _UNSET:
+        return True
+    for text in (f"{abs(value):.9g}", f"{abs(value):.6g}"):  # float32 has 99.99 as 99.9899979
+        digits = text.replace(".", "")
+        if set(digits) == {"9"} and (value < 0 or abs(value) >= 99):
+            return True
+    is_eights = len(digits) > 1 and set(digits) in ({"8"}, {"7"})
+    return value < 0 and (is_eights or _is_round(-value))
+
+
+def _is_round(value: float) -> bool:
+    """Whether a number is 100, 200, ..., 900, 1000, 2000, ..."""
+    return value >= 100 and value == np.rint(value) and set(f"{value:.0f}"[1:]) == {"0"}
+
+
+def _of_many(code: float, same: Sequence[Finding]) -> Finding:
+    """Return one finding for a code that many columns of a field have."""
+    first, count = same[0], sum(each.count for each in same)
+    shown = ", ".join(_shown(each.column or "") for each in same[:_COLUMNS_TOLD])
+    evidence = (
+        f"{format_count(len(same), 'column')} ({shown}, ...) hold {code:.9g}, which may stand for a missing value: "
+        f"about {sum(each.share for each in same) / len(same):.2g} of their values, far from the others"
+    )
+    is_table = "--missing-code" in first.remedy
+    remedy = (
+        f"if so, --missing-code {code:.9g} --missing median"
+        if is_table
+        else _other_value(f"{code:.9g}")
+    )
+    share = sum(each.share for each in same) / len(same)
+    return Finding(
+        "missing-code",
+        first.field,
+        None,
+        None,
+        count,
+        share,
+        first.first_rows,
+        "warn",
+        evidence,
+        remedy,
+    )
+
+
+def _other_value(code: str) -> str:
+    return (
+        f"if so, give these a value before packing: x[x == {code}] = numpy.median(x[x != {code}])"
+    )
 
 
 def _at(rows: tuple[int, ...]) -> str:

@@ -149,14 +149,16 @@ class Feed:
         self.device = device
         self.is_stoker = isinstance(loader, Loader)
         self._told_broken: set[int] = set()
+        self._keys: tuple[Any, Any] | None = (0, 1) if unpack is None else None
         pair = loader.as_tuple if self.is_stoker else None
         self.notes: list[str] = []
         if unpack is None and isinstance(pair, tuple) and len(pair) == 2:
             self.given_unpack = self.unpack = itemgetter(*pair)
+            self._keys = pair
         elif unpack is None and isinstance(pair, tuple) and len(pair) > 2:
             raise _several_inputs(f"a loader that yields {len(pair)} tensors.", map(repr, pair))
         elif unpack is None and self.is_stoker and not is_wrapped:
-            used = _usual_pair(names := batch_names(loader.columns))
+            used = self._keys = _usual_pair(names := batch_names(loader.columns))
             unused = [name for name in names if used and name.partition("/")[0] not in used]
             if unused:
                 self.notes.append(
@@ -202,6 +204,10 @@ class Feed:
         new = {str(number): found[number] for number in found.keys() - self._told_broken}
         self._told_broken |= found.keys()
         return new
+
+    def pair_words(self) -> tuple[str, str] | None:
+        """Return inputs and targets as an `unpack` would write them; None if one was given, which takes its own."""
+        return self._keys and (f"batch[{self._keys[0]!r}]", f"batch[{self._keys[1]!r}]")
 
     def use_augmentation(self, augmentation: Augments | None) -> None:
         """Augment with another one from the next batch on; None stops it."""
@@ -403,6 +409,8 @@ class Feed:
         if not self._is_prefetched:
             batch = map_tensors(self._bring, batch)
         inputs, targets = self.unpack(batch)
+        if self._keys is not None and isinstance(batch, Mapping):
+            self._keys = _usual_pair(batch)
         if self.augmentation is not None:
             if self._unchecked_loss is not None and _are_masks(targets):
                 check_loss(self._unchecked_loss, self.augmentation)

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from stoker.train.batches import iterate_tensors
 from stoker.train.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
-    MOST_GROUPS,
     attributes_read,
     is_plain_object,
     named_in_step,
@@ -62,7 +62,7 @@ class HeldTensors:
             value = read_place(container, key)
             self._places += [(f"{name}.{slot}", value, slot) for slot in slots_of(value)]
         self._all_places = self._places
-        self._places = [place for place in self._places if _holds_tensors(read_place(*place[1:]))]
+        self._places = [place for place in self._places if holds_tensors(read_place(*place[1:]))]
 
     def all_places(self) -> list[tuple[str, Any, Any]]:
         """Return the places of all attributes and variables: name, what holds it, and its key there."""
@@ -87,6 +87,11 @@ class HeldTensors:
         """Return where `put` would put values: what holds each, its key there, and the value."""
         pairs = zip(self._places, values, strict=True)
         return [(one, key, value) for (_, one, key), value in pairs if value is not _LEAVE]
+
+    def find_hidden(self, values: Sequence[Any]) -> str | None:
+        """Return the name of the first whose value is an object with tensors in it, or None."""
+        pairs = zip(self._places, values, strict=True)
+        return next((name for (name, _, _), value in pairs if hides_tensors(value)), None)
 
     def put(self, values: Sequence[Any]) -> None:
         """Give them values."""
@@ -151,8 +156,6 @@ class WatchedTensors:
             (container, itemgetter(*names, names[0]), [*values, values[0]])
             for container, names, values in keys.values()
         ]
-        self._every = 1 + len(self._places) // MOST_GROUPS
-        self._num_asked = 0
 
     def leave_replaced(self) -> None:
         """Watch those no longer that have been replaced by now: the step does that itself."""
@@ -165,9 +168,6 @@ class WatchedTensors:
 
     def find_replaced(self) -> tuple[str, Any, Any] | None:
         """Return one that is another now: its name, what holds it, and its key there; None if there is none."""
-        self._num_asked += 1
-        if self._num_asked % self._every:
-            return None
         try:
             is_same = all(all(map(is_, get(one), then)) for one, get, then in self._groups)
         except (KeyError, IndexError):  # it is gone
@@ -266,10 +266,21 @@ def containers_around(
     return list(found.values())
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a container of tensors only, that is no parameter."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return bool(value) and all(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+def holds_tensors(value: Any) -> bool:
+    """Whether it is a tensor that is no parameter, or something with one in it; not a module."""
+    return any(not isinstance(tensor, torch.nn.Parameter) for tensor in _tensors_anywhere(value))
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether tensors are in an object, where a replay cannot put others."""
+    return bool({*map(id, _tensors_anywhere(value))} - {*map(id, iterate_tensors(value))})
+
+
+def _tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers and objects, torch's own among them, such as a distribution."""
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | type):
+        return
+    yield from tensors_in(value)
+    yield from iterate_tensors(value)
+    if not isinstance(value, torch.Tensor) and not is_plain_object(value, may_be_called=True):
+        yield from iterate_tensors(list(getattr(value, "__dict__", {}).values()))

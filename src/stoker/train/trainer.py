@@ -242,6 +242,7 @@ class Trainer(Configured, Resumable):
             None if runner is model else runner,
             parallel,
             self.ranks,
+            self._train.pair_words,
         )
 
     def _make_step(self, parts: StepParts, *, tell: bool = False) -> None:

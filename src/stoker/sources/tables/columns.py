@@ -170,7 +170,7 @@ def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column
 
     `asked` is the user's word, one of `KINDS`; None decides by the values.
     """
-    refused = _refuse_type(name, sample.type)
+    refused = refuse_type(name, sample.type)
     if refused is not None:
         return refused
     column = plain(sample)
@@ -191,7 +191,8 @@ def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column
     return _find_text_kind(name, column, decimal)
 
 
-def _refuse_type(name: str, kind: pa.DataType) -> Unusable | None:
+def refuse_type(name: str, kind: pa.DataType) -> Unusable | None:
+    """Return why no column of this type can be packed; None where its values decide."""
     types = pa.types
     inner = kind.value_type if types.is_dictionary(kind) else kind
     known = (
@@ -399,6 +400,27 @@ def _numbers_one_by_one(
     return values, np.asarray(bad, np.int64)
 
 
+def without_codes(batch: Any, codes: Mapping[str, Sequence[float]], decimal: str) -> Any:
+    """Return rows without the numbers that stand for a missing value; see `parse_codes`."""
+    for place, name in enumerate(batch.schema.names):
+        wanted = np.array([*codes.get(name, ()), *codes.get("", ())])
+        column = plain(batch.column(place))
+        if not len(wanted) or not (is_text(column.type) or _is_number(column.type)):
+            continue
+        values, _ = numbers(column, name, decimal)
+        # A 99.99 that was stored as float32 reads 99.98999786.
+        is_code = np.isin(values, np.concatenate([wanted, wanted.astype(np.float32)]))
+        if is_code.any():
+            hidden = pc.if_else(pa.array(is_code), pa.scalar(None, column.type), column)
+            batch = batch.set_column(place, name, hidden)
+    return batch
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind))
+
+
 def times(column: Any, made: Column) -> tuple[Array, Array]:
     """Return nanoseconds since 1970, and where they are known."""
     column = plain(column)
@@ -538,6 +560,22 @@ def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:
             )
         kinds[name.strip()] = kind.strip()
     return kinds
+
+
+def parse_codes(texts: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Read "CODE" or "NAME=CODE" as typed after `--missing-code`: codes by column, those of every column under ""."""
+    codes: dict[str, tuple[float, ...]] = {}
+    for text in texts:
+        name, equals, code = text.rpartition("=")
+        number = parse_number(code, ".")
+        if number is None or not np.isfinite(number) or (equals and not name.strip()):
+            raise InputError(
+                f"--missing-code is {text!r}.",
+                "a number that stands for a missing value, or NAME=NUMBER for one column",
+                f"--missing-code {quoted((name.strip() or 'NAME') + '=-999')}",
+            )
+        codes[name.strip()] = (*codes.get(name.strip(), ()), number)
+    return codes
 
 
 def parse_words(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:

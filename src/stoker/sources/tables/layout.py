@@ -22,7 +22,7 @@ from typing import Any
 
 from stoker.display import command, nearest, quoted
 from stoker.errors import InputError, SourceError
-from stoker.store.foreign import TAR, name_kind, text_kind
+from stoker.store.foreign import JSON_LINES, TAR, name_kind, text_kind
 from stoker.units import format_bytes, format_count
 
 HEAD_BYTES = 256 << 10
@@ -113,14 +113,14 @@ class Layout:
 
 
 def file_kind(path: Path, encoding: str | None = None) -> str:
-    """Return what the first bytes of a file say: "text", "parquet", "arrow", or in words what cannot be read.
+    """Return what the first bytes of a file say: "text", "parquet", "arrow", "json", or in words what cannot be read.
 
     Where the user has named an encoding, whatever is not of a known kind is text.
     """
     found = _by_magic(path, _MAGIC)
     if found is None and encoding is None and (other := name_kind(path)) is not None:
         found = None if compression_of(path) and other.what != TAR else other.what
-    return found or "text"
+    return "json" if found == JSON_LINES else found or "text"
 
 
 def compression_of(path: Path) -> str | None:
@@ -136,18 +136,20 @@ def _by_magic(path: Path, known: Mapping[bytes, str]) -> str | None:
 
 def refuse_kind(path: Path, kind: str) -> SourceError | None:
     """Return the error for a file that is no table that stoker reads; None where it is one."""
-    if kind in ("text", "parquet", "arrow"):
+    if kind in ("text", "parquet", "arrow", "json"):
         return None
     other = name_kind(path)
     arrays = command("stoker", "pack", "arrays", path, "OUT")
     fix = arrays if kind in _MAGIC.values() or other is None else other.fix
-    return SourceError(f"{path} is {kind}.", "CSV, Parquet or Feather", fix)
+    return SourceError(f"{path} is {kind}.", "CSV, JSON lines, Parquet or Feather", fix)
 
 
 def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
     """Find how a text table is written. `asked` has the last word; `is_whole` says whether `head` is the whole file."""
     if asked.sep is None and (other := text_kind(path, head)) is not None:  # of a compressed text
-        raise SourceError(f"{path} is {other.what}.", "CSV, Parquet or Feather", other.fix)
+        raise SourceError(
+            f"{path} is {other.what}.", "CSV, JSON lines, Parquet or Feather", other.fix
+        )
     encoding, text = _decode(head, path, asked.encoding, is_whole)
     lines = text.splitlines(keepends=True)
     is_endless = not is_whole and len(lines) < 2

@@ -1,7 +1,8 @@
-"""Tables as a stream of Arrow batches: text with its layout, Parquet, Feather; files, folders, globs.
+"""Tables as a stream of Arrow batches: text with its layout, JSON lines, Parquet, Feather; files, folders, globs.
 
 Enters: paths as the user typed them. Leaves: `TableFile`s with their column names and notes, and record batches: text
-files as columns of text, the others as they are typed. Costs: one streaming read; memory for one block.
+files as columns of text, the others as they are typed. Costs: one streaming read; memory for one block. JSON lines
+are read whole, and twice: only all of them tell the type of a column.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-from pyarrow import csv, feather, parquet
+from pyarrow import csv, feather, json, parquet
 
+from stoker import bounds
 from stoker.display import command, look_in
 from stoker.errors import Refusal, RefusalList, SourceError, require_file
 from stoker.sources.tables.layout import (
@@ -33,6 +35,7 @@ from stoker.sources.tables.layout import (
     find_layout,
     refuse_kind,
 )
+from stoker.store.foreign import JSON_LINES, text_kind
 from stoker.units import format_bytes
 
 CSV_BLOCK_BYTES = 8 << 20
@@ -40,9 +43,10 @@ _HEAD_LINES = 12
 """Rows that are looked at at least, also where a row has tens of thousands of cells."""
 SUFFIXES = (
     ".csv", ".tsv", ".txt", ".data", ".dat", ".tab", ".arff", ".parquet", ".pq", ".feather", ".arrow", ".ipc",
+    ".jsonl", ".ndjson",
 )  # fmt: skip
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
-_TABLE_FORMATS = "CSV or other text with separators, Parquet, or Feather"
+_TABLE_FORMATS = "CSV or other text with separators, JSON lines, Parquet, or Feather"
 _PARTITION = re.compile(r"([^=/]+)=([^/]*)")
 
 
@@ -51,12 +55,13 @@ class TableFile:
     """One file of a table."""
 
     path: Path  # as the user knows it
-    kind: str  # "text", "parquet" or "arrow"
+    kind: str  # "text", "parquet", "arrow" or "json"
     names: tuple[str, ...]  # column names as they are packed: without spaces around them
     layout: Layout | None = None  # of a text file; None for the others
     # columns that the names of folders give ("year=2020")
     partitions: Mapping[str, str] = field(default_factory=dict)
     num_rows: int | None = None  # where the file says it; None for text
+    types: Mapping[str, pa.DataType] = field(default_factory=dict)
 
     @property
     def decimal(self) -> str:
@@ -127,18 +132,25 @@ def open_table(
     if wrong is not None:
         raise wrong
     layout, num_rows = None, None
+    types: Sequence[pa.DataType] = ()
     with readable(path):
         if kind == "parquet":
             with parquet.ParquetFile(path) as file:
                 raw, num_rows = list(file.schema_arrow.names), file.metadata.num_rows
+                types = file.schema_arrow.types
         elif kind == "arrow":
             table = read_arrow(path)
-            raw, num_rows = table.column_names, table.num_rows
+            raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
         else:
             with _stream(path) as stream:
                 head, is_whole = _read_head(stream)
-            layout = find_layout(head, path, asked, is_whole=is_whole)
-            raw = list(layout.names)
+            found = text_kind(path, head) if asked.sep is None else None
+            if found is not None and found.what == JSON_LINES:
+                kind, table = "json", _read_lines(path)
+                raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
+            else:
+                layout = find_layout(head, path, asked, is_whole=is_whole)
+                raw = list(layout.names)
     names = [name.strip() for name in raw]
     names = [name or f"unnamed_{place}" for place, name in enumerate(names)]
     names += [name for name in partitions if name not in names]
@@ -149,7 +161,8 @@ def open_table(
             "different names",
             "rename one of them",
         )
-    return TableFile(path, kind, tuple(names), layout, partitions, num_rows)
+    typed = dict(zip(names, types, strict=False))
+    return TableFile(path, kind, tuple(names), layout, partitions, num_rows, typed)
 
 
 def _read_head(stream: Any) -> tuple[bytes, bool]:
@@ -186,8 +199,8 @@ def batches(
                 # A struct's parts have names of their own, so that a nested column is asked for by its top.
                 for batch in opened.iter_batches(columns=[raw[place] for place in chosen]):
                     yield _renamed(batch, file, names)
-        elif file.kind == "arrow":
-            table = read_arrow(file.path)
+        elif file.kind in ("arrow", "json"):
+            table = read_arrow(file.path) if file.kind == "arrow" else _read_lines(file.path)
             for batch in table.to_batches(max_chunksize=1 << 16):
                 yield _renamed(batch, file, file.names)
         else:
@@ -218,6 +231,14 @@ def _renamed(batch: Any, file: TableFile, names: Sequence[str]) -> Any:
         text = file.partitions[name]
         arrays.append(pa.array([text] * batch.num_rows, pa.string()))
     return pa.RecordBatch.from_arrays(arrays, names=list(names))
+
+
+def _read_lines(path: Path) -> Any:
+    """Return the table of a file with a JSON object on each line, compressed or not."""
+    bounds.require_memory(2 * path.stat().st_size, f"reading {path} whole")
+    options = json.ReadOptions(block_size=CSV_BLOCK_BYTES)
+    with _stream(path) as stream:
+        return json.read_json(stream, read_options=options)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from stoker.sources.tables.columns import (
     needs_float64,
     numbers,
     plain,
+    without_codes,
 )
 from stoker.sources.tables.layout import NULLS, TextOptions, parse_number
 from stoker.sources.tables.reading import (
@@ -83,6 +84,7 @@ class TableSource(PlainSource):
         missing: What happens to missing numbers; see `MISSING`. "keep" is "stop" for a store that repairs them.
         text: How text files are written, where that shall not be found out.
         words: By column, texts that are values there, though they usually stand for a missing one: `{"a": ["None"]}`.
+        codes: By column, numbers that stand for a missing value: `{"a": [-999]}`; "" is every column.
     """
 
     paths: tuple[Path | str, ...]
@@ -95,6 +97,7 @@ class TableSource(PlainSource):
     missing: str = "stop"
     text: TextOptions = field(default_factory=TextOptions)
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    codes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     kind: ClassVar[str] = "table"
     version: ClassVar[int] = 4
@@ -138,9 +141,11 @@ class TableSource(PlainSource):
             self.dtypes,
             self.missing,
             {name.strip(): tuple(words) for name, words in self.words.items()},
+            {name.strip(): tuple(codes) for name, codes in self.codes.items()},
         )
         wanted = [*survey.names, *([self.target] if self.target else [])]
         _check_alike(files, wanted)
+        survey.check_types(files[0])
         pieces: list[_Piece] = []
         refused = RefusalList()
         for file in files:
@@ -225,6 +230,7 @@ class TableSource(PlainSource):
                 "classes": list(plan.target.classes) if plan.target else [],
                 "target_words": list(plan.target.words) if plan.target else [],
                 "text": asdict(self.text),
+                "codes": {name: list(codes) for name, codes in self.codes.items()},
             }
         kept = {name: data.keep(keep) for name, data in fields.items()}
         if plan.cuts and plan.target is not None and plan.target.classes:
@@ -253,6 +259,7 @@ class TableSource(PlainSource):
         waiting: list[Any] = []
         rows = 0
         for batch in batches(file, refused, wanted):
+            batch = without_codes(batch, self.codes, file.decimal) if self.codes else batch
             waiting.append(batch)
             rows += batch.num_rows
             while rows >= self.part_rows:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stoker.display import quoted
-from stoker.errors import SourceError
+from stoker.errors import RefusalList, SourceError
 from stoker.sources.tables.columns import (
     CODE_VALUES,
     FEW_CLASSES,
@@ -32,10 +32,11 @@ from stoker.sources.tables.columns import (
     needs_float64,
     numbers,
     plain,
+    refuse_type,
     trimmed,
 )
 from stoker.sources.tables.layout import SEPARATORS, header_advice, parse_number
-from stoker.sources.tables.reading import shown_names
+from stoker.sources.tables.reading import TableFile, batches, shown_names
 from stoker.units import format_count
 
 _SAMPLE_ROWS = 8192
@@ -89,10 +90,13 @@ class Survey:
         missing: str,  # what happens to missing numbers: "stop", "flag", "drop" or "keep"
         # by column, texts that are values there, though they usually stand for a missing one
         words: Mapping[str, tuple[str, ...]],
+        # by column, numbers that stand for a missing value; "" is every column
+        codes: Mapping[str, tuple[float, ...]],
     ) -> None:
         given = [("--target", target)] if target else []
         given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
         given += [("--dtype", name) for name in dtypes] + [("--value", name) for name in words]
+        given += [("--missing-code", name) for name in codes if name]
         unknown = [
             (option, name)
             for option, name in given
@@ -104,6 +108,7 @@ class Survey:
             ends = {
                 "--dtype": {name: f"={kind}" for name, kind in dtypes.items()},
                 "--value": {name: f"={each[0]}" for name, each in words.items()},
+                "--missing-code": {name: f"={each[0]:g}" for name, each in codes.items()},
             }
             typed = [
                 f"{option} {known}{ends.get(option, {}).get(name, '')}"
@@ -157,6 +162,19 @@ class Survey:
         given = f"{self._path} has no feature columns left."
         return SourceError(given, "at least one", "drop fewer columns")
 
+    def check_types(self, file: TableFile) -> None:
+        """Raise where a column is of a type that cannot be packed: by the schema, before the file is decoded."""
+        wanted = [*self.names, *([self._target] if self._target else [])]
+        types = {name: file.types[name] for name in wanted if name in file.types}
+        found = [refuse_type(name, kind) for name, kind in types.items()]
+        nested = [each for each in found if each is not None]
+        if nested:
+            # A look at some rows of the others, so that all are told at once.
+            others = [name for name in wanted if name not in {each.name for each in nested}]
+            rows = next(batches(file, RefusalList(), others), None) if others else None
+            table = pa.table({}) if rows is None else pa.Table.from_batches([rows]).select(others)
+            self._decide(table, file.decimal, nested)
+
     def look(self, table: Any, decimal: str) -> None:
         """Look at one piece of rows; the first one decides the kinds."""
         if not self._columns:
@@ -184,14 +202,14 @@ class Survey:
             if len(self._target_texts) > MOST_CLASSES:
                 self._target_texts = None
 
-    def _decide(self, table: Any, decimal: str) -> None:
+    def _decide(self, table: Any, decimal: str, refused: Sequence[Unusable] = ()) -> None:
         rows = np.unique(
             np.linspace(0, table.num_rows - 1, min(table.num_rows, _SAMPLE_ROWS)).astype(np.int64)
         )
         sample = table.take(rows) if len(rows) < table.num_rows else table
-        problems: list[Unusable] = []
+        problems: list[Unusable] = list(refused)
         blank: dict[str, int] = {}
-        for name in self.names:
+        for name in [name for name in self.names if name in table.column_names]:
             found = find_kind(name, sample.column(name), decimal, self._dtypes.get(name))
             if isinstance(found, Unusable):
                 problems.append(found)
@@ -210,7 +228,7 @@ class Survey:
             if found.kind in _WITH_MISSING and self._missing == "stop":
                 count = len(rows) - _num_known(sample.column(name))
                 blank |= {name: count} if count else {}
-        if self._target:
+        if self._target in table.column_names:
             problems += self._judge_target(sample.column(self._target), decimal)
         if problems:
             raise _problem_error(self._path, problems, blank, len(rows), table.num_rows)
