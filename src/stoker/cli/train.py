@@ -132,15 +132,17 @@ def _train_in_processes(
             "--gpus in a process that torchrun has started.", "one of the two", "leave --gpus out"
         )
     choose_recipe(settings)
-    share_batch(settings, gpus)
+    share_batch(settings, num_processes)
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device or "cuda").startswith("cuda") and gpus > max(present, device is None):
+    if (device or "cuda").startswith("cuda") and num_processes > max(present, device is None):
         raise InputError(
-            f"--gpus {gpus}, and this machine has {present}.",
+            f"--gpus {num_processes}, and this machine has {present}.",
             f"at most {present}" if present else "processes on the CPU, where there is no GPU",
-            f"--gpus {present}" if present else f"--gpus {gpus} --device cpu",
+            f"--gpus {present}" if present else f"--gpus {num_processes} --device cpu",
         )
-    code = launch([*map(str, words[1:])], gpus, max_restarts, lambda line: echo(line, err=True))
+    code = launch(
+        [*map(str, words[1:])], num_processes, max_restarts, lambda line: echo(line, err=True)
+    )
     if code:
         raise typer.Exit(code)
 
