@@ -115,7 +115,7 @@ def train(
 def _train_in_processes(
     settings: Settings,
     words: Sequence[str | Path],
-    gpus: int,
+    num_processes: int,
     max_restarts: int,
     device: str | None,
 ) -> None:
