@@ -18,7 +18,8 @@ Training: resnet18 at 224, bf16, channels-last, on each of them and on one held 
 stream of high priority, and by stoker's Trainer, which captures the step (its held batch: replays of the graph alone).
 Printed beside: busy cores, the
 share of time with a kernel on the GPU (NVML), bytes, growth of resident memory, packing, and how far the pixels of
-nvJPEG are from those of Pillow. The peers whose workers take seconds to fill their queues have fewer turns.
+nvJPEG are from those of Pillow; and the loader's busy cores where batches are taken no faster than nvJPEG alone decodes
+them. The peers whose workers take seconds to fill their queues have fewer turns.
 
 With --pack: `pack images --keep-encoded` of that many photographs at 256 px beside a plain read of their files, by as
 many threads as there are cores, from the disk (the page cache is emptied, which needs root) and from memory.
@@ -30,6 +31,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import math
 import os
 import resource
 import shutil
@@ -58,7 +60,7 @@ from stoker.augment import (
     ToDtype,
 )
 from stoker.loader.pictures import Engines
-from stoker.machine.process import rss_bytes
+from stoker.machine import rss_bytes
 from stoker.packing import PackOptions, pack
 from stoker.sources.images import ImagesSource, KeepEncoded
 from stoker.store.reader import open_store
@@ -175,8 +177,14 @@ class Way:
         self.cores: list[float] = []
         self.busy: list[float] = []
 
-    def run(self, seconds: float, cuda: bool, step: Callable[[Any], None] | None = None) -> float:
-        """Take batches for `seconds`; return the seconds for one image."""
+    def run(
+        self,
+        seconds: float,
+        cuda: bool,
+        step: Callable[[Any], None] | None = None,
+        most_per_second: float = math.inf,
+    ) -> float:
+        """Take batches for `seconds`, images not faster than asked for; return the seconds for one image."""
         for batch in itertools.islice(self.batches, 3):
             if step is not None:
                 step(batch)
@@ -189,6 +197,9 @@ class Way:
                 count += self.size(batch)
                 if step is not None:
                     step(batch)
+                early = began + count / most_per_second - time.perf_counter()
+                if early > 0:
+                    time.sleep(early)
             if cuda:
                 torch.cuda.synchronize()
         took = time.perf_counter() - began
@@ -539,6 +550,11 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         }
         print(f"  ratios: {result[kind]['ratios']}, by core-second: ", end="")
         print(result[kind]["ratios_per_core_second"], flush=True)
+        if cuda and "decoder" in rows:
+            paced = Way("encoded", found[0].batches, found[0].size)
+            paced.run(options.seconds, cuda, None, rows["decoder"]["images_per_second"])
+            result[kind]["at_the_decoders_rate"] = paced.result()
+            print(f"  at the decoder's rate: {paced.result()}", flush=True)
         step = make_step(device) if cuda and not options.no_training else None
         if step is not None:
             held = next(found[0].batches)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from stoker import Loader, PackOptions, pack
-from stoker.demo.bars import make_bars
+from stoker.demo.story import make_bars
 from stoker.sources.bars import BarsSource
 
 WINDOWS = {"M1": 48, "M5": 32, "M15": 24, "H1": 16, "H4": 8}

@@ -39,7 +39,7 @@ LONG = (
     "stoker.doctor.outside._read_stacks",
     "stoker.doctor.ablation.examine",
     "stoker.demo.story._make_plan",
-    "stoker.recipes.export.onnx_file._trace",
+    "stoker.recipes.export.graph._trace",
     "stoker.cli.config._print_settings",
 )
 

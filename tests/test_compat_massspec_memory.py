@@ -28,7 +28,7 @@ from stoker.compat.massspec_memory import (
     report_lines,
 )
 from stoker.errors import StokerError
-from stoker.machine.process import forget_peak, peak_rss_bytes, rss_bytes
+from stoker.machine import forget_peak, peak_rss_bytes, rss_bytes
 from stoker.store.reader import open_store
 from stoker.units import GB, MB
 

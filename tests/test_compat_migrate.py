@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
-from stoker.compat.migrate.convert import find_target, migrate_config
-from stoker.compat.migrate.values import NAMES, RECIPE_OPTIONS
+from stoker.compat.migrate import NAMES, RECIPE_OPTIONS, find_target, migrate_config
 from stoker.config import parse_config, resolve
 from stoker.config.resolve import PLACES
 from stoker.config.tree import key_schemas

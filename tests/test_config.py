@@ -23,8 +23,7 @@ from stoker.config import (
     resolve,
 )
 from stoker.config.load import rewrite_config
-from stoker.config.names import LAYOUTS, LAZY, RAM
-from stoker.config.options import describe_allowed
+from stoker.config.options import LAYOUTS, LAZY, RAM, describe_allowed
 from stoker.config.resolve import PLACES
 from stoker.config.tree import default_of, key_schemas
 from stoker.errors import ConfigError

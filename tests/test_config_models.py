@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stoker.config import Settings, TrainOptions, parse_config, resolve
-from stoker.config.names import FORMER, LAYOUTS, SECTION_RANKS
+from stoker.config.options import FORMER, LAYOUTS, SECTION_RANKS
 from stoker.config.resolve import PLACES, as_key
 from stoker.config.tree import ROOMS, key_schemas
 from stoker.errors import ConfigError, InputError

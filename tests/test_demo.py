@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 import forked_scripts
 from stoker.cli.main import app
-from stoker.demo.reading import WINDOWS
 from stoker.demo.story import _free_folder, examine, run_demo
-from stoker.demo.training import OPTIONS, TRAINED, train_both_ways
+from stoker.demo.training import OPTIONS, TRAINED, WINDOWS, train_both_ways
 from stoker.errors import InputError
 from stoker.report import Silent
 from stoker.store.reader import open_store

@@ -53,7 +53,7 @@ def python_pages() -> list[str]:
 def bars(tmp_path_factory) -> Path:
     """A week of made bars, packed: `store`, `bars/EURUSD_*.csv`."""
     from stoker import PackOptions, pack
-    from stoker.demo.bars import make_bars
+    from stoker.demo.story import make_bars
     from stoker.sources.bars import BarsSource
 
     folder = tmp_path_factory.mktemp("bars")

@@ -481,14 +481,16 @@ def test_kernels_are_a_union_and_the_quietest_step_stands_for_the_host():
         event("kernel_a", 20, 30, device=gpu),
         event("kernel_b<double>", 40, 30, device=gpu),
         event("kernel_a", 1020, 30, device=gpu),
+        event("cutlass_80_tensorop_d884gemm_64x64_16x4_nn_align1", 1060, 10, device=gpu),
         event("Memcpy HtoD", 2000, 900, device=gpu),
         event("mine", 0, 1),
         event("mine", 0, 1500, device=gpu),
     ]
     seen = operators.summarise(events, [0, 1_000_000, 2_000_000], [])
-    assert seen["kernels"] == 3
-    assert seen["busy_seconds"] == pytest.approx(80e-6)
-    assert seen["double_kernel_seconds"] == pytest.approx(30e-6)
+    assert seen["kernels"] == 4
+    assert seen["busy_seconds"] == pytest.approx(90e-6)
+    assert seen["double_kernel_seconds"] == pytest.approx(40e-6)
+    assert seen["double_product_seconds"] == pytest.approx(10e-6)
     assert seen["matmul_seconds"] == {"float32": pytest.approx(5e-6)}
 
 
@@ -589,6 +591,26 @@ def test_seconds_queued_for_a_core_are_nobodys_work():
     assert seen.loader.blocked_share == pytest.approx(0.75)
     assert seen.loader.work.collate == pytest.approx(0.005)
     assert any("other work" in note for note in seen.notes)
+
+
+def test_uneven_steps_beside_other_work_are_not_called_healthy():
+    """A public loop over single names, where the machine was busy: steps of 6 to 44 ms, "nothing to fix"."""
+
+    def told(longest, delay):
+        rows = [
+            row(seconds=seconds, cpu=0.9 * seconds, delay=delay * seconds)
+            for seconds in (0.006, 0.010, longest, longest) * 10
+        ]
+        return measure([Process(rows, [], state())], "busy", MachineFacts()).unjudged
+
+    profile = {"operators": 40, "work_seconds": 1e-4, "update_seconds": 0.0, "double_seconds": 0.0}
+    rows = [row(seconds=0.012, cpu=0.009, delay=0.003) for _ in range(40)]
+    for count, is_judged in ((40, False), (200, True)):
+        made = state(profile={**profile, "operators": count, "matmul_seconds": {}, "steps": 3})
+        why = measure([Process(rows, [], made)], "busy", MachineFacts()).unjudged
+        assert any("its operators explain" in one for one in why) != is_judged
+    assert any("steps took" in why for why in told(0.060, 0.4))
+    assert not any("steps took" in why for why in told(0.060, 0.1) + told(0.012, 0.4))
 
 
 def test_the_environment_carries_the_probe_and_nothing_of_an_outer_doctor(tmp_path):

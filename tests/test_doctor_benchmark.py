@@ -13,6 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "doctor"
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
 import cases  # noqa: E402
+import overhead  # noqa: E402
 import peers  # noqa: E402
 import publish  # noqa: E402
 import run  # noqa: E402
@@ -76,6 +77,8 @@ def test_figures_are_computed_from_the_rows():
     assert found["both_named"] == {"right": 0, "of": 1}
     assert found["false_alarms"] == {"alarms": 1, "of": 3}
     assert found["healthy_unjudged"] == 1
+    failed = {**result([]), "doctored": {"failure": "no module"}}
+    assert not run.judge("failed", failed)["is_right"], "a script that did not run is not healthy"
     assert found["predictions"]["count"] == 2
     assert found["predictions"]["median_error"] == pytest.approx((0.1 + 1.0) / 2)
     assert found["predictions"]["within_30_percent"] == 0.5
@@ -89,6 +92,26 @@ def test_figures_are_computed_from_the_rows():
     assert "`far`: predicted × 4.00, measured × 2.00" in told
     assert ">1</text>" in publish.confusion_svg(found["confusion"])
     assert "predicted 4.00, measured 2.00" in publish.scatter_svg([("far", 2.0, 4.0)])
+
+
+def test_a_script_whose_fix_brings_nothing_is_told_apart():
+    """float64 on an H200: the rule is the same for all scripts, and both counts are published."""
+    idle = result(["double-precision"], [("batch-too-small", 6.0)], fixed=101.0)
+    tried = {**idle, "tried": {"name": "batch-too-small", "batch": 512, "rate": 550.0}}
+    rows = [run.judge("kept", tried), run.judge("not", idle)]
+    rows.append(run.judge("right", result(["no-workers"], [("no-workers", 2.0)])))
+    rows.append(run.judge("leak_plain", result(["memory-creep"], fixed=100.0)))
+    assert run.summarise(rows)["top_right"] == {"right": 1, "of": 4}
+    told, others, unkept = publish.by_gain(rows)
+    assert told == "1 of 2"
+    assert [row["case"] for row in others] == ["kept", "not"]
+    assert [row["case"] for row in unkept] == ["not"]
+    assert "with that batch it was × 5.50" in publish.told_without_gain(rows[0])
+    assert "which was not tried" in publish.told_without_gain(rows[1])
+    patch = {"patch": {"loader_arguments": {"batch_size": 512}}}
+    assert run._larger_batch([patch]) == 512
+    assert run._larger_batch([{"patch": {"loader_arguments": {"num_workers": 4}}}, patch]) is None
+    assert run._larger_batch([]) is None
 
 
 def test_a_second_cause_may_be_hidden_behind_the_first():
@@ -128,6 +151,30 @@ def test_merged_results_keep_the_figures_of_each_run(tmp_path):
     assert [row["run"] for row in again["rows"]] == [3, 3]
     assert len(again["runs"]) == 3
     assert [row["run"] for row in merged["result"]["rows"]] == [2, 1]
+
+
+def test_the_cost_of_the_probe_is_the_median_of_pairs_of_turns():
+    alone = [{"ms": 2.0 * drift, "cpu_ms": 2.0} for drift in (1, 1.5, 1, 3, 1, 1)]
+    doctored = [{"ms": 1.05 * one["ms"], "cpu_ms": 2.2} for one in alone]
+    found = overhead.summarise(alone, doctored, 2.02, [])
+    assert found["overhead"] == pytest.approx(0.05), "the drift of the machine is that of both"
+    assert found["sound"]
+    assert found["cpu_overhead"] == pytest.approx(0.10)
+    assert found["reported_error"] == pytest.approx(0.01)
+    varied = zip(alone, (1, 2, 1, 1.3, 0.7, 1), strict=True)
+    noisy = [{**one, "ms": one["ms"] * more} for one, more in varied]
+    unsound = overhead.summarise(alone, noisy, None, [])
+    assert not unsound["sound"]
+    row = {**unsound, "alone_ms": 2.0, "doctored_ms": 2.1}
+    machine = {"result": {"2 ms": row}}
+    assert "NOT SOUND" in "\n".join(publish.overhead_section(machine))
+    low, high = overhead.interval_of_median(range(20))
+    assert (low, high) == (5, 14), "of 20 values: the 6th and the 15th"
+
+
+def test_a_step_of_a_turn_is_the_mean_without_the_slowest():
+    told = overhead.mean_step({"steps": [0.001] * 19 + [0.5], "cpu": 0.04})
+    assert told == {"ms": pytest.approx(1.0), "cpu_ms": pytest.approx(2.0)}
 
 
 def test_other_tools_name_a_cause_by_rules():

@@ -118,6 +118,41 @@ def test_the_time_before_the_forward_pass_is_told_from_the_loss():
     assert operators._gap_seconds(seen[:1], 0, 30 * MS, [(20 * MS, 24 * MS)]) is None
 
 
+def test_a_forward_pass_begins_when_its_code_fetches_a_value():
+    """Neighbours chosen by Python code before the first operator with a gradient: 2 of its 6 ms were seen."""
+    seen = host(
+        ("aten::to", 0.003, 0.006, 7),  # `tolist` in the forward pass: waits for the GPU
+        ("aten::embedding", 0.012, 0.013, 7),
+        ("aten::mul", 0.013, 0.020, 8),
+        ("Optimizer.step#SGD.step", 0.024, 0.025, -1),
+    )
+
+    def gap(*fetches):
+        return operators._gap_seconds(seen, 0, 25 * MS, [(20 * MS, 24 * MS)], fetches)
+
+    assert gap() == pytest.approx((0.012, 0))
+    assert gap(3 * MS) == pytest.approx((0.003 + 0.006, 0.006))
+    # One of another step, or of the backward pass, says nothing of this one.
+    assert gap(-1 * MS) == gap(21 * MS) == gap()
+
+
+def test_weights_that_are_updated_by_hand_are_no_code_between_steps():
+    """A public example: "31% of a step is spent outside of the model", most of it at `w1 -= rate * w1.grad`."""
+    seen = host(
+        ("aten::sub_", 0.000, 0.004, 7),
+        ("aten::zero_", 0.00405, 0.005, 7),
+        ("aten::mm", 0.008, 0.010, 7),
+        ("aten::mm", 0.010, 0.019, 8),
+    )
+    passes = [(19 * MS, 24 * MS)]
+    gap = operators._gap_seconds(seen, 0, 24 * MS, passes)
+    assert gap == pytest.approx((0.003, 0)), (
+        "what is left is code of Python before the forward pass"
+    )
+    update = host(("Optimizer.step#SGD.step", 0.0, 0.0005, -1))
+    assert operators._gap_seconds(update + seen, 0, 24 * MS, passes)[0] == pytest.approx(0.008)
+
+
 def test_accumulated_passes_have_a_gap_each():
     seen = host(
         ("aten::linear", 0.002, 0.003, 0),
@@ -244,6 +279,9 @@ def test_waiting_for_a_core_is_no_python_code_of_the_model(monkeypatch):
     for queued, left in (([0.0, 0.002, 0.005], 0.0), ([1.0, 1.001, 1.0025], 0.0015), (None, 0.003)):
         seen = operators.summarise([], [0, 10 * MS, 20 * MS], [], queued)
         assert seen["python_seconds"] == pytest.approx(left)
+        # Of the second step, the profiler's start is in the first; and without 0.1 ms for calling operators.
+        gap = {0.0: 0.0009, 0.0015: 0.0024, 0.003: 0.0039}[left]
+        assert seen["gap_seconds"] == pytest.approx(gap)
 
 
 def test_an_update_that_takes_much_of_a_step_on_a_cpu_has_a_note():

@@ -377,6 +377,24 @@ def test_data_that_is_converted_from_float64_is_no_model_in_float64():
     assert diagnose(job(0.010, 0.0, operators=double))[0].name == "double-precision"
 
 
+def test_float64_on_a_gpu_is_told_by_what_its_products_take_there():
+    """On an H200 a product in float64 takes as long as in float32, on most other GPUs 32 to 64 times."""
+    kernels = OperatorFacts(40, 0.001, double_seconds=0.009, matmul_seconds={"float64": 0.001})
+    busy = KernelFacts(100, 9e-5, 0.95)
+
+    def told(products, times, kernels_of=busy):
+        facts = replace(kernels, double_product_seconds=products, double_times=times)
+        found = diagnose(job(0.010, machine=GPU, operators=facts, kernels=kernels_of))
+        return next((one for one in found if one.name == "double-precision"), None)
+
+    assert told(0.009, 1.0) is None
+    assert told(0.009, 32.0).gain.likely == pytest.approx(1 / (1 - 0.95 * 0.9 * 31 / 32))
+    assert "a product in float64 takes × 32 as long" in told(0.009, 32.0).evidence[2]
+    assert told(0.0, 1.0).gain.likely == pytest.approx(1 / (1 - 0.95 * 0.45)), "half of the bytes"
+    launches = KernelFacts(100, 1e-6, 0.09)
+    assert told(0.0, 2.0, launches) is None, "the step waits for launches, not for kernels"
+
+
 def test_a_conversion_comes_with_its_command_and_the_loader_that_reads_the_store():
     packed = replace(ROWS, name="my data/img.h5:/images", chunks=(1, 512), compression="gzip")
     slow = job(0.030, 0.025, load=0.030, work=LoaderWork(read=0.029), hdf5=(packed,))

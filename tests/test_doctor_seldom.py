@@ -111,6 +111,14 @@ def test_a_few_long_steps_are_told_with_their_lines():
 
 
 def test_long_steps_of_the_model_are_a_note_and_the_rest_of_the_verdict():
+    (note,) = [
+        note
+        for note in judged(
+            uneven(), late={"model": 100}, late_lines={"a.py:3": 1}
+        ).measurements.notes
+        if "took longer than the others" in note
+    ]
+    assert note.endswith("at no line of your own"), "a public script's was mostly at a line with 0%"
     told = judged(uneven(), late={"model": 100}, late_lines={"a.py:30": 100})
     assert not told.findings
     assert "they are only" in told.verdict
@@ -171,6 +179,38 @@ def test_python_code_of_the_forward_pass_is_found():
     assert finding.name == "python-in-model"
     assert finding.patch.where == "net.py:12"
     assert finding.gain.high == pytest.approx(0.010 / 0.006)
+
+
+@pytest.mark.parametrize(("in_model", "python"), [(True, 0.005), (False, 0.005), (True, 0.001)])
+def test_values_that_python_code_of_the_forward_pass_fetches_go_with_it(in_model, python):
+    """Figures of an H200: 5.5 ms of kernels, for which `tolist` waits before 5 ms of Python code."""
+    rows = [row(seconds=0.0115, cpu=0.0115, backward=0.001, sync=0.004) for _ in range(40)]
+    site = {"family": "sync", "where": "net.py:11", "call": "tolist", "calls": 40, "bytes": 0}
+    kernels = {"kernels": 180, "kernel_seconds": 0.0165, "busy_seconds": 0.0165, "steps": 3}
+    found = judged(
+        rows,
+        **INSIDE,
+        sites=[{**site, "seconds": 0.16, "in_model": in_model}],
+        profile={**kernels, "python_seconds": python},
+        torch={"cuda": "NVIDIA H200", "version": "2.11.0"},
+    ).findings
+    if python < 0.15 * 0.0115:  # it fetches, and does little with it
+        assert [one.name for one in found] == ["sync-every-step"]
+        return
+    assert found[0].name == ("python-in-model" if in_model else "sync-every-step")
+    assert len(found) == 2 - in_model, "it is one cause with one remedy"
+    if in_model:
+        assert found[0].gain.likely == pytest.approx(0.0115 / 0.0055), "the kernels are left"
+        assert "4 ms more is spent on fetching the values" in found[0].evidence[2]
+
+
+def test_a_fetch_knows_whether_a_module_calls_it():
+    class Reads(torch.nn.Module):
+        def forward(self, x):
+            return places.is_in_module(sys._getframe())
+
+    assert torch.nn.Sequential(Reads())(torch.zeros(1))
+    assert not places.is_in_module(sys._getframe())
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ def measured(rows, **values):
 def test_the_first_steps_are_watched_and_then_half_of_them():
     assert all(map(is_watched, range(20)))
     assert not any(map(is_watched, range(20, 36)))
+    short = [is_watched(number, 0.0015) for number in range(512, 1536)]
+    assert sum(short) == 256, "of short steps there are many: a quarter is enough"
+    assert len({number // 64 for number, on in enumerate(short, 512) if on}) == 4, "windows of 64"
+    assert [is_watched(n, 0.0015) for n in range(128)] == [is_watched(n) for n in range(128)]
     later = [is_watched(number) for number in range(512, 1536)]
     assert 0.4 < sum(later) / len(later) < 0.6
 

@@ -23,7 +23,7 @@ from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE
 from stoker.recipes.catalogue import as_augments, choose_recipe, describe_job, fingerprint
 from stoker.recipes.contract import Layout, Sizes
-from stoker.recipes.export import onnx_file as export_onnx
+from stoker.recipes.export import graph as export_onnx
 from stoker.recipes.export.graph import Deployed, Repairs, deploy
 from stoker.recipes.export.trained import export_trained
 from stoker.recipes.inference import load_trained, quantize_trained

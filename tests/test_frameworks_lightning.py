@@ -409,7 +409,7 @@ def test_doctor_and_telemetry_together_measure_the_same_waits(rows, tmp_path):
 
 
 def test_in_a_lightning_without_that_door_the_ladder_stands_aside(rows, monkeypatch):
-    from stoker.frameworks import lightning_oom
+    from stoker.frameworks import lightning_capture
 
     class Other:
         epoch_loop = None
@@ -418,7 +418,7 @@ def test_in_a_lightning_without_that_door_the_ladder_stands_aside(rows, monkeypa
     Other.automatic_optimization = object()
     ran = trainer()
     monkeypatch.setattr(ran, "fit_loop", Other)
-    assert "in another way" in lightning_oom._stands_aside(ran, Net())
+    assert "in another way" in lightning_capture._stands_aside(ran, Net())
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

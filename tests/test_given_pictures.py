@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.recipes.given_pictures import given_pictures
 from stoker.recipes.images.recipe import PictureReader
+from stoker.recipes.pictures import given_pictures
 from stoker.recipes.segmentation.masks import Scale, ScenePictures
 
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import stoker
-from stoker.train.frozen import with_helpers
-from stoker.train.held_tensors import WatchedTensors
+from stoker.train.graphs.frozen import with_helpers
+from stoker.train.graphs.held_tensors import WatchedTensors
 
 NUM_BATCHES, LATE = 16, 13
 """The first replays are compared with eager steps; what changes at batch LATE comes after them."""
@@ -245,6 +247,196 @@ def test_it_is_the_plain_loop(device, write, reason):
     assert reason in loop.step.reason
 
 
+def keep(loop, step, read, num_epochs=1):
+    """Return what is read after each step, kept without `clone`; one batch has another size."""
+    step, told = loop.capture(step), []
+    for number, batch in enumerate(loop.batches * num_epochs):
+        result = step(tuple(each[:5] for each in batch) if number == LATE else batch)
+        told.append(read(result))
+    return told
+
+
+def in_a_dict(loop):
+    logs = {}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs.update(loss=loss, twice=2 * loss, name="x")
+        return loss
+
+    # Beyond the first later comparison.
+    return keep(loop, step, lambda _: logs["loss"].detach(), num_epochs=5)
+
+
+def many_in_a_dict(loop):
+    logs = {}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs.update({str(number): loss * number for number in range(6)})
+        return loss
+
+    return keep(loop, step, lambda _: logs["5"])
+
+
+def in_a_new_dict(loop):
+    logs = {}
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs["out"] = {"loss": loss, "weight": loop.model[0].weight, "num": 3}
+        return loss
+
+    told = keep(loop, step, lambda _: logs["out"])
+    assert told[-1]["weight"] is loop.model[0].weight
+    return [each["loss"] for each in told]
+
+
+def in_a_variable(loop):
+    mask, last = torch.full((), 0.3, device=loop.device), None
+
+    def step(batch):
+        nonlocal last
+        last = loop.update(batch, mask)
+        return last
+
+    return keep(loop, step, lambda _: last, num_epochs=5)
+
+
+def in_a_dict_of_a_variable(loop):
+    last = None
+
+    def step(batch):
+        nonlocal last
+        loss = loop.update(batch, 0.0)
+        last = {"loss": loss, "rate": 0.05}
+        return loss
+
+    return keep(loop, step, lambda _: last["loss"])
+
+
+def in_a_module(loop):
+    class Seeing(nn.Linear):
+        def forward(self, x):
+            self.seen = super().forward(x)
+            return self.seen
+
+    loop.model[0].__class__ = Seeing
+    return keep(
+        loop, lambda batch: loop.update(batch, 0.0), lambda _: loop.model[0].seen.detach()[0, 0]
+    )
+
+
+def large(loop):
+    logs, zeros = {}, torch.zeros(300_000, device=loop.device)
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs["loss"] = loss + zeros
+        return loss
+
+    return keep(loop, step, lambda _: logs["loss"][:1])
+
+
+def the_batch(loop):
+    logs = {}
+
+    def step(batch):
+        logs["x"] = batch[0]
+        return loop.update(batch, 0.0)
+
+    return keep(loop, step, lambda _: logs["x"][0, 0])
+
+
+def the_result(loop):
+    def step(batch):
+        return {"loss": loop.update(batch, 0.0), "wanted": batch[1], "name": "x"}
+
+    return keep(loop, step, lambda result: result["wanted"][0])
+
+
+def an_object(loop):
+    state = SimpleNamespace()
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        state.out = SimpleNamespace(loss=loss)
+        return loss
+
+    return keep(loop, step, lambda _: state.out.loss)
+
+
+def a_distribution(loop):
+    state = SimpleNamespace()
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        state.told = torch.distributions.Normal(loss, 1.0, validate_args=False)
+        return loss
+
+    return keep(loop, step, lambda _: state.told.loc)
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")  # torch: a module keeps its output
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (in_a_dict, "replays agreed"),
+        (many_in_a_dict, "replays agreed"),
+        (in_a_new_dict, "replays agreed"),
+        (in_a_variable, "replays agreed"),
+        (in_a_dict_of_a_variable, "replays agreed"),
+        (in_a_module, "replays agreed"),
+        (large, "replays agreed"),
+        (the_batch, "replays agreed"),
+        (the_result, "replays agreed"),
+        (an_object, "replaces out of state, an object with tensors in it"),
+        (a_distribution, "replaces told of state, an object with tensors in it"),
+    ],
+)
+def test_what_a_step_leaves_behind_may_be_kept(device, write, reason):
+    expected = [float(value) for value in write(Loop(device, is_captured=False))]
+    loop = Loop(device, is_captured=True)
+    found = [float(value) for value in write(loop)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert reason in loop.step.reason
+
+
+def test_a_large_tensor_is_copied_only_when_it_is_kept(device):
+    loop, notes, logs = Loop(device, is_captured=True), [], {}
+    zeros = torch.zeros(300_000, device=device)
+
+    def step(batch):
+        loss = loop.update(batch, 0.0)
+        logs["out"] = loss + zeros, loss
+        return loss
+
+    step = loop.capture(step)
+    step._say = notes.append
+    places = []
+    for batch in loop.batches:
+        loss = step(batch)
+        assert float(loss) == float(logs["out"][0][7]) == float(logs["out"][1])
+        places.append(logs["out"][0].data_ptr())
+    assert len({*places[-5:]}) == 1  # the graph's own
+    assert not notes
+    kept = [logs["out"]]
+    for batch in loop.batches:
+        kept.append((step(batch), logs["out"])[1])
+    assert len({float(large[0]) for large, _ in kept}) == len(kept)
+    assert len([note for note in notes if "is kept, and copied from now on" in note]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+def test_a_number_of_the_host_in_a_result_is_never_stale(device):
+    loop, numbers = Loop(device, is_captured=True), iter(range(1000))
+    step = loop.capture(lambda batch: (loop.update(batch, 0.0), next(numbers)))
+    told = [step(batch)[1] for batch in loop.batches]
+    assert told == sorted({*told})
+    assert "eager: the step changes a value that it returns" in step.reason
+
+
 def weight_in_a_variable(loop):
     weight = loop.zero()
 
@@ -361,3 +553,179 @@ def test_what_a_step_does_not_name_is_not_watched():
     found = watched.find_replaced()
     assert found is not None
     assert found[0] == "Own.hidden"
+
+
+@pytest.mark.parametrize("is_number", [True, False], ids=["number", "tensor"])
+def test_a_change_in_a_large_model_is_seen_before_the_next_replay(device, is_number):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = 1.0 if is_number else torch.ones((), device=device)
+
+        def forward(self, x):
+            return x * self.scale
+
+    def train(is_captured):
+        loop = Loop(device, is_captured)
+        loop.model = nn.Sequential(*loop.model, *(Scaled() for _ in range(300)))
+        step = loop.capture(lambda batch: loop.update(batch, 0.0))
+        losses = []
+        for number, batch in enumerate(loop.batches):
+            if number >= LATE:
+                loop.model[-1].scale = loop.model[-1].scale * 1.5
+            losses.append(float(step(batch)))
+        return losses, loop.step
+
+    losses, captured = train(is_captured=True)
+    assert captured.reason.startswith("captured")
+    torch.testing.assert_close(losses, train(is_captured=False)[0], rtol=1e-4, atol=1e-5)
+
+
+class Settings:
+    beta = 0.0
+
+
+SETTINGS = ModuleType("settings")
+
+
+class Kind(enum.Enum):
+    plain, other = range(2)
+
+
+def number_in_nested_dicts(loop):
+    config = {"loss": {"weights": [0.0, 1.0]}}
+
+    def put():
+        config["loss"]["weights"][0] = 0.7
+
+    return (lambda batch: loop.update(batch, config["loss"]["weights"][0])), put
+
+
+def number_in_nested_objects(loop):
+    config = SimpleNamespace(loss=SimpleNamespace(beta=0.0))
+    return (lambda batch: loop.update(batch, config.loss.beta)), lambda: setattr(
+        config.loss, "beta", 0.7
+    )
+
+
+def dict_that_is_replaced(loop):
+    config = {"loss": {"beta": 0.0}}
+    return (lambda batch: loop.update(batch, config["loss"]["beta"])), lambda: config.update(
+        loss={"beta": 0.7}
+    )
+
+
+def object_that_is_replaced(loop):
+    config = SimpleNamespace(loss=SimpleNamespace(beta=0.0))
+    return (lambda batch: loop.update(batch, config.loss.beta)), lambda: setattr(
+        config, "loss", SimpleNamespace(beta=0.7)
+    )
+
+
+def numbers_in_a_tuple(loop):
+    state = SimpleNamespace(beta=(0.0, 1.0))
+    return (lambda batch: loop.update(batch, state.beta[0])), lambda: setattr(
+        state, "beta", (0.7, 1.0)
+    )
+
+
+def nothing_that_becomes_a_number(loop):
+    state = SimpleNamespace(beta=None)
+    return (lambda batch: loop.update(batch, state.beta or 0.0)), lambda: setattr(
+        state, "beta", 0.7
+    )
+
+
+def member_of_an_enumeration(loop):
+    state = SimpleNamespace(kind=Kind.plain)
+
+    def step(batch):
+        return loop.update(batch, 0.7 if state.kind is Kind.other else 0.0)
+
+    return step, lambda: setattr(state, "kind", Kind.other)
+
+
+def array_that_is_changed(loop):
+    weights = np.zeros(3)
+
+    def put():
+        weights[1] = 0.7
+
+    return (lambda batch: loop.update(batch, float(weights[1]))), put
+
+
+def array_that_is_replaced(loop):
+    state = SimpleNamespace(weights=np.zeros(3))
+    return (lambda batch: loop.update(batch, float(state.weights[1]))), lambda: setattr(
+        state, "weights", np.full(3, 0.7)
+    )
+
+
+def function_that_is_replaced(loop):
+    state = SimpleNamespace(beta=lambda: 0.0)
+    return (lambda batch: loop.update(batch, state.beta())), lambda: setattr(
+        state, "beta", lambda: 0.7
+    )
+
+
+def number_of_a_class(loop):
+    Settings.beta = 0.0
+    return (lambda batch: loop.update(batch, Settings.beta)), lambda: setattr(Settings, "beta", 0.7)
+
+
+def number_of_a_module(loop):
+    SETTINGS.beta = 0.0
+    return (lambda batch: loop.update(batch, SETTINGS.beta)), lambda: setattr(SETTINGS, "beta", 0.7)
+
+
+def optimizer_that_is_replaced(loop):
+    def put():
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.2)
+
+    return (lambda batch: loop.update(batch, 0.0)), put
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.parametrize(
+    "make",
+    [
+        number_in_nested_dicts,
+        number_in_nested_objects,
+        dict_that_is_replaced,
+        object_that_is_replaced,
+        numbers_in_a_tuple,
+        nothing_that_becomes_a_number,
+        member_of_an_enumeration,
+        array_that_is_changed,
+        array_that_is_replaced,
+        function_that_is_replaced,
+        number_of_a_class,
+        number_of_a_module,
+        optimizer_that_is_replaced,
+    ],
+)
+def test_what_decides_a_step_is_never_stale(device, make):
+    def train(is_captured):
+        loop = Loop(device, is_captured)
+        step, put = make(loop)
+        step, losses = loop.capture(step), []
+        for number, batch in enumerate(loop.batches):
+            if number == LATE:
+                if is_captured:
+                    assert step.is_captured, step.reason
+                put()
+            losses.append(float(step(batch)))
+        return losses
+
+    torch.testing.assert_close(train(True), train(False), rtol=1e-4, atol=1e-5)
+
+
+LAST = None
+
+
+def test_a_global_that_is_called_like_an_attribute_is_not_watched(device):
+    loop, state = Loop(device, is_captured=True), SimpleNamespace(LAST=0.0)
+    step = loop.capture(lambda batch: loop.update(batch, state.LAST))
+    for batch in loop.batches:
+        globals()["LAST"] = {"loss": step(batch)}
+    assert "replays agreed" in step.reason

@@ -107,6 +107,29 @@ def test_the_advice_for_arguments_of_others_does_the_same(path, given, typed):
     assert caught.value.fix == typed
 
 
+def test_shuffle_by_its_place_in_a_dataloader_is_answered_by_name(path):
+    with pytest.raises(InputError, match="True is no device") as caught:
+        Loader(path, 20, True)
+    assert caught.value.fix == "shuffle=True"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sampler", r"loader.set_epoch\(epoch\)"),
+        ("batch_sampler", r"loader.set_epoch\(epoch\)"),
+        ("num_workers", "without worker processes"),
+        ("pin_memory", "on the device"),
+        ("drop_last", r"len\(loader\)"),
+        ("collate_fn", r"next\(iter\(loader\)\)"),
+        ("generator", "seed="),
+    ],
+)
+def test_what_a_dataloader_has_and_a_loader_has_not_is_answered(path, name, words):
+    with Loader(path, 20, "cpu") as loader, pytest.raises(AttributeError, match=words):
+        getattr(loader, name)
+
+
 def test_indexing_says_how_to_get_a_batch(path):
     with Loader(path, 20, "cpu") as loader:
         with pytest.raises(TypeError, match=r"next\(iter\(loader\)\)"):

@@ -139,3 +139,9 @@ def test_a_slope_is_found_and_noise_is_none(proof):
     assert grown["grows"]
     assert grown["per_hour"] == pytest.approx(7.2e7, rel=0.05)
     assert soak.slope(times[:5], times[:5]) is None
+    without = proof["figures"].without_largest_step
+    assert without(grown) == pytest.approx(7.2e7, rel=0.1)
+    once = soak.slope(times, [1e8 + 2e6 * (at > 400) for at in times])
+    assert once["low"] > 0, "a straight line takes one block for growth"
+    assert without(once) == pytest.approx(0.0, abs=1)
+    assert without(soak.slope(times, [1e8 for _ in times])) == 0

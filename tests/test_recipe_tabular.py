@@ -27,8 +27,7 @@ from stoker.recipes.options import parse_options
 from stoker.recipes.scaling import OnDevice, RobustScale, fit_robust, training_rows
 from stoker.recipes.schedule import MAX_LR_FACTOR, lr_factor
 from stoker.recipes.tabular.data import find_inputs, find_task, split_samples
-from stoker.recipes.tabular.evaluation import _plain
-from stoker.recipes.tabular.goals import Classify, Regress
+from stoker.recipes.tabular.evaluation import Classify, Regress, _plain
 from stoker.recipes.tabular.model import (
     PatchShape,
     PatchTransformer,

@@ -18,6 +18,7 @@ from PIL import Image
 
 from kept_commands import said_by as run
 from stoker.errors import InputError
+from stoker.packing.samples import encode_png
 from stoker.recipes.answers import predict_file
 from stoker.recipes.inference import load_trained
 from stoker.recipes.segmentation.evaluation import (
@@ -30,7 +31,6 @@ from stoker.recipes.segmentation.evaluation import (
 )
 from stoker.recipes.segmentation.masks import (
     Scale,
-    encode_mask,
     free_mask_name,
     segment,
     tile_starts,
@@ -185,7 +185,7 @@ def test_large_pictures_keep_the_scale_of_training():
 
 def test_a_mask_is_read_back_as_values_and_colours(tmp_path):
     mask = np.random.default_rng(0).integers(0, 5, (13, 17), dtype="u1")
-    (tmp_path / "m.png").write_bytes(encode_mask(mask, palette()))
+    (tmp_path / "m.png").write_bytes(encode_png(mask, palette()))
     with Image.open(tmp_path / "m.png") as read:
         assert read.mode == "P"
         assert (np.asarray(read) == mask).all()

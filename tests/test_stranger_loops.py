@@ -219,6 +219,32 @@ def penalise(run):
     return [step(batch) for batch in zip(run.features, run.noise, strict=True)]
 
 
+def thaw(run):
+    """A fine-tuning that begins with the last layer."""
+    model = make_net().to(run.device)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = run.capture(lambda x: update(optimizer, model(x).square().mean()), model, optimizer)
+    losses = []
+    for number, x in enumerate(run.features):
+        if number == NUM_BATCHES // 2:
+            model[0].requires_grad_(True)
+        losses.append(step(x))
+    return [*losses, model[0].weight.detach().sum()]
+
+
+def decay_by_epoch(run):
+    model = make_net().to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = run.capture(lambda x: update(optimizer, model(x).square().mean()), model, optimizer)
+    losses = []
+    for epoch in range(6):
+        if epoch == 5:  # after 77 replays
+            optimizer.param_groups[0]["weight_decay"] = 5.0
+        losses += [step(x) for x in run.features]
+    return losses
+
+
 @pytest.mark.filterwarnings("ignore:stoker.capture")
 @pytest.mark.parametrize(
     ("write", "reason"),
@@ -232,6 +258,8 @@ def penalise(run):
         (anneal, "eager: beta of step has changed"),
         (anneal_by_epoch, "replays agreed"),
         (penalise, "replays agreed"),
+        (thaw, "replays agreed"),
+        (decay_by_epoch, "replays agreed"),
     ],
 )
 def test_it_is_the_plain_loop(device, write, reason):

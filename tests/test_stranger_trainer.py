@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import stoker
+from paper_graphs import use_paper_graphs
 from stoker import Loader, Trainer
 from stoker.errors import InputError
 
@@ -72,8 +73,25 @@ def test_an_error_of_torch_in_the_step_tells_what_the_step_was_given(
     assert re.search(words, note)
 
 
-def test_half_precision_weights_with_float32_inputs_are_answered_with_what_to_type() -> None:
-    batches = [(torch.from_numpy(X[:8]), torch.from_numpy(Y[:8]))] * 3
+def make_batches(kind: str, wanted: np.ndarray) -> Any:
+    """Return the same batches in a form."""
+    if kind == "pairs":
+        return [(torch.from_numpy(X[:8]), torch.from_numpy(wanted[:8]))] * 3
+    if kind == "dicts":
+        return [{"images": torch.from_numpy(X[:8]), "labels": torch.from_numpy(wanted[:8])}] * 3
+    if kind == "names":
+        return Loader({"features": X, "targets": wanted}, 8)
+    return Loader({"here": X, "there": wanted}, 8, as_tuple=("here", "there"))
+
+
+FORMS = ("pairs", "dicts", "names", "tuples")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_half_precision_weights_with_float32_inputs_are_answered_with_what_to_type(
+    kind: str,
+) -> None:
+    batches = make_batches(kind, Y)
 
     def train(precision: str = "fp32", **given: Any) -> list[float]:
         model = nn.Linear(6, 1).bfloat16()
@@ -90,6 +108,63 @@ def test_half_precision_weights_with_float32_inputs_are_answered_with_what_to_ty
     assert "precision='bf16'" in note
     assert np.isfinite(train(unpack=eval(advised[1]))).all()
     assert np.isfinite(train("bf16")).all()
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_advice_for_targets_of_another_shape_fits_the_batch(kind: str) -> None:
+    batches = make_batches(kind, Y.reshape(-1))
+
+    def train(**given: Any) -> list[float]:
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = Trainer(
+            model, batches, None, nn.MSELoss(), optimizer, config={"epochs": 1}, **given
+        )
+        return trainer.fit(quiet=True).losses
+
+    with pytest.raises(InputError) as refused:
+        train()
+    advised = refused.value.fix.removeprefix("Trainer(..., unpack=").removesuffix(")")
+    assert np.isfinite(train(unpack=eval(advised))).all()
+    with pytest.raises(InputError, match=r"targets.reshape\(-1, 1\) in unpack="):
+        train(unpack=lambda batch: tuple(batch.values() if isinstance(batch, dict) else batch))
+
+
+class Graphs:
+    """A batch that is an object, as of PyG."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+class ReadsGraphs(nn.Linear):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch.x)
+
+
+def test_a_batch_that_is_an_object_is_answered_with_its_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = [Graphs(torch.from_numpy(X[:8]), torch.from_numpy(Y[:8])) for _ in range(8)]
+
+    def train(**given: Any) -> Trainer:
+        model = ReadsGraphs(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        config = {"epochs": 1, "precision": "fp32"}
+        trainer = Trainer(
+            model, batches, None, nn.MSELoss(), optimizer, None, config, "cpu", **given
+        )
+        trainer.fit(quiet=True)
+        return trainer
+
+    with pytest.raises(InputError) as refused:
+        train()
+    advised = refused.value.fix.removeprefix("Trainer(..., unpack=").removesuffix(")")
+    assert advised == "lambda batch: (batch, batch.y)"
+    use_paper_graphs(monkeypatch)
+    trainer = train(unpack=eval(advised))
+    assert "eager: a batch has a Graphs, not tensors" in str(trainer._captured.reason)
 
 
 def test_a_captured_step_gets_batches_in_the_form_of_its_loader() -> None:

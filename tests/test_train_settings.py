@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stoker.config import Config, TrainOptions, load_config, parse_config, resolve
-from stoker.config.names import SYNONYMS
+from stoker.config.options import SYNONYMS
 from stoker.config.resolve import PLACES
 from stoker.config.tree import key_schemas
 from stoker.errors import ConfigError, InputError

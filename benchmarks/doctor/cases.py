@@ -254,6 +254,34 @@ DATA = {
         """,
         512,
     ),
+    "double_large": (
+        """
+        class Data(Dataset):
+            def __init__(self):
+                kind = np.float32 if FIXED else np.float64
+                self.values = np.random.default_rng(0).standard_normal((2048, 512)).astype(kind)
+
+            def __len__(self):
+                return len(self.values)
+
+            def __getitem__(self, index):
+                return self.values[index], self.values[index, :1]
+
+
+        class Curves(nn.Module):
+            def forward(self, x):
+                x = x.repeat(2048 if CUDA else 1, 1)
+                for _ in range(8):
+                    x = nn.functional.gelu(x) + 0.1 * x
+                return x.reshape(-1, 32, 512).mean(0)
+
+
+        def make_model():
+            model = nn.Sequential(nn.Linear(512, 512), Curves(), nn.Linear(512, 1))
+            return model if FIXED else model.double()
+        """,
+        512,
+    ),
     "nan": (
         """
         class Data(Dataset):
@@ -1048,6 +1076,7 @@ def _on_a_gpu() -> list[Case]:
     return [
         Case("gpu_launches", ("launch-bound",), "launches", needs_gpu=True),
         Case("gpu_pageable", ("pageable-copies",), "pageable", needs_gpu=True),
+        Case("gpu_double", ("double-precision",), "plain", "double_large", _PINNED, needs_gpu=True),
         Case("gpu_values", (SYNC,), "plain", after="values", arguments=_PINNED, needs_gpu=True),
         Case(
             "gpu_values_class", (SYNC,), "class", after="values", arguments=_PINNED, needs_gpu=True

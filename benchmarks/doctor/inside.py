@@ -4,9 +4,9 @@
     python benchmarks/doctor/inside.py "GPT on a GPU" --steps 800 --out FILE
 
 Enters: a script of overhead.py. Leaves: microseconds of CPU and wall time that the hooks add to a step, in the windows
-in which calls are timed and in those in which they are not. A machine that others use varies by more between two
-processes than what is asked about; within one, the lower half of the steps in turns agrees to a few microseconds. The
-sampling thread runs on in both, so its share is told by `overhead.py` only.
+in which calls are timed and in those in which they are not, and the share of both by how many there are of each. A
+machine that others use varies by more between two processes than what is asked about; within one, the lower half of the
+steps in turns agrees to a few microseconds. While the hooks are off the sampling thread sleeps.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path[:0] = [str(HERE.parent.parent / "src"), str(HERE)]
 from overhead import SCRIPTS, STEPS  # noqa: E402
 
 from stoker.doctor import probe  # noqa: E402
+from stoker.doctor.probe import recorder  # noqa: E402
 
 TURN, SETTLING, WARM_UP = 48, 12, 100
 METHODS = ("item", "__bool__", "__float__", "__int__", "tolist", "numpy", "nonzero", "cpu", "to", "cuda")  # fmt: skip
@@ -63,6 +64,11 @@ class Switch:
     def turn(self) -> None:
         """Switch."""
         self.on = not self.on
+        if self.on:
+            recorder.get().step_start = time.perf_counter()
+        else:
+            # No step ends while the hooks are off, and none is to be taken for a late one.
+            recorder.watching, recorder.get().step_start = False, float("inf")
         for owner, name, ours, original in self._replaced:
             setattr(owner, name, ours if self.on else original)
         for kept, ours in self._hooks:
@@ -86,8 +92,6 @@ def compare(script: str, steps: int) -> dict[str, Any]:
     probe.start(tempfile.mkdtemp(prefix="doctor-inside-"))
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    from stoker.doctor.probe import recorder
 
     switch = Switch(torch)
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -113,7 +117,8 @@ def compare(script: str, steps: int) -> dict[str, Any]:
         for state in ("timed", "plain"):
             more = lower_half([one[at] for one in seen[state]]) - bare
             result[f"{state}_{clock}_us"] = more * 1e6
-        both = (result[f"timed_{clock}_us"] + result[f"plain_{clock}_us"]) / 2
+        timed = result["timed_steps"] = len(seen["timed"]) / len(seen["timed"] + seen["plain"])
+        both = timed * result[f"timed_{clock}_us"] + (1 - timed) * result[f"plain_{clock}_us"]
         result[f"{clock}_share"] = both * 1e-6 / bare
     return result
 

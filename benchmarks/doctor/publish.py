@@ -144,6 +144,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         if row["predicted"] and row["measured"] and abs(row["predicted"] / row["measured"] - 1) > CLOSE
     ]  # fmt: skip
     right, both, alarms = summary["top_right"], summary["both_named"], summary["false_alarms"]
+    gaining, others, unkept = by_gain(rows)
     lines = [
         f"## {where(document)}",
         "",
@@ -155,6 +156,8 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         "|---|---|---|",
         (f"| top finding right | 90 % | {right['right']} of {right['of']} "
         f"({percent(right['right'] / max(1, right['of']))}) |"),
+        f"| the same, of scripts whose fix brought 5 % or more there, or whose cause ends the run | | {gaining} |",
+        f"| promises of speed on the other scripts with a cause, not kept | | {len(unkept)} of {len(others)} |",
         f"| false alarms on healthy scripts | 0 | {alarms['alarms']} of {alarms['of']} |",
         (f"| predicted gain within ± 30 % of the measured one | 80 % | {percent(predictions['within_30_percent'])} "
         f"of {predictions['count']} |"),
@@ -181,6 +184,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
     lines += [
         f"- `{row['case']}`: predicted {times(row['predicted'])}, measured {times(row['measured'])}" for row in far
     ]  # fmt: skip
+    lines += [f"- `{row['case']}`: {told_without_gain(row)}" for row in others]
     if summary.get("not_run"):
         missing = ", ".join(f"`{one}`" for one in summary["not_run"])
         lines += [
@@ -188,6 +192,51 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
             f"Not run, because the time on that machine or a framework was missing: {missing}.",
         ]
     return [*lines, ""]
+
+
+def by_gain(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return how many of the scripts whose cause is one on that machine were right, the others, and promises not kept.
+
+    The rule is the same for all scripts: a cause is one there if its fix was measured to bring 5 % or more, or if it
+    ends the run. What the doctor promised of another is kept if it was tried in the same run and brought as much.
+    """
+    from cases import BY_NAME
+    from run import LEAST_GAIN
+
+    slow = [row for row in rows if row["causes"]]
+    others = [
+        row
+        for row in slow
+        if row["measured"]
+        and row["measured"] < LEAST_GAIN
+        and (row["case"] not in BY_NAME or BY_NAME[row["case"]].has_gain)
+    ]
+    causes = [row for row in slow if row not in others]
+    unkept = [
+        row
+        for row in others
+        if row["found"] and row.get("tried", {}).get("measured", 0.0) < LEAST_GAIN
+    ]
+    return f"{sum(row['is_right'] for row in causes)} of {len(causes)}", others, unkept
+
+
+def told_without_gain(row: Mapping[str, Any]) -> str:
+    """Say what the doctor told of a script whose planted fix brought nothing."""
+    told = f"its planted fix brought {times(row['measured'])} there, which makes it no cause; "
+    tried = row.get("tried")
+    if tried:
+        return (
+            f"{told}the doctor said {tried['name']}, {times(tried['predicted'])}, and with that batch it was "
+            f"{times(tried['measured'])}"
+        )
+    if not row["found"]:
+        return f"{told}the doctor promised nothing"
+    planted = row["verdict"] in row["causes"]
+    return (
+        f"{told}the doctor said {row['verdict']}, which {'is that' if planted else 'was not tried'}"
+    )
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -225,13 +274,22 @@ def quantile(rows: Sequence[Mapping[str, Any]], part: float) -> float | None:
     return known[int(part * (len(known) - 1))] if known else None
 
 
+def doubt(row: Mapping[str, Any]) -> str:
+    """Return the interval of a cost, and that it is not sound where it is wide; "" for older rows, which have none."""
+    if "interval" not in row:
+        return ""
+    low, high = (percent(one) for one in row["interval"])
+    return f" ({low} to {high}{'' if row['sound'] else ': NOT SOUND, the machine varied'})"
+
+
 def overhead_section(document: Mapping[str, Any]) -> list[str]:
     """Return the table of `overhead.py`."""
     lines = [
         "## What the probe costs",
         "",
-        "Median steps alone and under the doctor, in turns; and the step that the doctor reports, which is that of the",
-        "windows in which it times nothing.",
+        "Steps alone and under the doctor, in turns of 64 or 512 steps of two processes on the same cores (rows",
+        "without an interval: a process for each turn); the cost is the median of the pairs of turns. And the step",
+        "that the doctor reports, which is that of the windows in which it times nothing.",
         "",
         "| step | alone | under the doctor | cost | target | reported | its error |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -239,9 +297,10 @@ def overhead_section(document: Mapping[str, Any]) -> list[str]:
     targets = {"2 ms": "8 %", "10 ms": "3 %"}
     for name, row in document["result"].items():
         cells = (f"{row[key]:.2f} ms" for key in ("alone_ms", "doctored_ms"))
+        told = f"{row['reported_ms']:.2f} ms" if row["reported_ms"] else "n/a"
         lines.append(
-            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])} | {targets.get(name, '')} "
-            f"| {row['reported_ms']:.2f} ms | {percent(row['reported_error'])} |"
+            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])}{doubt(row)} | {targets.get(name, '')} "
+            f"| {told} | {percent(row['reported_error'])} |"
         )
     if any(row.get("note") for row in document["result"].values()):
         lines.append("")

@@ -4,6 +4,9 @@
     python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
 
+A script whose twin is not faster there has no planted cause on that machine. If the doctor's first advice for it is a
+larger batch, that is tried as well: a promise that is kept is no false alarm.
+
 Each script runs alone, under `stoker doctor`, and then in turns as its fixed twin and alone again: two twins at least,
 and up to four where two runs of the same script differ by more than 15 %. The measured gain is the median rate of the
 twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden unless `--gpu`
@@ -46,6 +49,8 @@ from harness import RESULTS, machine_facts, machine_name  # noqa: E402
 
 STEPS, RANK_STEPS, WARM_UP, LONGEST_SECONDS = 2000, 150, 20, 120
 FEWEST_DOCTORED, NOISY = 100, 0.15
+LEAST_GAIN = 1.05
+"""A twin that is faster by less shows that the planted cause is none on this machine."""
 
 
 class Lengths(NamedTuple):
@@ -183,7 +188,22 @@ def examine(case: Case, folder: Path, cores: set[int], lengths: Lengths) -> dict
             {"name": one["name"], "gain": one["gain"], "evidence": one["evidence"][:3]}
             for one in found["findings"]
         ]
+        alone, fixed = (_median(result[way], "rate") for way in ("alone", "fixed"))
+        size = _larger_batch(found["findings"])
+        if alone and fixed and fixed < LEAST_GAIN * alone and case.has_gain and size:
+            other = folder / f"{case.name}_larger.py"
+            other.write_text(
+                case.source().replace(f"batch_size={case.batch}", f"batch_size={size}")
+            )
+            way = rate_of(case, [str(other)], folder, size, cores, lengths.bare_seconds)
+            result["tried"] = {"name": "batch-too-small", "batch": size, **way}
     return result
+
+
+def _larger_batch(findings: Sequence[dict[str, Any]]) -> int | None:
+    """Return the batch that the first finding advises; None if it advises something else."""
+    first = findings[0] if findings else {}
+    return first.get("patch", {}).get("loader_arguments", {}).get("batch_size")
 
 
 def drift(runs: Sequence[dict[str, Any]]) -> float:
@@ -205,12 +225,11 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
     causes, found = result["causes"], result.get("findings", [])
     names = [one["name"] for one in found]
     row: dict[str, Any] = {"case": name, "style": result["style"], "causes": causes, "found": names}
-    row["verdict"] = names[0] if names else "unjudged" if result.get("unjudged") else "healthy"
-    row["is_right"] = (
-        row["verdict"] in (*causes, *result["also"])
-        if causes
-        else not names and not result.get("unjudged")
-    )
+    without = "unjudged" if result.get("unjudged") else "healthy"
+    if "failure" in result["doctored"]:
+        without = "failed"  # it did not run under the doctor
+    row["verdict"] = names[0] if names else without
+    row["is_right"] = row["verdict"] in ((*causes, *result["also"]) if causes else ("healthy",))
     row["later"] = result.get("later", [])
     told = [*names, *row["later"]][:2]
     # One of them may go by another name.
@@ -226,6 +245,10 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
     row["queued_share"] = max(queued, default=None)
     right = next((one for one in found if one["name"] in (*causes, *result["also"])), None)
     row["measured"] = fixed / alone if alone and fixed else None
+    if alone and result.get("tried", {}).get("rate"):
+        tried = result["tried"]
+        row["tried"] = {"name": tried["name"], "predicted": found[0]["gain"]["likely"],
+                        "measured": tried["rate"] / alone}  # fmt: skip
     row["predicted"] = (
         right["gain"]["likely"] if right and len(causes) == 1 and result["has_gain"] else None
     )
@@ -312,9 +335,10 @@ def main() -> None:
         )
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Imported packages are the same for a script as for its doctor.
+    # Imported packages are the same for a script as for its doctor, which runs in another folder.
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        [str(HERE.parent.parent / "src"), *(str(Path(one).absolute()) for one in given)]
     )
     os.environ["OMP_NUM_THREADS"] = "1"
     FORKS.set_forkserver_preload(["torch", "numpy", "h5py", "stopwatch"])

@@ -6,10 +6,14 @@ A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.sto
 `STOPWATCH_LONGEST` ends the script after so many seconds of updates, if there were `LEAST` of them: long steps need no
 more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock from its first update to its last; the
 next ones import torch, wake the GPU, make their data and load their kernels meanwhile.
+`STOPWATCH_TURNS` names a folder with two pipes, `done` and `go`: from update `LEAST` on the script stands still until
+it is told to go, makes `STOPWATCH_STEPS` updates, and so on until the pipe says that it ends. The seconds of each
+turn's updates, and its CPU time, are a line in the file `turns` there.
 `run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,6 +32,9 @@ cpu_times: list[float] = []
 queued_before = 0.0
 profiler = None
 top: list[str] = []
+stood: list[int] = []
+resumed: list[tuple[float, float]] = []
+pipes: list[int] = []
 
 
 def await_gpu():
@@ -36,6 +43,30 @@ def await_gpu():
 
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def take_turns():
+    """Stand still between two turns; return whether the script is to end."""
+    place = os.environ.get("STOPWATCH_TURNS")
+    if place is None or len(times) < LEAST or os.getpid() != main_process:
+        return False
+    if stood and len(times) - stood[-1] < int(os.environ["STOPWATCH_STEPS"]):
+        return False
+    await_gpu()
+    times[-1] = time.perf_counter()
+    if stood:
+        wall, cpu = resumed[-1]
+        taken = [wall, *times[stood[-1] :]]
+        steps = [after - before for before, after in itertools.pairwise(taken)]
+        with Path(place, "turns").open("a") as file:
+            file.write(json.dumps({"steps": steps, "cpu": time.process_time() - cpu}) + "\n")
+    stood.append(len(times))
+    if not pipes:
+        pipes.extend(os.open(f"{place}/{name}", os.O_RDWR) for name in ("done", "go"))
+    os.write(pipes[0], b"d")
+    ends = os.read(pipes[1], 1) == b"e"
+    resumed.append((time.perf_counter(), time.process_time()))
+    return ends
 
 
 def queued_seconds():
@@ -58,8 +89,9 @@ def note(*_):
     cpu_times.append(time.process_time())  # of all threads: a busy machine does not change it much
     longest = float(os.environ.get("STOPWATCH_LONGEST", "inf"))
     is_long = len(times) >= LEAST and times[-1] - times[0] > longest and os.getpid() == main_process
+    is_long = take_turns() or is_long
     if is_long or len(times) == int(os.environ.get("STEPS", "120")):
-        if is_long:
+        if is_long and not stood:
             await_gpu()
             times[-1] = time.perf_counter()
         try:

@@ -9,9 +9,12 @@ Counts of several machines add up: each has a seed of its own. Nothing here is t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +132,39 @@ def recoveries() -> list[str]:
     return lines
 
 
+def without_largest_step(found: Mapping[str, Any]) -> float | None:
+    """Return the growth per hour without the largest rise or fall between stretches; None of files without stretches.
+
+    An allocator takes one block of some MiB for good, which a straight line takes for growth; what grows steadily still
+    does without it.
+    """
+    if (medians := found.get("medians")) is None:
+        return None
+    rises = [after - before for before, after in itertools.pairwise(medians)]
+    if not found["per_hour"] or not any(rises):
+        return 0.0
+    at = max(range(len(rises)), key=lambda number: abs(rises[number]))
+    level = [value - rises[at] * (number > at) for number, value in enumerate(medians)]
+    numbers = range(len(medians))
+    slopes = [statistics.linear_regression(numbers, values).slope for values in (medians, level)]
+    # The first is that of the file, in other units.
+    return float(found["per_hour"] * slopes[1] / slopes[0]) if slopes[0] else 0.0
+
+
 def soaks() -> list[str]:
     """Return the table of slopes."""
     lines = [
         _row(
-            "soak", "minutes", "steps", "what", "level", "growth per hour (95 % interval)", "grows"
+            "soak",
+            "minutes",
+            "steps",
+            "what",
+            "level",
+            "growth per hour (95 % interval)",
+            "without its largest step",
+            "grows",
         ),
-        "|---|---:|---:|---|---:|---:|---|",
+        "|---|---:|---:|---|---:|---:|---:|---|",
     ]
     parts = [(host, part) for host, result in load("soak").items() for part in result["parts"]]
     for host, part in parts:
@@ -150,6 +179,7 @@ def soaks() -> list[str]:
             for key, (label, scale, unit) in UNITS.items():
                 if (found := entry.get(key)) is None:
                     continue
+                rest = without_largest_step(found)
                 level, growth, low, high = (
                     found[word] / scale for word in ("level", "per_hour", "low", "high")
                 )
@@ -157,6 +187,7 @@ def soaks() -> list[str]:
                     _row(
                         *about, label, f"{level:,.1f} {unit}".strip(),
                         f"{growth:+.1f} ({low:+.1f} to {high:+.1f}) {unit}".strip(),
+                        "n/a" if rest is None else f"{rest / scale:+.1f} {unit}".strip(),
                         "yes" if found["grows"] else "no",
                     )
                 )  # fmt: skip

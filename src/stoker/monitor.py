@@ -25,25 +25,17 @@ from stoker.runs.telemetry import GpuReading, Meter, ProcessReading, judge_gpu
 from stoker.units import MB, MIB, local_time
 
 LEAST_INTERVAL_SECONDS = 0.1
-NUM_KEPT = 60
-"""Looks that `Monitor.history` keeps."""
-ONCE_SECONDS = 0.2
-"""Between the two looks behind a single snapshot: rates need two."""
+NUM_KEPT = 60  # looks that `Monitor.history` keeps
+ONCE_SECONDS = 0.2  # between the two looks behind a single snapshot: rates need two
 
 
 @dataclass(frozen=True)
 class HostReading:
-    """The machine around the process; a container sees its host here.
+    """The machine around the process; a container sees its host here."""
 
-    Attributes:
-        cpu_percent: Of all cores together, since the look before; None at the first one.
-        ram_used_bytes: What cannot be had without swapping.
-        ram_total_bytes: Of the machine.
-    """
-
-    cpu_percent: float | None
-    ram_used_bytes: int
-    ram_total_bytes: int
+    cpu_percent: float | None  # of all cores together, since the look before; None at the first one
+    ram_used_bytes: int  # what cannot be had without swapping
+    ram_total_bytes: int  # of the machine
 
 
 @dataclass(frozen=True)

@@ -81,21 +81,13 @@ class ScalarWriter(Protocol):
 
 @dataclass(frozen=True)
 class LogLine:
-    """One event of a run.
+    """One event of a run."""
 
-    Attributes:
-        time: Seconds since 1970, as the writer's clock said.
-        event: What happened: "epoch", "read", "oom", ...
-        step: Optimizer updates done; None where it does not apply.
-        epoch: From 0; None where it does not apply.
-        values: Plain values by name.
-    """
-
-    time: float
-    event: str
-    step: int | None = None
-    epoch: int | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+    time: float  # seconds since 1970, as the writer's clock said
+    event: str  # what happened: "epoch", "read", "oom", ...
+    step: int | None = None  # optimizer updates done; None where it does not apply
+    epoch: int | None = None  # from 0; None where it does not apply
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain values by name
 
 
 class Topic(StrEnum):
@@ -121,17 +113,11 @@ INCIDENTS = frozenset({Topic.MEMORY, Topic.LOSS, Topic.RESUMED})
 
 @dataclass(frozen=True)
 class Note:
-    """A choice of a run with its reason, or something that happened in it.
+    """A choice of a run with its reason, or something that happened in it."""
 
-    Attributes:
-        text: The words for people.
-        topic: What it is about.
-        values: Its facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of
-            a resumed run.
-    """
-
-    text: str
-    topic: Topic = Topic.OTHER
+    text: str  # the words for people
+    topic: Topic = Topic.OTHER  # what it is about
+    # its facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of a resumed run
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -142,10 +128,8 @@ class Note:
         return {"topic": self.topic.value, "text": self.text, **self.values}
 
 
-_BEGINNING = b'{"time": '
-"""The first bytes of every event."""
-LOG_NAME = "run.jsonl"
-"""The log of a run, in its folder."""
+_BEGINNING = b'{"time": '  # the first bytes of every event
+LOG_NAME = "run.jsonl"  # the log of a run, in its folder
 
 
 class RunLog:
@@ -154,18 +138,15 @@ class RunLog:
     Values that are not finite are written as the texts "nan", "inf" and "-inf", since JSON has no word
     for them; `read_run_log` turns these texts back into numbers. Numpy and torch scalars are taken by
     their `item()`, which waits for the device: pass numbers that were read already.
-
-    Args:
-        path: The file, made with its folder where missing. A torn last line is cut off.
-        scalars: Also gets every number of an event that has a step, as `event/name`.
-        clock: Seconds since 1970.
     """
 
     def __init__(
         self,
+        # the file, made with its folder where missing. A torn last line is cut off.
         path: str | Path,
+        # also gets every number of an event that has a step, as `event/name`
         scalars: ScalarWriter | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.time,  # seconds since 1970
     ) -> None:
         self.path = Path(path)
         self._scalars = scalars
@@ -328,15 +309,10 @@ def read_note(line: LogLine) -> Note | None:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        ended: "done", "terminated", "interrupted" or "failed".
-        error: What failed; empty for the other endings.
-    """
-
-    ended: str = "done"
-    error: str = ""
+    ended: str = "done"  # "done", "terminated", "interrupted" or "failed"
+    error: str = ""  # what failed; empty for the other endings
 
     def __str__(self) -> str:
         return f"{self.ended}: {self.error}" if self.error else self.ended

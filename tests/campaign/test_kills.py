@@ -86,7 +86,7 @@ def make_inputs(folder: Path) -> None:
             Image.fromarray(rng.integers(0, most, shape, dtype=np.uint8)).save(
                 folder / kind / f"{n}.png"
             )
-    from stoker.demo.bars import make_bars
+    from stoker.demo.story import make_bars
 
     make_bars(folder / "bars", 9, 0)
     records = [

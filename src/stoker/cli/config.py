@@ -20,7 +20,7 @@ from stoker.ownership import always, free_name, write_text
 from stoker.units import format_count
 
 if TYPE_CHECKING:
-    from stoker.compat.migrate.convert import Migration
+    from stoker.compat.migrate import Migration
     from stoker.config import Config, Problem, Settings
 
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
@@ -136,7 +136,7 @@ def migrate(
         new: The file to write; must not exist.
         recipe: Name this recipe in NEW, and take over the options that it knows.
     """
-    from stoker.compat.migrate.convert import migrate_file
+    from stoker.compat.migrate import migrate_file
     from stoker.config import parse_config, resolve
 
     if new.exists():
@@ -229,7 +229,7 @@ def _why_refused(recipe: str, option: str, value: Any) -> str | None:
 
 
 def _print_migration(made: Migration, old: Path, new: Path) -> None:
-    from stoker.compat.migrate.convert import TYPED
+    from stoker.compat.migrate import TYPED
 
     taken = [each for each in made.moved if each.old != TYPED]
     for each in taken:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.tables import make_table
-from stoker.cli.terminal import Bar, make_console, print_json
+from stoker.cli.terminal import Bar, make_console, make_table, print_json
 from stoker.display import command
 from stoker.units import format_bytes, format_count, format_rate, format_seconds
 

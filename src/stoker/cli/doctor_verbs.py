@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stoker.cli.options import JsonOption, require_output, verb
-from stoker.cli.tables import make_table
-from stoker.cli.terminal import echo, echo_lines, make_console, print_json, styled
+from stoker.cli.terminal import echo, echo_lines, make_console, make_table, print_json, styled
 from stoker.display import command, nearest
 from stoker.errors import EXIT_REFUSED, InputError
 

@@ -324,7 +324,7 @@ def _meant(context: Any, option: str | None, typed: list[str]) -> str:
         return ""
     known = {name for each in context.command.params for name in each.opts}
     if option is not None:
-        from stoker.config.names import LAYOUTS, SYNONYMS
+        from stoker.config.options import LAYOUTS, SYNONYMS
         from stoker.config.tree import key_schemas
 
         name = option.lstrip("-").replace("-", "_")

@@ -117,23 +117,17 @@ DeviceOption = Annotated[
 
 
 def require_output(
-    path: Path | None,
-    option: str,
-    inputs: Sequence[Path | None] = (),
+    path: Path | None,  # as given; None is fine
+    option: str,  # the name to use in messages, such as "--html"
+    inputs: Sequence[Path | None] = (),  # what the same command reads
     *,
+    # for files that people edit, such as configs: whether --force was given. None: the verb has no such option, and
+    # what stoker wrote before is replaced.
     force: bool | None = None,
+    # whether an existing file may be replaced; by default one with stoker's signature
     is_ours: Callable[[Path], bool] | None = None,
 ) -> None:
-    """Refuse an output that is an input, a folder, in no folder, or somebody else's file.
-
-    Args:
-        path: As given; None is fine.
-        option: The name to use in messages, such as "--html".
-        inputs: What the same command reads.
-        force: For files that people edit, such as configs: whether --force was given. None: the verb
-            has no such option, and what stoker wrote before is replaced.
-        is_ours: Whether an existing file may be replaced; by default one with stoker's signature.
-    """
+    """Refuse an output that is an input, a folder, in no folder, or somebody else's file."""
     if path is None:
         return
     if path.is_dir() or not path.resolve().parent.is_dir():

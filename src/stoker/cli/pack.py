@@ -23,8 +23,7 @@ from stoker.cli.data_options import (
     split_names,
 )
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.tables import store_table
-from stoker.cli.terminal import Bar, make_console, print_json
+from stoker.cli.terminal import Bar, make_console, print_json, store_table
 from stoker.display import command, printable, quoted
 from stoker.errors import InputError
 from stoker.ownership import write_text

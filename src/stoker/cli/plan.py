@@ -15,8 +15,7 @@ import typer
 
 from stoker.address import as_url, shown
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.tables import make_table
-from stoker.cli.terminal import make_console, print_json
+from stoker.cli.terminal import make_console, make_table, print_json
 from stoker.errors import InputError
 from stoker.units import GIB, format_bytes, parse_bytes, parse_memory, parse_share
 

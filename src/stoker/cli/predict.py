@@ -15,8 +15,7 @@ import typer
 
 from stoker.cli.data_options import Text, refuse_given
 from stoker.cli.options import DeviceOption, JsonOption, verb
-from stoker.cli.tables import print_evaluation
-from stoker.cli.terminal import Bar, echo, make_console, print_json
+from stoker.cli.terminal import Bar, echo, make_console, print_evaluation, print_json
 from stoker.units import format_bytes, format_count, format_seconds
 
 CheckpointArgument = Annotated[

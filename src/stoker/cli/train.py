@@ -19,8 +19,15 @@ import typer
 
 from stoker.address import as_url
 from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption, StoreOption, verb
-from stoker.cli.tables import make_table, print_evaluation
-from stoker.cli.terminal import Bar, echo, make_console, print_commands, print_json
+from stoker.cli.terminal import (
+    Bar,
+    echo,
+    make_console,
+    make_table,
+    print_commands,
+    print_evaluation,
+    print_json,
+)
 from stoker.display import command, secret_hint
 from stoker.errors import InputError
 
@@ -76,15 +83,9 @@ def train(
     words = _typed(config, overrides or [], store, run_dir, device)
     words += ["--folds", str(folds)] if folds is not None else []
     if gpus is not None:
-        _train_in_processes(
-            settings,
-            words,
-            gpus,
-            3 if max_restarts is None else max_restarts,
-            device,
-            resume=resume,
-            as_json=as_json,
-        )
+        words += [*["--resume"] * resume, *["--json"] * as_json]
+        most = 3 if max_restarts is None else max_restarts
+        _train_in_processes(settings, words, gpus, most, device)
         return
     if {"STOKER_RESTARTS", "WORLD_SIZE"} <= os.environ.keys():  # one of the processes of --gpus
         words += ["--gpus", os.environ["WORLD_SIZE"]]
@@ -117,9 +118,6 @@ def _train_in_processes(
     num_processes: int,
     max_restarts: int,
     device: str | None,
-    *,
-    resume: bool,
-    as_json: bool,
 ) -> None:
     """Check the command, then start it in several processes."""
     import torch
@@ -142,8 +140,9 @@ def _train_in_processes(
             f"at most {present}" if present else "processes on the CPU, where there is no GPU",
             f"--gpus {present}" if present else f"--gpus {num_processes} --device cpu",
         )
-    typed = [*map(str, words[1:]), *["--resume"] * resume, *["--json"] * as_json]
-    code = launch(typed, num_processes, max_restarts, lambda line: echo(line, err=True))
+    code = launch(
+        [*map(str, words[1:])], num_processes, max_restarts, lambda line: echo(line, err=True)
+    )
     if code:
         raise typer.Exit(code)
 

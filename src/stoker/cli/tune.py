@@ -21,8 +21,7 @@ from stoker.cli.options import (
     require_output,
     verb,
 )
-from stoker.cli.tables import make_table
-from stoker.cli.terminal import Bar, make_console, print_commands, print_json
+from stoker.cli.terminal import Bar, make_console, make_table, print_commands, print_json
 from stoker.display import command
 from stoker.errors import InputError
 from stoker.ownership import write_text

@@ -55,29 +55,17 @@ HALF, MOST = 0.5, 0.7
 
 @dataclass(frozen=True)
 class DatasetUse:
-    """What a dataset takes, in a process of its own.
+    """What a dataset takes, in a process of its own."""
 
-    Attributes:
-        num_samples: In it.
-        num_shards: Of its store.
-        before_bytes: Resident before it is made, libraries loaded.
-        after_init_bytes: When it is made.
-        after_access_bytes: After reading `num_accessed` samples.
-        num_accessed: Samples read, drawn at random.
-        resident_bytes: Of the arrays that it keeps.
-        shard_bytes: What one shard costs beside its arrays.
-        loader_bytes: Of what a shuffled DataLoader over it keeps: lists of indices.
-    """
-
-    num_samples: int
-    num_shards: int
-    before_bytes: int
-    after_init_bytes: int
-    after_access_bytes: int
-    num_accessed: int
-    resident_bytes: int
-    shard_bytes: float
-    loader_bytes: int
+    num_samples: int  # in it
+    num_shards: int  # of its store
+    before_bytes: int  # resident before it is made, libraries loaded
+    after_init_bytes: int  # when it is made
+    after_access_bytes: int  # after reading `num_accessed` samples
+    num_accessed: int  # samples read, drawn at random
+    resident_bytes: int  # of the arrays that it keeps
+    shard_bytes: float  # what one shard costs beside its arrays
+    loader_bytes: int  # of what a shuffled DataLoader over it keeps: lists of indices
 
     @property
     def used_bytes(self) -> int:
@@ -288,7 +276,7 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
     import numpy as np
 
     import stoker.compat.massspec  # noqa: F401  libraries are loaded before the first reading
-    from stoker.machine.process import rss_bytes
+    from stoker.machine import rss_bytes
 
     gc.collect()
     before = rss_bytes()
@@ -313,7 +301,7 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
 
 def _overhead(store: str, kind: Kind) -> tuple[int, float]:
     """Return a store's shards, and what opening it costs beside its arrays, when everything is warm."""
-    from stoker.machine.process import rss_bytes
+    from stoker.machine import rss_bytes
 
     first = _open(store, kind)
     before = rss_bytes()
@@ -341,7 +329,7 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
     from functools import partial
 
     from stoker.compat.massspec import NISTDataLoader
-    from stoker.machine.process import peak_rss_bytes
+    from stoker.machine import peak_rss_bytes
     from stoker.recipes.massspec.models import Student, cosine_loss
     from stoker.recipes.massspec.recipe import LEARNING_RATE, MassSpecOptions, make_adam
     from stoker.train.trainer import Trainer

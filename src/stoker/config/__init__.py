@@ -2,9 +2,8 @@
 
 Files, in the order of reading:
 
-- `options.py`    the options of every room: names, types, ranges, units, defaults, meaning
-- `names.py`      other names of them, in one table
-- `tree.py`       the sections and keys of a file, made from these two; JSON Schema
+- `options.py`    the options of every room: names, other names, types, ranges, units, defaults, meaning
+- `tree.py`       the sections and keys of a file, made from them; JSON Schema
 - `yaml_lines.py` YAML with the line of every key; `Place` and `Problem`
 - `load.py`       file + `--set` -> `Config`, or all problems at once; `Config` -> YAML
 - `resolve.py`    `Config` -> `Settings`: the options filled, each with its reason

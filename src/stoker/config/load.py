@@ -20,8 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stoker.config.names import SYNONYMS
-from stoker.config.options import describe_allowed
+from stoker.config.options import SYNONYMS, describe_allowed
 from stoker.config.resolve import PLACES, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
 from stoker.config.yaml_lines import (
@@ -41,8 +40,7 @@ from stoker.strict_json import exact_text
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _RANGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to)\s*(\d+(?:\.\d+)?)\s*")
 _MOST_SHOWN = 80
-FOLDER = Path(__file__).resolve().parent.parent / "configs"
-"""The files that come with stoker."""
+FOLDER = Path(__file__).resolve().parent.parent / "configs"  # the files that come with stoker
 _OLD_NAMES = {
     "s0_chunk_loader": "forex_16gb",
     "s1_massspec": "massspec_32gb",

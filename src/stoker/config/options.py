@@ -1,11 +1,18 @@
 """The options of every room, one model each: each field has its name, type, range, unit, default and meaning.
 
-Enters: keywords. Leaves: a frozen, strictly typed value, or an `InputError` that names the option. Costs about
-0.1 s to import (pydantic), microseconds afterwards.
+Enters: keywords. Leaves: a frozen, strictly typed value, or an `InputError` that names the option; mappings from other
+names of a key to the key. Costs about 0.1 s to import (pydantic), microseconds afterwards.
 
 These models are the only list of settings. A config file, `--set`, `Trainer(config=...)`, the JSON Schema,
 the tables of docs/config.md and `stoker config init` are all made from them, with the same names. The models
 stand here and not in their rooms because a config is checked before torch is imported.
+
+Other names of a key:
+
+- `LAYOUTS`: keys that config files of the documents have in other sections. A config may write them.
+- `FORMER`: names that options had in Python. Models take and show them.
+- `SYNONYMS`: what other programs call a key. `stoker config migrate` takes them over; a config, `--set` and
+  `Trainer(config=...)` refuse them with the name to write.
 """
 
 from __future__ import annotations
@@ -18,10 +25,83 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stoker.config.names import FORMER
 from stoker.display import nearest
 from stoker.errors import InputError
 from stoker.units import GIB
+
+DISTILL = "training.student_distill"
+LAZY = "data.memory_efficient_mode"
+RAM = f"{LAZY}.ram_32gb_mode"
+SECTION_RANKS = (DISTILL, "training", RAM, LAZY, "data", "gpu_optimization")
+"""Precedence of sections that write the same key, the most specific first."""
+
+LAYOUTS: Mapping[str, str] = {
+    f"{DISTILL}.batch_size": "training.batch_size",
+    f"{DISTILL}.gradient_accumulation_steps": "training.gradient_accumulation_steps",
+    f"{DISTILL}.num_workers": "data.num_workers",
+    "training.learning_rate": "training.lr",
+    "training.num_workers": "data.num_workers",
+    f"{RAM}.max_training_samples": "data.max_training_samples",
+    f"{RAM}.gradient_accumulation": "training.gradient_accumulation_steps",
+    f"{RAM}.empty_cache_frequency": "training.empty_cache_every_n_batches",
+    f"{LAZY}.use_lazy_loading": "data.use_lazy_loading",
+    f"{LAZY}.enabled": "data.use_lazy_loading",
+    f"{LAZY}.lazy_cache_dir": "data.lazy_cache_dir",
+    f"{LAZY}.precompute_graphs": "data.precompute_graphs",
+    "data.batch_size": "training.batch_size",
+    **{
+        f"gpu_optimization.{name}": f"{section}.{name}"
+        for section, names in {
+            "training": "batch_size use_amp gradient_accumulation_steps empty_cache_every_n_epochs "
+            "log_gpu_stats_every_n_batches",
+            "data": "use_chunk_loader chunk_size_gb num_workers prefetch_factor persistent_workers pin_memory "
+            "drop_last",
+        }.items()
+        for name in names.split()
+    },
+}
+
+FORMER: Mapping[str, str] = {
+    "accumulation_steps": "training.gradient_accumulation_steps",
+    "learning_rate": "training.lr",
+    "gradient_accumulation": "training.gradient_accumulation_steps",
+    "empty_cache_frequency": "training.empty_cache_every_n_batches",
+    "lazy_loading": "data.use_lazy_loading",
+    "run_dir": "run.dir",
+    "recipe": "recipe.name",
+    "augmentation": "training.use_gpu_augmentation",
+    "recipe_options": "recipe.options",
+}
+
+_WORDS = {
+    "training.batch_size": "train_batch_size",
+    "data.num_workers": "workers n_workers dataloader_workers",
+    "training.epochs": "num_epochs n_epochs max_epochs",
+    "training.lr": "base_lr initial_lr",
+    "training.gradient_accumulation_steps": "accumulation_steps gradient_accumulation grad_accum_steps "
+    "grad_accumulation_steps accumulate_grad_batches",
+    "training.clip_norm": "grad_clip gradient_clip gradient_clip_val gradient_clip_norm grad_clip_norm "
+    "clip_grad_norm max_grad_norm",
+    "training.use_amp": "amp mixed_precision use_mixed_precision",
+    "training.seed": "random_seed random_state",
+    "training.compile": "torch_compile use_compile compile_model",
+    "training.tensorboard": "use_tensorboard",
+    "training.activation_checkpointing": "gradient_checkpointing use_gradient_checkpointing "
+    "use_checkpointing",
+    "training.init_gain": "xavier_gain gain",
+    "training.output_bound": "output_clip output_clamp output_clipping clip_outputs",
+    "training.use_gpu_augmentation": "gpu_augmentation_enabled gpu_augmentation",
+    "data.chunk_size_gb": "chunk_gb",
+    f"{LAZY}.enabled": "memory_efficient_mode memory_efficient",
+    "data.lazy_cache_dir": "cache_dir",
+    "data.use_lazy_loading": "lazy_loading lazy",
+    "data.max_training_samples": "max_samples max_train_samples",
+    "training.empty_cache_every_n_batches": "empty_cache_steps",
+    "recipe.store": "hdf5_path h5_path hdf5_file data_path",
+    "run.dir": "run_dir output_dir save_dir checkpoint_dir",
+}
+
+SYNONYMS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for word in words.split()}
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _MOST = 2**31 - 1  # counts stay inside 32 bits: some kernels index with them
@@ -32,7 +112,7 @@ T = TypeVar("T")
 def options(kind: type[T]) -> type[T]:
     """Make a class of annotated defaults a model: checked when it is made, and after `dataclasses.replace`.
 
-    Names that a field once had (`stoker.config.names.FORMER`) are still taken and read.
+    Names that a field once had (`FORMER`) are still taken and read.
     """
     made = dataclass(frozen=True, kw_only=True, config=STRICT)(kind)
     plain: Callable[..., None] = made.__init__

@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from stoker.config.names import FORMER, LAYOUTS, LAZY, SECTION_RANKS
 from stoker.config.options import (
+    FORMER,
+    LAYOUTS,
+    LAZY,
+    SECTION_RANKS,
     AugmentOptions,
     JobOptions,
     LoadingOptions,
@@ -62,17 +65,11 @@ UNREAD: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from.
+    """Where a value comes from."""
 
-    Attributes:
-        key: The dotted key, or the option of a command, that says it; "" when nobody does.
-        place: Where that key is written, if it is known.
-        default: Whose default it is; not empty exactly when `key` is.
-    """
-
-    key: str = ""
-    place: Place | None = None
-    default: str = "default"
+    key: str = ""  # the dotted key, or the option of a command, that says it; "" when nobody does
+    place: Place | None = None  # where that key is written, if it is known
+    default: str = "default"  # whose default it is; not empty exactly when `key` is
 
     def __str__(self) -> str:
         """Format as `key (file:line:column)`, or name the default that was used."""

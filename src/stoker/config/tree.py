@@ -3,7 +3,7 @@
 Enters: plain values. Leaves: a `Config`, which is what was written and where; the JSON Schema of a file. Costs
 microseconds.
 
-A section is a model, and each of its fields is a key. `stoker.config.names.LAYOUTS` adds the other places where
+A section is a model, and each of its fields is a key. `stoker.config.options.LAYOUTS` adds the other places where
 files already have a key; `stoker.config.resolve` says who wins. A key that is not written says nothing,
 whatever its default.
 
@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
-from stoker.config.names import LAYOUTS
 from stoker.config.options import (
+    LAYOUTS,
     STRICT,
     AugmentOptions,
     JobOptions,

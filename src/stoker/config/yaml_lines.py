@@ -115,8 +115,7 @@ class Document:
     repeats: list[Problem] = field(default_factory=list)
 
 
-INIT = "stoker config init RECIPE my.yaml"
-"""Advice for a file that is no config at all."""
+INIT = "stoker config init RECIPE my.yaml"  # advice for a file that is no config at all
 _LOOK = "check quotes, indents, and that a space stands behind each colon"
 
 

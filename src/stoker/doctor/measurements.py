@@ -21,6 +21,8 @@ from stoker.errors import CorruptError
 from stoker.measure.readings import Spread
 
 FORMAT_VERSION = 1
+OPERATOR_SECONDS = 40e-6
+"""Upper bound for calling one operator of torch, including its Python code."""
 NOTABLE_BETWEEN = 0.12
 """Share of a step spent between the model's calls from which it is a finding; from half of it a note tells."""
 
@@ -162,12 +164,14 @@ class HostCall:
         call: Name of the call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", "gc.collect", ...
         calls_per_step: Number of calls.
         seconds_per_step: Time spent there; a loop of fetches counts with the time between them.
+        in_model: Whether the forward pass of a module calls it.
     """
 
     where: str
     call: str
     calls_per_step: float
     seconds_per_step: float
+    in_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,8 @@ class OperatorFacts:
         matmul_seconds: Time in matrix products and convolutions, by dtype.
         num_rows: Most rows that a matrix product of the forward pass multiplies. 1 means that the model is called
             with one sample at a time; a larger number may be that of weights or of pixels.
+        double_product_seconds: Of the kernels on float64, matrix products and convolutions; None without a GPU.
+        double_times: How many times as long a product in float64 takes on this GPU as in float32; None if not measured.
     """
 
     per_step: float
@@ -225,6 +231,8 @@ class OperatorFacts:
     double_seconds: float | None = None
     matmul_seconds: Mapping[str, float] = field(default_factory=dict)
     num_rows: int | None = None
+    double_product_seconds: float | None = None
+    double_times: float | None = None
 
 
 @dataclass(frozen=True)

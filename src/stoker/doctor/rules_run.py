@@ -11,6 +11,7 @@ from dataclasses import replace
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import gain, gain_of_steps
+from stoker.doctor.measurements import OperatorFacts
 from stoker.units import KIB, MIB, format_bytes, format_count
 
 _DRIVER_ALLOC_SECONDS = 150e-6
@@ -162,6 +163,17 @@ def long_steps(case: Case) -> Finding | None:
     )
 
 
+def _saved_on_gpu(operators: OperatorFacts, double: float) -> float:
+    """Return the seconds by which kernels on float64 are shorter in float32.
+
+    Products by what this GPU was measured to do: some have as many units for float64 as for float32, some a 64th. The
+    others move half of the bytes.
+    """
+    product = min(double, operators.double_product_seconds or 0.0)
+    times = 2.0 if operators.double_times is None else max(1.0, operators.double_times)
+    return product * (1 - 1 / times) + (double - product) * 0.5
+
+
 def double_precision(case: Case) -> Finding | None:
     """The step computes in float64."""
     operators, pace = case.measured.operators, case.pace
@@ -173,23 +185,34 @@ def double_precision(case: Case) -> Finding | None:
         return None  # only data is converted from float64; the model computes in something else
     listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
     floor = replace(pace, device_busy=0.0)
-    # Half of the bytes and of the arithmetic; calling an operator takes as long as before.
-    calls = 0.0 if case.on_gpu else operators.per_step * _CALL_SECONDS
-    product = min(double, products.get("float64", 0.0))
-    sized = product + max(0.0, double - product - calls)
+    if case.on_gpu:
+        less = _saved_on_gpu(operators, double)
+        # Shorter kernels shorten a step as far as it waits for them.
+        less *= min(1.0, pace.device_busy / max(pace.compute, 1e-9))
+        low, high = 0.6 * less, 1.3 * less
+    else:
+        # Half of the bytes and of the arithmetic; calling an operator takes as long as before.
+        product = min(double, products.get("float64", 0.0))
+        sized = product + max(0.0, double - product - operators.per_step * _CALL_SECONDS)
+        low, less, high = sized * 0.3, sized * 0.5, double * 0.65
     return case.advise(
         "double-precision",
         "the step computes in float64",
         [
             f"{milliseconds(double)} of a step is spent on float64 ({double / pace.compute:.0%} of the computing)",
             f"matrix products by type: {listed}" if listed else None,
+            (
+                f"measured on this GPU: a product in float64 takes × {operators.double_times:.3g} as long as in float32"
+                if operators.double_times
+                else None
+            ),
         ],
         "Make the data and the model float32: numpy arrays are float64 unless told otherwise.",
         gain(
             floor,
-            floor.saving(sized * 0.5),
-            floor.saving(sized * 0.3),
-            floor.saving(double * 0.65),
+            floor.saving(less),
+            floor.saving(low),
+            floor.saving(high),
         ),
         where=case.measured.loader.dataset_where if case.measured.loader else None,
         script="values = torch.from_numpy(array).float()",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain, gain_of_steps
-from stoker.doctor.measurements import KernelFacts, LoaderFacts
+from stoker.doctor.measurements import OPERATOR_SECONDS, HostCall, KernelFacts, LoaderFacts
 from stoker.units import format_bytes
 
 _SHORT_KERNEL_SECONDS = 25e-6
@@ -19,14 +19,14 @@ _LAUNCH_FLOOR_SECONDS = 2e-6
 """Time for which an empty kernel keeps the device busy."""
 _PINNED_BYTES_PER_SECOND = 20e9
 """PCIe 4 with 16 lanes, where the machine was not measured."""
-_OPERATOR_SECONDS = 40e-6
-"""Upper bound for calling one operator or launching one kernel, including its Python code."""
 _LAUNCH_SECONDS = 80e-6
-"""The same where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
+"""As OPERATOR_SECONDS, where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
 _NODE_SECONDS = 1e-6
 """Time between two kernels of a CUDA graph of which one needs the other's result."""
 _NOTABLE_PYTHON = 0.15
 """Share of a step from which Python code of the forward pass is a finding."""
+_NOTABLE_FETCH = 0.03
+"""Share of a step from which fetching values is."""
 _SMALL_BATCH = 64
 _MOST_TIMES_LARGER, _ENOUGH = 32, 512
 """Limits of the batch that is proposed: times the present one, and samples."""
@@ -87,11 +87,14 @@ def pageable_copies(case: Case) -> Finding | None:
 
 def sync_every_step(case: Case) -> Finding | None:
     """The host waits for the device, or fetches values one by one, in every step."""
-    syncs = [sync for sync in case.measured.syncs if sync.calls_per_step >= 0.5]
+    # Values that the model's own code works with are fetched for it: that is the finding of `python_in_model`.
+    fetched = _fetched_for_python(case)
+    every = (sync for sync in case.measured.syncs if sync.calls_per_step >= 0.5)
+    syncs = [sync for sync in every if sync not in fetched]
     if case.pace is None or not syncs:
         return None
     seconds = sum(sync.seconds_per_step for sync in syncs)
-    if case.share_of_step(seconds) < 0.03:
+    if case.share_of_step(seconds) < _NOTABLE_FETCH:
         return None
     if case.on_gpu and case.measured.kernels is None:
         return None  # an unknown part of the wait is the device's own work; `why_unjudged` says so
@@ -242,7 +245,7 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
         calling = calls * _LAUNCH_SECONDS
     elif operators is not None:
         growing = max(0.0, operators.work_seconds - (operators.weight_seconds or 0.0))
-        calling = operators.per_step * _OPERATOR_SECONDS
+        calling = operators.per_step * OPERATOR_SECONDS
     else:
         return None
     if growing > pace.compute or pace.compute - growing > calling:
@@ -312,16 +315,32 @@ def _batch_finding(
     )
 
 
+def _fetched_for_python(case: Case) -> list[HostCall]:
+    """Return the fetches of values for Python code of the forward pass, if that code is notable."""
+    if case.share_of_step(case.measured.python_seconds) < _NOTABLE_PYTHON:
+        return []
+    return [sync for sync in case.measured.syncs if sync.in_model]
+
+
 def python_in_model(case: Case) -> Finding | None:
-    """The forward pass spends a notable part of a step in Python code, not in operators."""
+    """The forward pass spends a notable part of a step in Python code, not in operators.
+
+    What fetches the values for it goes with it. On a GPU that is the wait for all work before, beside which the code
+    could have run: neither is saved without the other.
+    """
     seconds, pace = case.measured.python_seconds, case.pace
     share = case.share_of_step(seconds)
     if pace is None or share < _NOTABLE_PYTHON:
         return None
     spent = share * pace.step
+    fetched = _fetched_for_python(case)
+    waited = sum(sync.seconds_per_step for sync in fetched)
     lines = case.measured.python_lines
     # On a GPU the kernels may still run meanwhile.
-    low, likely, high = (max(pace.step - spent * part, pace.device_busy) for part in (0.5, 0.9, 1))
+    low, likely, high = (
+        max(pace.step - spent * part - waited * also, pace.device_busy)
+        for part, also in ((0.5, 0), (0.9, 1), (1, 1))
+    )
     return case.advise(
         "python-in-model",
         "the forward pass waits for its own Python code",
@@ -331,6 +350,11 @@ def python_in_model(case: Case) -> Finding | None:
                 "forward pass, while no operator of torch runs"
             ),
             f"most of it at {', '.join(lines[:3])}" if lines else None,
+            (
+                f"{milliseconds(waited)} more is spent on fetching the values that it works with, at {fetched[0].where}"
+                if case.share_of_step(waited) >= _NOTABLE_FETCH
+                else None
+            ),
         ],
         "Make it a few calls on whole tensors, or do it before the step, in the Dataset of a DataLoader with workers. "
         "The gain is that of a tenth of the time.",

@@ -14,6 +14,7 @@ from typing import Any
 
 from stoker.doctor.measurements import (
     NOTABLE_BETWEEN,
+    OPERATOR_SECONDS,
     AllocatorFacts,
     BadValues,
     DeviceCopy,
@@ -53,12 +54,18 @@ from stoker.units import format_count
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
+_MOST_UNEXPLAINED = 2.0
+"""Times as long a step may compute beside other work as its operators explain."""
+_UNEVEN = 3.0
+"""Beside other work, a quarter of the steps that takes this many times as long as another quarter tells too little."""
 _TIMING_SECONDS = 4e-6
 """What timing one call costs at most."""
 _LEAST_SYNC = 0.5
 """Share of the seconds of syncs that is theirs at least, whatever the timing costs."""
 _AHEAD = 0.9
 """A step shorter than this share of its kernels' time ends before they do."""
+_SHORT_STEP_SECONDS = 1e-3
+"""A step that the profiler makes notably longer as a whole."""
 _LOOSE = 1.2
 """Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
 _NOTABLE_UPDATE = 0.3
@@ -147,8 +154,16 @@ def measure(
         unjudged.append(
             f"{len(rows)} steps were measured and none of their operators: let it run for longer (--seconds)"
         )
-    if _queued_outside(rows, clock) > _MUCH_QUEUEING:
+    queued = _queued_outside(rows, clock)
+    if queued > _MUCH_QUEUEING:
         unjudged.append("other work on this machine had the cores most of the time")
+    elif queued > _NOTABLE_QUEUEING and step is not None and step.high > _UNEVEN * step.low:
+        unjudged.append(
+            f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure "
+            "again on a quiet machine"
+        )
+    elif queued > _NOTABLE_QUEUEING and not torch.get("cuda"):
+        unjudged += _unexplained(state["profile"], Spread.of(map(computing, plain)))
     samples = sum(row.samples for row in rows)
     sampled = state.get("training", {})
     return Measurements(
@@ -175,7 +190,13 @@ def measure(
         ),
         loader=read_loader(main, processes, rows, loader_number),
         syncs=tuple(
-            HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual_sync)
+            HostCall(
+                s["where"],
+                s["call"],
+                s["calls"] * per_step,
+                s["seconds"] * usual_sync,
+                s.get("in_model", False),
+            )
             for s in _costliest(sites, "sync")
         ),
         copies=_copies(sites, per_step, on_core),
@@ -242,6 +263,8 @@ def _between(
     between, data = max(0, doing.get("between", 0) - inside), doing.get("data", 0)
     gap = state["profile"].get("gap_seconds")
     if gap is not None:
+        if step.median < _SHORT_STEP_SECONDS:  # the profiler makes calls of Python longer, too
+            gap *= min(1.0, step.median / max(state["profile"].get("gap_step_seconds", 0.0), 1e-9))
         # A loss that is computed line by line is sampled in the user's code as loading is, but belongs to the model.
         return lines, data * seconds + min(between * seconds, _LOOSE * gap), []
     if doing.get("model") or state.get("modules") or state["kind"] == "replay" or state["loaders"]:
@@ -327,10 +350,13 @@ def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) ->
         )
     long = _long_steps(main.state, elsewhere)
     if long is not None:
-        listed = ", ".join(f"{where} ({share:.0%})" for where, share in long.lines[:3])
+        listed = ", ".join(
+            f"{where} ({share:.0%})" for where, share in long.lines[:3] if share >= _NOTABLE_SHARE
+        )
+        place = f"mostly at {listed}" if listed else "at no line of your own"
         notes.append(
             f"{long.share:.0%} of the time of all steps is what {format_count(long.count, 'step')} "
-            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, mostly at {listed}"
+            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, {place}"
         )
     if elsewhere.after / whole >= _NOTABLE_SHARE and not main.state["stands"]:
         notes.append(
@@ -507,6 +533,21 @@ def _allocator(
     )
 
 
+def _unexplained(profile: Mapping[str, Any], computes: Spread | None) -> list[str]:
+    """Say that a step beside other work computes for much longer than its operators explain, so that it tells nothing.
+
+    Each takes longer with cold caches, and waits for its second thread, which has no core.
+    """
+    operators = _operators(profile)
+    if operators is None or computes is None:
+        return []
+    explained = operators.work_seconds + operators.per_step * OPERATOR_SECONDS
+    if computes.median < _MOST_UNEXPLAINED * explained:
+        return []
+    told = f"a step computes for {computes.median * 1e3:.3g} ms, and its operators explain {explained * 1e3:.3g} ms"
+    return [f"other work took the cores: {told}; measure again on a quiet machine"]
+
+
 def _notes_update(torch: Mapping[str, Any], rows: Sequence[Row], step: Spread | None) -> list[str]:
     """Tell of an update on a CPU that takes much of a step and updates one tensor after the other."""
     name, fused = torch.get("optimizer") or ("", True)
@@ -536,7 +577,7 @@ def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | N
 def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
     if not profile.get("operators"):
         return None
-    double = profile["double_seconds"]
+    double, products = profile["double_seconds"], profile.get("double_product_seconds")
     if "double_kernel_seconds" in profile:
         double = profile["double_kernel_seconds"] / profile["steps"]
     return OperatorFacts(
@@ -546,6 +587,8 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         double_seconds=double,
         matmul_seconds=profile["matmul_seconds"],
         num_rows=profile.get("rows") or None,
+        double_product_seconds=None if products is None else products / profile["steps"],
+        double_times=profile.get("double_times"),
     )
 
 

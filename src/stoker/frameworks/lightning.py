@@ -20,9 +20,8 @@ import torch
 
 from stoker.errors import InputError
 from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, check_makes, check_share
-from stoker.frameworks.lightning_capture import CaptureCallback
+from stoker.frameworks.lightning_capture import CaptureCallback, OomLadderCallback
 from stoker.frameworks.lightning_doctor import DoctorCallback
-from stoker.frameworks.lightning_oom import OomLadderCallback
 from stoker.frameworks.lightning_watch import TelemetryCallback, pl, require_adapted
 from stoker.loader.loader import Loader
 from stoker.recipes.schedule import LrRule, cosine_factor, lr_factor

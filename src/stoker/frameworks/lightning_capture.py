@@ -1,11 +1,11 @@
-"""Lightning's whole training step as one CUDA graph, by a callback over `stoker.capture`.
+"""Two callbacks that stand in for a part of Lightning's training loop: steps as one CUDA graph, steps with less memory.
 
-Enters: a Lightning `Trainer` with automatic optimization, in one process, on a GPU. Leaves: the same weights, losses
-and logged values, from one launch per step. Costs: see `train/graph.py`; per step, the copies of the batch and of
-the logged values.
+Enters: a Lightning `Trainer` with automatic optimization, in one process.
 
-The graph holds `training_step`, the backward pass, the clipping of `gradient_clip_val` and the optimizer's step.
-A replay runs no Python, so that
+`CaptureCallback` (over `stoker.capture`, on a GPU) leaves the same weights, losses and logged values, from one launch
+per step. It costs what `train/graphs` says, and per step the copies of the batch and of the logged values. The graph
+holds `training_step`, the backward pass, the clipping of `gradient_clip_val` and the optimizer's step. A replay runs no
+Python, so that
 
     self.log        is called after the step, with the values that the graph has computed
     progress        is counted after the step: `global_step` and schedulers go on as they do without
@@ -13,6 +13,16 @@ A replay runs no Python, so that
                     module has one, the step runs eagerly, with the reason
     current_epoch   is read at the time of capture: a step that reads it is captured anew in every epoch
     global_step     and `batch_idx` change at every step: a step that reads one of them runs eagerly
+
+`OomLadderCallback` (the levels of `train/oom.py`) leaves the same updates, with batches in smaller passes, or
+activations recomputed, if the whole did not fit. It holds the batches of one update until it is done, and copies the
+states of torch's generators and of the model's buffers for each: 0.1 ms of the host per step. When a `training_step`
+or its backward pass runs out of memory, the gradients of the update so far are dropped, generators and buffers are
+restored, the run goes one level down and the batches are run again (`train/update.py`). A pass is weighted by its
+samples, so the update is that of the whole batch if `training_step` returns the mean over its samples. Not covered:
+memory that runs out in the optimizer's step, or while a batch is built; manual optimization, whose steps only the
+module knows; several processes, which would have to run out together. Values that a module logs are counted once per
+pass.
 """
 
 from __future__ import annotations
@@ -21,15 +31,22 @@ import contextlib
 import dis
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import torch
 
-from stoker.frameworks.lightning_oom import OomLadderCallback
-from stoker.frameworks.lightning_watch import pl, tell
+from stoker.frameworks.adapted import AdaptedLoader, count_samples
+from stoker.frameworks.lightning_watch import Closure, ClosureResult, pl, require_adapted, tell
+from stoker.loader.batch import Batch
 from stoker.report import Note, Topic
-from stoker.train.capture_function import CapturedFunction
+from stoker.train.batches import Work
+from stoker.train.graphs.function import CapturedFunction
+from stoker.train.oom import Remembered
+from stoker.train.precision import PrecisionChoice
+from stoker.train.step import Step, StepParts
+from stoker.train.update import Update
 
 _HOOKS = (
     "on_before_zero_grad",
@@ -42,17 +59,53 @@ _METHODS = (*_HOOKS, "optimizer_step", "optimizer_zero_grad", "configure_gradien
 """Of the module: a replay would repeat what they decided at the time of capture."""
 
 
-class CaptureCallback(pl.Callback):
+class _StandIn(pl.Callback):
+    """Replaces a method of Lightning's loop of automatic optimization while a run goes on.
+
+    Attributes:
+        notes: What was told.
+    """
+
+    _replaced: str
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._loop: Any = None
+
+    def _replace(self, trainer: pl.Trainer, make: Callable[[Any], Any]) -> None:
+        """Put what `make` returns for the plain method in its place."""
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        setattr(self._loop, self._replaced, make(getattr(self._loop, self._replaced)))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put Lightning's own method back."""
+        if self._loop is not None:
+            delattr(self._loop, self._replaced)
+        self._loop = None
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put Lightning's own method back too: Lightning does not call `teardown` after an error."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def _tell(self, trainer: pl.Trainer, note: Note) -> None:
+        self.notes.append(note.text)
+        tell(trainer, note)
+
+
+class CaptureCallback(_StandIn):
     """Runs training steps as replays of one CUDA graph where that is possible; see the module's text.
 
     Attributes:
         notes: Why steps run eagerly, and every new capture.
     """
 
+    _replaced = "run"
+
     def __init__(self) -> None:
-        self.notes: list[str] = []
+        super().__init__()
         self._step: CapturedFunction | None = None
-        self._loop: Any = None
         self._arguments: tuple[int, dict[str, Any]] = 0, {}
         self._logged: list[tuple[str, dict[str, Any]]] = []
         self._read: set[str] = set()
@@ -82,25 +135,12 @@ class CaptureCallback(pl.Callback):
         )
         self._read.clear()
         if self._step.can_capture:
-            self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
-            self._loop.run = self._run
+            self._replace(trainer, lambda plain: self._run)  # noqa: ARG005  which `_run` finds by the type
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Capture a step anew that reads the epoch's number."""
         if self._step is not None and "current_epoch" in self._read:
             self._step.forget()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put Lightning's own step back; `reason` stays."""
-        if self._loop is not None:
-            del self._loop.run
-        self._loop = None
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put Lightning's own step back too: Lightning does not call `teardown` after an error."""
-        self.teardown(trainer, pl_module, "fit")
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Stand in for `run` of Lightning's loop: train on a batch, count, log; return what `training_step` did."""
@@ -189,10 +229,6 @@ class CaptureCallback(pl.Callback):
         with _watch("global_step", self._read), _watch("current_epoch", self._read):
             return training_step()
 
-    def _tell(self, trainer: pl.Trainer, note: Note) -> None:
-        self.notes.append(note.text)
-        tell(trainer, note)
-
 
 @contextlib.contextmanager
 def _watch(name: str, read: set[str]) -> Iterator[None]:
@@ -244,4 +280,180 @@ def _find_refusal(trainer: pl.Trainer, module: pl.LightningModule) -> str | None
     return None
 
 
-__all__ = ["CaptureCallback"]
+# -- out of memory --------------------------------------------------------------------------------
+
+
+class OomLadderCallback(_StandIn):
+    """Repeats training steps with less memory when the device runs out of it; see the module's text.
+
+    Args:
+        remembered: Where settings that fitted are kept between runs; the user's cache folder by default.
+
+    Attributes:
+        notes: Every level that the run went down to, or why the callback does nothing.
+    """
+
+    _replaced = "_make_closure"
+
+    def __init__(self, remembered: Remembered | None = None) -> None:
+        super().__init__()
+        self._remembered = remembered
+        self._update: Update | None = None
+
+    @property
+    def window(self) -> Update | None:
+        """The update in progress, with its memory level; None before the first step, or if the callback is off."""
+        return self._update
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Replace Lightning's factory of closures, if this trainer is supported."""
+        require_adapted(trainer)
+        reason = _stands_aside(trainer, pl_module)
+        if reason is not None:
+            self._tell(trainer, Note(f"out-of-memory recovery is off: {reason}"))
+            return
+
+        def make_closure(
+            make: Callable[..., Closure], kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int
+        ) -> Closure:
+            plain = make(kwargs, optimizer, batch_idx)
+            batch = kwargs.get("batch")  # missing if the module iterates its batches itself
+            if not count_samples(batch) or plain._backward_fn is None:
+                return plain
+            update = self._update or self._make_update(trainer, pl_module, batch)
+            return _SurvivingClosure(plain, update, _Call(self._loop, kwargs, plain._backward_fn))
+
+        self._replace(trainer, lambda plain: partial(make_closure, plain))
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Release the batches of an update after it."""
+        if self._update is not None and not trainer.fit_loop._should_accumulate():
+            self._update.finish()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put Lightning's own method back, and let go of the update."""
+        super().teardown(trainer, pl_module, stage)
+        self._update = None
+
+    def _make_update(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Update:
+        loader = trainer.train_dataloader
+        nominal = getattr(loader, "batch_size", None) or count_samples(batch)
+        parts = StepParts(
+            module,
+            _no_criterion,
+            trainer.optimizers[0],
+            cast(PrecisionChoice, SimpleNamespace(name=str(trainer.precision))),
+            getattr(trainer.precision_plugin, "scaler", None)
+            or torch.amp.GradScaler("cpu", enabled=False),
+            module.device,
+            None,
+            int(nominal),
+            trainer.accumulate_grad_batches,
+        )
+        chunked = isinstance(loader, AdaptedLoader) and loader.loader.tier == "chunked"
+        self._update = Update(
+            _LightningStep(parts),
+            True,
+            lambda note: self._tell(trainer, note),
+            loader.loader.shrink if chunked else None,
+            self._remembered,
+        )
+        return self._update
+
+
+def _stands_aside(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Return why this trainer is not supported; None if it is."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    hooks = (
+        (loop, "_make_closure"),
+        (loop, "_training_step"),
+        (trainer.fit_loop, "_should_accumulate"),
+    )
+    if not all(hasattr(owner, name) for owner, name in hooks):
+        return f"Lightning {pl.__version__} makes its closures in another way than 2.6"
+    if not module.automatic_optimization:
+        return "the module optimizes by hand, and only it knows what a step is"
+    if trainer.world_size > 1:
+        return f"{trainer.world_size} processes would have to run out of memory together"
+    if trainer.strategy.handles_gradient_accumulation:
+        return f"{type(trainer.strategy).__name__} accumulates gradients by itself"
+    return None
+
+
+def _no_criterion(*_: Any) -> torch.Tensor:
+    raise AssertionError("the loss is the module's own")
+
+
+class _Call:
+    """One call of `training_step`. Not a dataclass, whose tensors would be cut with the batch."""
+
+    def __init__(
+        self, loop: Any, kwargs: Mapping[str, Any], backward: Callable[[torch.Tensor], None]
+    ) -> None:
+        self.kwargs = kwargs
+        self.output: ClosureResult | None = None
+        self._loop, self._backward = loop, backward
+
+    def run(self, batch: Any, weight: float) -> torch.Tensor:
+        """Run forward and backward passes of a batch, or a part of one; return its loss as Lightning scales it."""
+        self.output = self._loop._training_step({**self.kwargs, "batch": batch})
+        loss: torch.Tensor | None = self.output.closure_loss
+        if loss is None:  # the module skips this batch
+            return torch.zeros((), device=self._loop.trainer.strategy.root_device)
+        self._backward(loss if weight == 1.0 else loss * weight)
+        return loss.detach()
+
+
+class _LightningStep(Step):
+    """A `Step` whose forward and backward passes are Lightning's; Lightning also steps the optimizer."""
+
+    def begin_batch(self, num_samples: int, *_: Any, **__: Any) -> float:
+        """Count a batch; Lightning has already divided its loss by the batches of an update."""
+        self.accumulation.num_batches += 1
+        self.accumulation.num_samples += num_samples
+        return 1.0
+
+    def forward_backward(
+        self, inputs: Any, targets: Any, weight: float, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Run a batch or a part of one; `targets` has the call that it belongs to."""
+        call: _Call = targets[0]
+        return call.run(inputs, weight)
+
+    def finish_update(self) -> None:
+        """Reset the counts; Lightning has stepped the optimizer."""
+        self.accumulation.close()
+
+
+class _SurvivingClosure(Closure):
+    """Lightning's closure for one batch, as part of an `Update`."""
+
+    def __init__(self, plain: Closure, update: Update, call: _Call) -> None:
+        super().__init__(plain._step_fn, plain._backward_fn, plain._zero_grad_fn)
+        self._update, self._call = update, call
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Run forward and backward of one batch, in as many passes as fit."""
+        if self._zero_grad_fn is not None:  # the first batch of an update
+            self._update.drop()
+            self._zero_grad_fn()
+        call = self._call
+        batch = call.kwargs["batch"]
+        own = batch if isinstance(batch, Batch) else None
+        positions = None if own is None else own.positions
+        # The call is not a tensor, so every part of the batch gets it as it is.
+        work = Work(batch, (call,), count_samples(batch), positions, own)
+        loss = self._update.add(work)
+        output = call.output
+        assert output is not None
+        if output.closure_loss is None or not self._update.is_lowered:
+            return output
+        return ClosureResult(loss)

@@ -71,7 +71,15 @@ _SAMPLERS = {
     "WeightedRandomSampler": "weights=sampler.weights",
     "DistributedSampler": "rank=sampler.rank, world_size=sampler.num_replicas",
 }
-_ATTRIBUTES = {"dataset": "len(loader.samples) counts its samples, and loader.store holds them"}
+_OWN_ORDER = "loader.set_epoch(epoch) begins another epoch, and loader.samples are its samples"
+_ATTRIBUTES = {
+    "dataset": "len(loader.samples) counts its samples, and loader.store holds them",
+    "sampler": _OWN_ORDER,
+    "batch_sampler": _OWN_ORDER,
+    "drop_last": "len(loader) counts its batches",
+    "collate_fn": "batches are gathered as tensors; next(iter(loader)) shows one",
+    "generator": "its draws are those of the seed= that it was made with",
+}
 
 _OF_THE_LOOP = frozenset({"epochs", "num_epochs", "max_epochs", "max_steps", "num_steps"})
 _MOST_TYPED = 20
@@ -221,7 +229,7 @@ def fixed_option(name: str, value: Any) -> InputError:
 
 def no_attribute(name: str) -> AttributeError:
     """Return the error for an attribute that a Loader does not have, with what it has instead."""
-    instead = _ATTRIBUTES.get(name)
+    instead = _ATTRIBUTES.get(name) or _NEEDLESS.get(name)
     return AttributeError(
         f"a Loader has no attribute {name!r}" + (f": {instead}" if instead else "")
     )

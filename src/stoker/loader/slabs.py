@@ -38,6 +38,12 @@ _ALIGNMENT = 256
 
 def usable_device(device: str | int | torch.device) -> torch.device:
     """Return a CPU or CUDA device that exists here, with its index."""
+    if isinstance(device, bool):  # as `DataLoader(dataset, 64, True)`
+        raise InputError(
+            f"{device} is no device, which is the third argument of a Loader.",
+            "'cuda', 'cuda:0' or 'cpu'; the order by its name",
+            f"shuffle={device}",
+        )
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -22,9 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from stoker.machine._disk import BandwidthClass, Disk, read_disk
 from stoker.machine._gpus import THROTTLE_WORDS, Gpu, GpuReader
 from stoker.machine._limits import Cgroups, find_text, read_cores, read_memory
+from stoker.units import KIB
 
 __all__ = [
     "THROTTLE_WORDS", "BandwidthClass", "Choice", "Disk", "Gpu", "GpuReader", "Machine",
@@ -174,3 +177,29 @@ def _read_torch() -> tuple[str | None, str | None]:
         exact = find_text(file, r"^__version__\b[^=\n]*=\s*['\"](.+?)['\"]")
         return exact or version, find_text(file, r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]")
     return version, None
+
+
+_STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def rss_bytes() -> int:
+    """Return the resident memory."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss_bytes() -> int:
+    """Return the most that was resident since the start, or since `forget_peak`."""
+    # VmHWM is of the address space. `ru_maxrss` is inherited through fork and exec: a small child of a large
+    # parent would look large.
+    found = find_text(_STATUS, r"^VmHWM:\s*(\d+) kB$")
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found)
+    return kilobytes * KIB
+
+
+def forget_peak() -> None:
+    """Let the kernel count the peak anew; where it may not, the peak stays that of the whole life."""
+    try:
+        with _FORGET.open("r+") as file:
+            file.write("5")
+    except OSError:
+        return

@@ -16,8 +16,7 @@ import gc
 import psutil
 import torch
 
-from stoker.machine import probe
-from stoker.machine.process import forget_peak, peak_rss_bytes, rss_bytes
+from stoker.machine import forget_peak, peak_rss_bytes, probe, rss_bytes
 from stoker.units import format_bytes
 
 MARGIN = 0.10

@@ -41,23 +41,16 @@ def warm_up_batches(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Timed:
-    """One loop that was timed.
+    """One loop that was timed."""
 
-    Attributes:
-        laps: One per batch.
-        history: What the trainer chose and did; empty where nobody trained.
-        trouble: A loss that was not finite.
-        phases: Forward, backward and update, with start and end on the laps' clock; on a CPU only.
-        tier: Of the loader.
-        device_data_bytes: What the loader keeps on the device.
-    """
-
-    laps: tuple[Lap, ...]
+    laps: tuple[Lap, ...]  # one per batch
+    # what the trainer chose and did; empty where nobody trained
     history: History = field(default_factory=History)
-    trouble: NonFiniteError | None = None
+    trouble: NonFiniteError | None = None  # a loss that was not finite
+    # forward, backward and update, with start and end on the laps' clock; on a CPU only
     phases: tuple[tuple[str, float, float], ...] = ()
-    tier: str = ""
-    device_data_bytes: int = 0
+    tier: str = ""  # of the loader
+    device_data_bytes: int = 0  # what the loader keeps on the device
 
     @property
     def seconds(self) -> Spread | None:

@@ -31,19 +31,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to measure.
+    """How long to measure."""
 
-    Attributes:
-        warm_up: First batches, not counted: threads start, caches fill, graphs are captured.
-        steps: Most batches to count.
-        seconds: Time limit from the end of the warm-up.
-        least: Batches to count even if the time is over.
-    """
-
-    warm_up: int
-    steps: int
-    seconds: float
-    least: int = LEAST_LAPS
+    warm_up: int  # first batches, not counted: threads start, caches fill, graphs are captured
+    steps: int  # most batches to count
+    seconds: float  # time limit from the end of the warm-up
+    least: int = LEAST_LAPS  # batches to count even if the time is over
 
     @property
     def most(self) -> int:

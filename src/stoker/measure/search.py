@@ -14,23 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-LEAST_GAIN = 0.02
-"""Least gain of a change: medians of short runs differ by as much without one."""
+LEAST_GAIN = 0.02  # least gain of a change: medians of short runs differ by as much without one
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One try.
+    """One try."""
 
-    Attributes:
-        rate: Samples per second, or another rate; None if the try did not run to its end.
-        fits: Whether it ran, and left the margin of memory free.
-        reason: Why not, in words.
-    """
-
+    # samples per second, or another rate; None if the try did not run to its end
     rate: float | None
-    fits: bool
-    reason: str = ""
+    fits: bool  # whether it ran, and left the margin of memory free
+    reason: str = ""  # why not, in words
 
 
 OutcomeT = TypeVar("OutcomeT", bound=Outcome)

@@ -41,8 +41,7 @@ from stoker.packing.worker import dump, is_alive, load
 from stoker.packing.workers import Item, Numbered, Poison, Result, Workers
 from stoker.units import format_count
 
-PATIENCE_SECONDS = 30.0
-"""How long a pack waits for a first or a new worker."""
+PATIENCE_SECONDS = 30.0  # how long a pack waits for a first or a new worker
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
 _VISIBLE_SECONDS = 5.0

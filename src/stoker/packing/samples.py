@@ -46,24 +46,18 @@ _TEXTS = ("name", "formula", "adduct", "precursor_mz", "collision_energy", "spec
 
 @dataclass
 class Samples:
-    """Some samples of a store or of raw files.
+    """Some samples of a store or of raw files."""
 
-    Attributes:
-        fields: What each field is.
-        rows: Field to value of each sample: a row, the values of a ragged field, a text or a `Window`; under "symbol"
-            the label of the part that a window is from.
-        attributes: Of the manifest; names of classes are looked for there.
-        num_samples: All of them.
-        label_counts: Class number to samples; empty where there are no labels.
-        mask_counts: Mask value to pixels.
-    """
-
-    fields: dict[str, FieldInfo] = field(default_factory=dict)
+    fields: dict[str, FieldInfo] = field(default_factory=dict)  # what each field is
+    # field to value of each sample: a row, the values of a ragged field, a text or a `Window`; under "symbol" the
+    # label of the part that a window is from
     rows: list[dict[str, Any]] = field(default_factory=list)
+    # of the manifest; names of classes are looked for there
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    num_samples: int = 0
+    num_samples: int = 0  # all of them
+    # class number to samples; empty where there are no labels
     label_counts: dict[int, int] = field(default_factory=dict)
-    mask_counts: dict[int, int] = field(default_factory=dict)
+    mask_counts: dict[int, int] = field(default_factory=dict)  # mask value to pixels
 
     def take(self, part: ShardData, label: str = "") -> None:
         """Add the samples of one part of a source: a few of each, so that the last part is seen too."""
@@ -320,31 +314,39 @@ def _picture_figure(row: Mapping[str, Any], names: Sequence[str], number: int) -
 
 
 def _img(pixels: Array, alt: str) -> Html:
-    step = max(1, -(-max(pixels.shape[:2]) // _SIDE))
-    small = np.ascontiguousarray(pixels[::step, ::step])
-    data = base64.b64encode(encode_png(small)).decode()
     return Html(
-        f'<img alt="{page.escape(page.shorten(alt, 80))}" src="data:image/png;base64,{data}" '
+        f'<img alt="{page.escape(page.shorten(alt, 80))}" src="{png_url(pixels, _SIDE)}" '
         'style="width:100%;image-rendering:pixelated;display:block;margin-bottom:4px">'
     )
 
 
-def encode_png(pixels: Array) -> bytes:
-    """Return `(height, width, 3)` uint8 as a PNG; no image library is needed for this."""
-    height, width, _ = pixels.shape
-    rows = np.zeros((height, 1 + 3 * width), dtype=np.uint8)
-    rows[:, 1:] = pixels.reshape(height, -1)
+def png_url(pixels: Array, side: int) -> str:
+    """Return `(height, width, 3)` uint8 as a small PNG for a page, of at most `side` pixels a side."""
+    step = max(1, -(-max(pixels.shape[:2]) // side))
+    return f"data:image/png;base64,{base64.b64encode(encode_png(pixels[::step, ::step])).decode()}"
+
+
+def encode_png(pixels: Array, colours: Array | None = None, **texts: str) -> bytes:
+    """Return `(height, width, 3)` uint8 as a PNG; no image library is needed for this.
+
+    With `colours`, `(256, 3)`, pixels are `(height, width)` values that are shown in these colours. `texts` are kept in
+    the file by their names.
+    """
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
+        check = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + check
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = (
-        chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows.tobytes())) + chunk(b"IEND", b"")
-    )
-    return b"\x89PNG\r\n\x1a\n" + body
+    high, wide = pixels.shape[:2]
+    packer = zlib.compressobj(6)  # row by row: a large mask is not copied whole
+    rows = b"".join(packer.compress(b"\0" + np.ascontiguousarray(row).tobytes()) for row in pixels)
+    kind = 2 if colours is None else 3
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", wide, high, 8, kind, 0, 0, 0))]
+    parts += [(b"tEXt", f"{name}\0{text}".encode()) for name, text in texts.items()]
+    if colours is not None:
+        parts.append((b"PLTE", colours.astype(np.uint8).tobytes()))
+    parts += [(b"IDAT", rows + packer.flush()), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, data) for name, data in parts)
 
 
 def colour_of(value: int) -> tuple[int, int, int]:

@@ -26,11 +26,9 @@ _MOST_LINES = 6
 _MOST_TOKENS = 96
 _WIDTH, _HEIGHT = 400, 130
 _PRICES = ("return", "range", "body", "upper_wick", "lower_wick")
-_FAR = 0.5
-"""Share of a bar's range from which on an open does not continue the close before it."""
+_FAR = 0.5  # share of a bar's range from which on an open does not continue the close before it
 _SAME = 1e-5
-WARNING = "look at this"
-"""Key of the fact that says what is probably wrong."""
+WARNING = "look at this"  # key of the fact that says what is probably wrong
 _SPLITS = ("train", "val", "test", "purged")
 
 

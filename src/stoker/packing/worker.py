@@ -27,8 +27,7 @@ from stoker.errors import StokerError
 from stoker.lifetime import end_with_parent
 from stoker.stalls import start_watch
 
-PARENT = "STOKER_PARENT"
-"""Environment variable: the process that started this worker."""
+PARENT = "STOKER_PARENT"  # environment variable: the process that started this worker
 NOTES = "STOKER_NOTES"
 """Environment variable: the descriptor of the file in which the current row is noted."""
 ALIVE = "STOKER_ALIVE"

@@ -55,26 +55,20 @@ class Numbered(Protocol):
 
 Item = TypeVar("Item", bound=Numbered)
 Result = TypeVar("Result")
-Poison = Mapping[int, str]
-"""Rows that must not be touched again, with the reason."""
+Poison = Mapping[int, str]  # rows that must not be touched again, with the reason
 
 
 class Workers:
-    """Up to `jobs` worker processes; also a context manager that ends them.
-
-    Args:
-        jobs: Worker processes; 0 means one per usable core.
-        limit_seconds: Time limit of one guarded row; None when nothing can hang.
-        alive: A file whose absence ends the workers (see `worker`); "" where this process is enough.
-        isolated: Whether work always runs in processes that may die; by default where there are
-            several, or a row may hang.
-    """
+    """Up to `jobs` worker processes; also a context manager that ends them."""
 
     def __init__(
         self,
-        jobs: int = 0,
+        jobs: int = 0,  # worker processes; 0 means one per usable core
+        # time limit of one guarded row; None when nothing can hang
         limit_seconds: float | None = None,
+        # a file whose absence ends the workers (see `worker`); "" where this process is enough
         alive: str = "",
+        # whether work always runs in processes that may die; by default where there are several, or a row may hang
         isolated: bool | None = None,
     ) -> None:
         self.jobs = jobs or len(os.sched_getaffinity(0))

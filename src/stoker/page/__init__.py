@@ -126,27 +126,19 @@ def _is_long(value: str) -> bool:
 
 
 def table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    header: Sequence[str],  # titles of the columns
+    rows: Iterable[Sequence[str]],  # cells, escaped unless they are markup
     *,
-    key: str,
-    numeric: Iterable[int] = (),
-    labels: Iterable[int] = (),
+    key: str,  # the table's id
+    numeric: Iterable[int] = (),  # columns to align to the right
+    labels: Iterable[int] = (),  # columns never to break
+    # columns of prose; a table that has some shows each row as a block on a phone, its numbers with the titles of
+    # their columns
     wide: Iterable[int] = (),
+    # save width on a phone, where the last columns matter as much as the first
     tight: bool = False,
 ) -> Html:
-    """Return a table: wide ones scroll inside their own box, prose stacks up on a phone.
-
-    Args:
-        header: Titles of the columns.
-        rows: Cells, escaped unless they are markup.
-        key: The table's id.
-        numeric: Columns to align to the right.
-        labels: Columns never to break.
-        wide: Columns of prose; a table that has some shows each row as a block on a phone, its numbers
-            with the titles of their columns.
-        tight: Save width on a phone, where the last columns matter as much as the first.
-    """
+    """Return a table: wide ones scroll inside their own box, prose stacks up on a phone."""
     classes = dict.fromkeys(numeric, "number") | dict.fromkeys(labels, "label")
     prose = dict.fromkeys(wide, "wide")
     classes |= prose
@@ -189,24 +181,15 @@ def grid(figures: Iterable[Html]) -> Html:
 
 
 def svg_histogram(
-    counts: Sequence[int],
-    edges: Sequence[float],
-    title: str,
+    counts: Sequence[int],  # height of each bar
+    edges: Sequence[float],  # one more than bars; told to those who cannot see the picture
+    title: str,  # what is counted
     *,
-    key: str,
-    marked: Iterable[int] = (),
-    height: int = 56,
+    key: str,  # the picture's id, unique on the page
+    marked: Iterable[int] = (),  # bars to draw in the warning colour
+    height: int = 56,  # in pixels
 ) -> Html:
-    """Return a histogram as inline SVG, stretched to the width of its box.
-
-    Args:
-        counts: Height of each bar.
-        edges: One more than bars; told to those who cannot see the picture.
-        title: What is counted.
-        key: The picture's id, unique on the page.
-        marked: Bars to draw in the warning colour.
-        height: In pixels.
-    """
+    """Return a histogram as inline SVG, stretched to the width of its box."""
     top = max(max(counts, default=0), 1)
     special = set(marked)
     plain = [0 if index in special else count for index, count in enumerate(counts)]

@@ -28,8 +28,7 @@ SLAB_BYTES = 8 * MIB
 """50 GB/s on an H200 with a quiet host, 45 the first time; 4 MB reaches 33, 16 MB 51, but 40 the first time."""
 MAX_READERS = 10
 """More gain nothing, and lose on a busy machine: 45 GB/s with 10, 40 with 12, 37 with 16, of 16 cores."""
-SPARE_SLABS = 2
-"""Being copied while every reader fills one."""
+SPARE_SLABS = 2  # being copied while every reader fills one
 _STREAM_DEPTH, _LEAST_DEPTH = 4, 2
 _THREAD_BYTES = 8 * MIB  # a decoded chunk or a piece being checked
 _CONTEXT_BYTES, _PROCESS_BYTES = 512 * MIB, 1536 * MIB

@@ -49,21 +49,14 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe as a config or a checkpoint asks for it.
+    """A recipe as a config or a checkpoint asks for it."""
 
-    Attributes:
-        key: By which it is found again: a name of ours, or `package.module:Class`.
-        recipe: Makes the job.
-        options: An instance of its options, defaults included.
-        settings: Of the config, with the recipe's defaults; None for a checkpoint.
-        notes: Keys of the config that have no effect here, and why.
-    """
-
-    key: str
-    recipe: Recipe
-    options: Any
+    key: str  # by which it is found again: a name of ours, or `package.module:Class`
+    recipe: Recipe  # makes the job
+    options: Any  # an instance of its options, defaults included
+    # of the config, with the recipe's defaults; None for a checkpoint
     settings: Settings | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # keys of the config that have no effect here, and why
 
     @property
     def noted_settings(self) -> Settings:

@@ -125,37 +125,28 @@ class Job:
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Some pieces of raw input on their way to the model.
+    """Some pieces of raw input on their way to the model."""
 
-    Attributes:
-        keys: One per row: row numbers (int64), file names or ids (text), times (datetime64[ns]).
-        batch: What `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not
-            applied to it. Rows that cannot be answered hold zeros.
-        answered: `(rows,)` bool, False where there is a reason instead of an answer; None where all have one.
-        reasons: Per row what a user must know of it, or None.
-        labels: More columns beside the key, such as the file that a row is from.
-        truth: Where the input has targets: `(rows,)` places of the classes, -1 where unknown, or `(rows, values)`, NaN
-            where unknown. The answers are then evaluated.
-    """
-
+    # one per row: row numbers (int64), file names or ids (text), times (datetime64[ns])
     keys: Array
+    # what `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not applied
+    # to it. Rows that cannot be answered hold zeros.
     batch: Tensors
+    # `(rows,)` bool, False where there is a reason instead of an answer; None where all have one
     answered: Array | None = None
-    reasons: Sequence[str | None] | None = None
+    reasons: Sequence[str | None] | None = None  # per row what a user must know of it, or None
+    # more columns beside the key, such as the file that a row is from
     labels: Mapping[str, Array] = field(default_factory=dict)
+    # where the input has targets: `(rows,)` places of the classes, -1 where unknown, or `(rows, values)`, NaN where
+    # unknown. The answers are then evaluated.
     truth: Array | None = None
 
 
 class RawReader(Protocol):
-    """Raw input that a recipe has opened: replays on new data what was fitted in training.
+    """Raw input that a recipe has opened: replays on new data what was fitted in training."""
 
-    Attributes:
-        key: Name of the column of `RawBatch.keys`: "row", "file", "time", "id".
-        num_rows: How many there are; None where that is not known before the end.
-    """
-
-    key: str
-    num_rows: int | None
+    key: str  # name of the column of `RawBatch.keys`: "row", "file", "time", "id"
+    num_rows: int | None  # how many there are; None where that is not known before the end
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every row once, in the order of the input, with an answer or a reason."""
@@ -271,7 +262,6 @@ class Recipe(Protocol):
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout | None:
         """Return the inputs and outputs of an ONNX graph; None where the recipe has none."""
-        del made, facts
         return None
 
     def open_raw(
@@ -289,26 +279,22 @@ class Recipe(Protocol):
         Raises:
             InputError: The input lacks what the model was trained on; all of it is named.
         """
-        del given, made, facts, told
         return None
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: Any, facts: Facts
     ) -> Array | None:
         """Return the targets of some samples of a store, as `RawBatch.truth` has them; None where it has none."""
-        del store, samples, made, options, facts
         return None
 
     def make_judge(self, options: Any, facts: Facts) -> Judge | None:
         """Return what evaluates answers whose truths are known; None where they are classes or values."""
-        del options, facts
         return None
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> int | tuple[int, Sequence[str]]:
         """Write answers in one of the recipe's own `endings`; return how many rows, perhaps with what to say of it."""
-        del out, answers, made, facts
         return 0  # never called of a recipe without endings
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,12 +305,10 @@ class Recipe(Protocol):
             given: What the config writes under `recipe.options`. A name that is in both, with another
                 value, is refused with both places.
         """
-        del settings, given
         return {}
 
     def note_settings(self, settings: Settings, options: Any) -> list[str]:
         """Return notes on keys of the config that mean little or something else with these options."""
-        del settings, options
         return []
 
     def make_source(self, **paths: Any) -> Source | None:
@@ -333,7 +317,6 @@ class Recipe(Protocol):
         Args:
             paths: Options of the command line that were given, by name.
         """
-        del paths
         return None
 
 
@@ -347,26 +330,18 @@ IMAGE_SIZES = ("height", "width")
 
 @dataclass(frozen=True, eq=False)
 class Port:
-    """One input of the graph.
+    """One input of the graph."""
 
-    Attributes:
-        key: What the recipe calls it.
-        shape: A number, or the name of a size that is free: `BATCH`, `IMAGE_SIZES`, or another word.
-        dtype: As it must come.
-        about: What it is, for people.
-        below: Values to try it with are from 0 to below this number, or this size; None for numbers
-            around 0, or around `scaler`.
-        scaler: Says where the training values lie.
-        name: In the graph; the key, as a plain word, where it is empty.
-    """
-
-    key: str
+    key: str  # what the recipe calls it
+    # a number, or the name of a size that is free: `BATCH`, `IMAGE_SIZES`, or another word
     shape: tuple[int | str, ...]
-    dtype: torch.dtype
-    about: str
+    dtype: torch.dtype  # as it must come
+    about: str  # what it is, for people
+    # values to try it with are from 0 to below this number, or this size; None for numbers around 0, or around
+    # `scaler`
     below: float | str | None = None
-    scaler: RobustScale | None = None
-    name: str = ""
+    scaler: RobustScale | None = None  # says where the training values lie
+    name: str = ""  # in the graph; the key, as a plain word, where it is empty
 
     def draw(self, sizes: Mapping[str, int], dice: torch.Generator) -> Tensor:
         """Return values of the right shape and kind."""
@@ -386,30 +361,21 @@ class Port:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a trained recipe becomes a graph.
+    """How a trained recipe becomes a graph."""
 
-    Attributes:
-        ports: The inputs, in order.
-        read: Tensors by the keys of the ports to the model's inputs.
-        predict: Model and inputs to named predictions.
-        tracing: Wraps the trace of the graph where torch needs help with it; gives what
-            `torch.onnx.export` takes as `custom_translation_table`.
-    """
-
-    ports: Sequence[Port]
+    ports: Sequence[Port]  # the inputs, in order
+    # tensors by the keys of the ports to the model's inputs
     read: Callable[[Mapping[str, Tensor]], Any]
-    predict: Callable[[Any, Any], dict[str, Tensor]]
+    predict: Callable[[Any, Any], dict[str, Tensor]]  # model and inputs to named predictions
+    # wraps the trace of the graph where torch needs help with it; gives what `torch.onnx.export` takes as
+    # `custom_translation_table`
     tracing: Callable[[torch.nn.Module], AbstractContextManager[dict[Any, Any]]] | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of inputs that shall be fixed; the others stay free.
+    """Sizes of inputs that shall be fixed; the others stay free."""
 
-    Attributes:
-        batch: Samples; None leaves it free.
-        image: Height and width, where the recipe takes images; None leaves them free.
-    """
-
-    batch: int | None = None
+    batch: int | None = None  # samples; None leaves it free
+    # height and width, where the recipe takes images; None leaves them free
     image: tuple[int, int] | None = None

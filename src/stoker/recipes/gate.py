@@ -54,23 +54,17 @@ def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[F
 
 
 def fill_parts(
-    samples: Mapping[str, Array],
-    ratios: Sequence[float],
-    seed: int,
+    samples: Mapping[str, Array],  # of "train", "val" and "test"
+    ratios: Sequence[float],  # their shares
+    seed: int,  # decides which group goes
+    # one whole number per sample of the store; equal ones stay together. None where nothing may be moved, since the
+    # parts are spans of time.
     groups: Array | None,
-    what: str,
+    what: str,  # the groups in words, such as "compounds"
 ) -> tuple[dict[str, Array], str]:
     """Return a drawn split in which every part with a share has samples, and what to say of it; "" of nothing.
 
     A split of few samples may leave val or test empty: a group of train goes there.
-
-    Args:
-        samples: Of "train", "val" and "test".
-        ratios: Their shares.
-        seed: Decides which group goes.
-        groups: One whole number per sample of the store; equal ones stay together. None where nothing may be moved,
-            since the parts are spans of time.
-        what: The groups in words, such as "compounds".
 
     Raises:
         InputError: There are too few to divide.

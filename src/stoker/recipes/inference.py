@@ -67,17 +67,11 @@ _RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 @dataclass(frozen=True)
 class Trained:
-    """A model from a checkpoint, ready to predict.
+    """A model from a checkpoint, ready to predict."""
 
-    Attributes:
-        loaded: The checkpoint.
-        chosen: Its recipe with its options.
-        made: The model, filled with weights, and how it is used.
-    """
-
-    loaded: Loaded
-    chosen: Chosen
-    made: Rebuilt
+    loaded: Loaded  # the checkpoint
+    chosen: Chosen  # its recipe with its options
+    made: Rebuilt  # the model, filled with weights, and how it is used
 
     @property
     def model(self) -> torch.nn.Module:
@@ -198,46 +192,29 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
 
 @dataclass(frozen=True)
 class PredictReport:
-    """What was predicted.
+    """What was predicted."""
 
-    Attributes:
-        path: The file.
-        num_rows: One per sample.
-        columns: Their names.
-        seconds: From the first batch to the whole file.
-        notes: What was done to the data on the way, and what a user should know.
-        evaluation: How good the answers are, where the input has targets.
-    """
-
-    path: Path
-    num_rows: int
-    columns: tuple[str, ...]
-    seconds: float
-    notes: tuple[str, ...]
-    evaluation: Evaluation | None = None
+    path: Path  # the file
+    num_rows: int  # one per sample
+    columns: tuple[str, ...]  # their names
+    seconds: float  # from the first batch to the whole file
+    notes: tuple[str, ...]  # what was done to the data on the way, and what a user should know
+    evaluation: Evaluation | None = None  # how good the answers are, where the input has targets
 
 
 def predict_store(
-    trained: Trained,
-    store_path: str | Path,
+    trained: Trained,  # from `load_trained`
+    store_path: str | Path,  # needs the fields that the model reads; no targets
+    # the Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending
     out: str | Path,
     *,
-    split: str = "all",
-    batch_size: int = BATCH_SIZE,
+    split: str = "all",  # "all", "train", "val" or "test"
+    batch_size: int = BATCH_SIZE,  # samples per forward pass
+    # the first GPU by default; int8 weights run on the CPU only
     device: str | torch.device | None = None,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # told how far it is
 ) -> PredictReport:
-    """Write a prediction for every sample of a split, in the store's order.
-
-    Args:
-        trained: From `load_trained`.
-        store_path: Needs the fields that the model reads; no targets.
-        out: The Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending.
-        split: "all", "train", "val" or "test".
-        batch_size: Samples per forward pass.
-        device: The first GPU by default; int8 weights run on the CPU only.
-        progress: Told how far it is.
-    """
+    """Write a prediction for every sample of a split, in the store's order."""
     recipe, out, told = trained.chosen.recipe, Path(out), progress or Silent()
     is_own = check_answers(trained, out, store_path)
     place = place_of(trained, device)
@@ -459,22 +436,15 @@ def find_training_store(checkpoint: str | Path) -> str | Path | None:
 
 
 def quantize_trained(
-    trained: Trained,
-    out: str | Path,
+    trained: Trained,  # of float weights
+    out: str | Path,  # the file; `stoker predict` takes it like any checkpoint
+    # where latency and metric are measured; without it only the size is reported
     store_path: str | Path | None = None,
     *,
-    split: str = "test",
-    batch_size: int = BATCH_SIZE,
+    split: str = "test",  # samples for the metric
+    batch_size: int = BATCH_SIZE,  # of the measured passes
 ) -> tuple[QuantizeReport, str | None]:
-    """Write an int8 checkpoint; return what it changed, and the name of the metric that was compared.
-
-    Args:
-        trained: Of float weights.
-        out: The file; `stoker predict` takes it like any checkpoint.
-        store_path: Where latency and metric are measured; without it only the size is reported.
-        split: Samples for the metric.
-        batch_size: Of the measured passes.
-    """
+    """Write an int8 checkpoint; return what it changed, and the name of the metric that was compared."""
     check_output(out, [trained.loaded.saved.path], is_checkpoint)
     identity = trained.loaded.identity
     if "int8" in identity:

@@ -21,13 +21,9 @@ from stoker.store.fields import Array
 
 
 class Counted:
-    """Counts on the device, which ranks can add up.
+    """Counts on the device, which ranks can add up."""
 
-    Attributes:
-        counts: Made by the first batch.
-    """
-
-    counts: torch.Tensor | None = None
+    counts: torch.Tensor | None = None  # made by the first batch
 
     def state(self) -> torch.Tensor | None:
         """Return what was counted, for `merge`."""
@@ -139,21 +135,18 @@ _LEVEL = 0.95
 
 
 def bootstrap(
+    # `(n,)` or `(n, k)` values of samples, in their order; rows that are not finite are left out
     values: Array,
+    # `(draws, k)` means to `(draws,)` numbers; None is the mean of a single value
     statistic: Callable[[Array], Array] | None = None,
     *,
+    # neighbours that are drawn together, where they depend on each other: overlapping windows
     block: int = 1,
-    seed: int = 0,
+    seed: int = 0,  # of the draws
 ) -> tuple[float, float]:
     """Return the 95 % confidence interval of a statistic of means over samples.
 
     Above 5,000 samples neighbours are drawn together, so that the cost is bounded.
-
-    Args:
-        values: `(n,)` or `(n, k)` values of samples, in their order; rows that are not finite are left out.
-        statistic: `(draws, k)` means to `(draws,)` numbers; None is the mean of a single value.
-        block: Neighbours that are drawn together, where they depend on each other: overlapping windows.
-        seed: Of the draws.
     """
     rows = np.asarray(values, np.float64)
     rows = rows[:, None] if rows.ndim == 1 else rows

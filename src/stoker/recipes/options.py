@@ -123,16 +123,11 @@ class Range(NamedTuple):
     """What the values of an option may be: `width: Annotated[int, Range("1 or more", lambda n: n >= 1)]`.
 
     A function in an annotation sees no names of its module: one that needs them is written above the class.
-
-    Attributes:
-        words: The same for the error.
-        holds: Tells whether a value is allowed; not asked about None.
-        example: Advised in the error; None advises the default.
     """
 
-    words: str
-    holds: Callable[[Any], bool]
-    example: Any = None
+    words: str  # the same for the error
+    holds: Callable[[Any], bool]  # tells whether a value is allowed; not asked about None
+    example: Any = None  # advised in the error; None advises the default
 
 
 AtLeastOne = Annotated[int, Range("1 or more", lambda value: value >= 1)]

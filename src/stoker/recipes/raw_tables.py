@@ -36,19 +36,14 @@ _FAR_SPREADS, _FAR_SPREADS_OF_FEW, _FEW_ROWS = 8.0, 20.0, 8
 
 
 def open_raw_table(
-    given: Any,
-    facts: Facts,
+    given: Any,  # a path of a file or folder, a pattern, or a frame; see `as_frame`
+    facts: Facts,  # of the checkpoint
+    # "text": how a text file is written; by default as when the training table was packed
     told: Mapping[str, Any],
+    # middle and spread of each feature in training, to notice other units; None leaves that out
     ranges: tuple[Array, Array] | None = None,
 ) -> RawTable:
-    """Open rows for a model that was trained on a table.
-
-    Args:
-        given: A path of a file or folder, a pattern, or a frame; see `as_frame`.
-        facts: Of the checkpoint.
-        told: "text": how a text file is written; by default as when the training table was packed.
-        ranges: Middle and spread of each feature in training, to notice other units; None leaves that out.
-    """
+    """Open rows for a model that was trained on a table."""
     recorded = facts["table"]
     columns = [Column.from_json(each) for each in recorded["columns"]]
     if not isinstance(given, str | Path):

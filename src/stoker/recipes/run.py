@@ -62,34 +62,25 @@ from stoker.train.run_folder import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import Trainer
 
-_CLOCK_SECONDS = 2.0
-"""By which a process's start and a file's time may differ."""
+_CLOCK_SECONDS = 2.0  # by which a process's start and a file's time may differ
 # Beside the training data, whose share leaves a quarter of the memory: of that, a quarter again.
 _JUDGED_SHARE, _JUDGED_FALLBACK = 0.25, 0.20
 
 
 @dataclass
 class RecipeRun(History):
-    """A `History` and what came out of it.
+    """A `History` and what came out of it."""
 
-    Attributes:
-        recipe: Its name.
-        run_dir: Folder of log and checkpoints.
-        best: The best checkpoint, by the recipe's metric on validation samples.
-        monitor: That metric, and whether more is better.
-        baseline: What chance reaches on validation samples.
-        val: Metrics of the best checkpoint there.
-        test: Its metrics on test samples; empty when the run was cut short or there are none.
-        evaluation: The same as the field evaluates, beside baselines; None where the recipe has no more than `test`.
-    """
-
-    recipe: str = ""
-    run_dir: Path = Path()
-    best: Path | None = None
-    monitor: tuple[str, bool] = ("loss", False)
+    recipe: str = ""  # its name
+    run_dir: Path = Path()  # folder of log and checkpoints
+    best: Path | None = None  # the best checkpoint, by the recipe's metric on validation samples
+    monitor: tuple[str, bool] = ("loss", False)  # that metric, and whether more is better
+    # what chance reaches on validation samples
     baseline: dict[str, float] = field(default_factory=dict)
-    val: dict[str, float] = field(default_factory=dict)
+    val: dict[str, float] = field(default_factory=dict)  # metrics of the best checkpoint there
+    # its metrics on test samples; empty when the run was cut short or there are none
     test: dict[str, float] = field(default_factory=dict)
+    # the same as the field evaluates, beside baselines; None where the recipe has no more than `test`
     evaluation: Evaluation | None = None
 
 
@@ -366,9 +357,12 @@ class Run:
             with self.ranks.shared_fate():
                 log = stack.enter_context(self._evaluation_log()) if self.ranks.is_first else None
             made, result, step = self._evaluate_best(made)
-            with self.ranks.shared_fate():
+
+            def write() -> None:
                 if log is not None:
                     log.write("result", result, step=step)
+
+            self.ranks.first_does(write)
             return made
 
     @contextlib.contextmanager
@@ -667,7 +661,7 @@ class RunProgress:
         self._clock: tuple[float, float | None] = (0.0, None)
         self.history: History | None = None
 
-    def start(self, label: str, total: int | None, unit: str) -> None:  # noqa: ARG002
+    def start(self, label: str, total: int | None, unit: str) -> None:
         """Begin an epoch."""
         self.tell_epochs()
         batch = self._loader.batch_size

@@ -46,28 +46,22 @@ def fit_robust(rows: Array) -> tuple[Array, Array]:
 
 
 class RobustScale(torch.nn.Module):
-    """`clip((x - center) / scale)` in float32, whatever autocast says: raw inputs may exceed float16.
-
-    Args:
-        center: `(columns,)`.
-        scale: `(columns,)`, above 0.
-        clip: Largest magnitude that leaves; None for no limit.
-        is_squashed: Whether scaled values go through sign(x) log(1 + |x|) before the limit, so that long tails keep
-            their order instead of being cut.
-        dtype: Of the arithmetic. A store of float64 has values that float32 cannot tell apart before the median is
-            taken off: times in milliseconds, long numbers.
-    """
+    """`clip((x - center) / scale)` in float32, whatever autocast says: raw inputs may exceed float16."""
 
     center: torch.Tensor
     scale: torch.Tensor
 
     def __init__(
         self,
-        center: Array,
-        scale: Array,
-        clip: float | None,
+        center: Array,  # `(columns,)`
+        scale: Array,  # `(columns,)`, above 0
+        clip: float | None,  # largest magnitude that leaves; None for no limit
+        # of the arithmetic. A store of float64 has values that float32 cannot tell apart before the median is taken
+        # off: times in milliseconds, long numbers.
         dtype: torch.dtype = torch.float32,
         *,
+        # whether scaled values go through sign(x) log(1 + |x|) before the limit, so that long tails keep their
+        # order instead of being cut
         is_squashed: bool = False,
     ) -> None:
         super().__init__()

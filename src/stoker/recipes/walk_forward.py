@@ -26,17 +26,11 @@ _PER_SIDE = 3.92  # an interval of 95 % over its standard deviation
 
 @dataclass(frozen=True)
 class WalkForward:
-    """What came out of a walk forward.
+    """What came out of a walk forward."""
 
-    Attributes:
-        folder: Of the folds' folders and of the log with the evaluation of all.
-        runs: One per fold, in time order.
-        evaluation: Of all folds together; None where a fold was cut short.
-    """
-
-    folder: Path
-    runs: tuple[RecipeRun, ...]
-    evaluation: Evaluation | None
+    folder: Path  # of the folds' folders and of the log with the evaluation of all
+    runs: tuple[RecipeRun, ...]  # one per fold, in time order
+    evaluation: Evaluation | None  # of all folds together; None where a fold was cut short
 
 
 def walk_forward(

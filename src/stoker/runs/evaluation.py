@@ -22,14 +22,10 @@ _MOST_EXAMPLES = 24
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was taken for which.
+    """How often each class was taken for which."""
 
-    Attributes:
-        names: Of the classes, in the order of the counts.
-        counts: One list per true class: how many samples were answered as each class.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the classes, in the order of the counts
+    # one list per true class: how many samples were answered as each class
     counts: tuple[tuple[int, ...], ...]
 
 
@@ -45,23 +41,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Example:
-    """One sample with its truth and the model's answer, to be drawn.
+    """One sample with its truth and the model's answer, to be drawn."""
 
-    Attributes:
-        kind: How: "text" shows `truth` and `answer` alone; "image" shows `pictures` (name to a PNG as a data URL);
-            "spectrum" draws `lines` "truth" up and "answer" down; "series" draws `lines` over x.
-        key: Of the sample: its row, file name or time.
-        truth: In words.
-        answer: In words.
-        pictures: Name to `data:image/png;base64,...`.
-        lines: Name to (x, y) points.
-    """
-
+    # How: "text" shows `truth` and `answer` alone; "image" shows `pictures` (name to a PNG as a data URL);
+    # "spectrum" draws `lines` "truth" up and "answer" down; "series" draws `lines` over x
     kind: ExampleKind
-    key: str
-    truth: str = ""
-    answer: str = ""
-    pictures: Mapping[str, str] = field(default_factory=dict)
+    key: str  # of the sample: its row, file name or time
+    truth: str = ""  # in words
+    answer: str = ""  # in words
+    pictures: Mapping[str, str] = field(default_factory=dict)  # name to `data:image/png;base64,...`
+    # name to (x, y) points
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 

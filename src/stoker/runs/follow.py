@@ -25,42 +25,28 @@ _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
 
 @dataclass(frozen=True)
 class RunNow:
-    """The state of a run. None: unknown, or not yet known.
+    """The state of a run. None: unknown, or not yet known."""
 
-    Attributes:
-        folder: Of the run.
-        state: "waiting" before its first line, "going", or how it ended: "done", "terminated",
-            "interrupted", "failed: ..."; "not going" where its log does not say.
-        pid: The process that works on it, on this host.
-        age_seconds: Since the last line of its logs.
-        epoch: The current one, from 1; the last finished one where nothing else is known.
-        num_epochs: As the config says.
-        seconds_left: Until the last epoch ends, by the mean of those that have; None before the first one has.
-        step: Batches trained on.
-        loss: Training loss, the last one that was read; after an epoch, of the whole epoch.
-        val_loss: After the last finished epoch.
-        samples_per_second: Lately, or of the last epoch.
-        wait_share: Share of the same time that was spent waiting for batches.
-        allocated_bytes: Device memory in tensors.
-        reserved_bytes: Device memory that torch holds.
-        note: The last thing it said.
-    """
-
-    folder: Path
+    folder: Path  # of the run
+    # "waiting" before its first line, "going", or how it ended: "done", "terminated", "interrupted", "failed: ...";
+    # "not going" where its log does not say
     state: str = "waiting"
-    pid: int | None = None
-    age_seconds: float | None = None
+    pid: int | None = None  # the process that works on it, on this host
+    age_seconds: float | None = None  # since the last line of its logs
+    # the current one, from 1; the last finished one where nothing else is known
     epoch: int | None = None
-    num_epochs: int | None = None
+    num_epochs: int | None = None  # as the config says
+    # until the last epoch ends, by the mean of those that have; None before the first one has
     seconds_left: float | None = None
-    step: int | None = None
+    step: int | None = None  # batches trained on
+    # training loss, the last one that was read; after an epoch, of the whole epoch
     loss: float | None = None
-    val_loss: float | None = None
-    samples_per_second: float | None = None
-    wait_share: float | None = None
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    note: str | None = None
+    val_loss: float | None = None  # after the last finished epoch
+    samples_per_second: float | None = None  # lately, or of the last epoch
+    wait_share: float | None = None  # share of the same time that was spent waiting for batches
+    allocated_bytes: int | None = None  # device memory in tensors
+    reserved_bytes: int | None = None  # device memory that torch holds
+    note: str | None = None  # the last thing it said
 
 
 class LogTail:

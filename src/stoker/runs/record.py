@@ -26,16 +26,11 @@ BUSY_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Epoch:
-    """One finished epoch, as `EpochReport` has it.
-
-    Attributes:
-        at: Seconds since the run began, without pauses.
-        step: Batches trained on when it ended.
-    """
+    """One finished epoch, as `EpochReport` has it."""
 
     number: int
-    at: float
-    step: int | None
+    at: float  # seconds since the run began, without pauses
+    step: int | None  # batches trained on when it ended
     train_loss: float | None
     metrics: Mapping[str, float]
     num_samples: float | None
@@ -46,68 +41,41 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened and was dealt with.
+    """Something that happened and was dealt with."""
 
-    Attributes:
-        at: Seconds since the run began, without pauses.
-        kind: "memory", "loss", "resumed", "ended" or "telemetry".
-        text: What was said.
-        step: When it was said; None where that is not known.
-    """
-
-    at: float
-    kind: str
-    text: str
-    step: int | None = None
+    at: float  # seconds since the run began, without pauses
+    kind: str  # "memory", "loss", "resumed", "ended" or "telemetry"
+    text: str  # what was said
+    step: int | None = None  # when it was said; None where that is not known
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that a run's folder tells.
+    """All that a run's folder tells."""
 
-    Attributes:
-        folder: Of the run.
-        name: Its last part; made unique among several by the page.
-        state: How it stands.
-        told: The same in a sentence.
-        began: Seconds since 1970; None for an empty log.
-        seconds: From the beginning to the last event, pauses left out.
-        num_sessions: Processes that worked on it: one, and one more per resume.
-        epochs: Finished ones, each once: the last report of a number counts.
-        losses: (step, mean training loss of a block).
-        telemetry: (seconds since the beginning, values) of every reading.
-        notes: Choices with their reasons, of the last session.
-        events: What happened, in order.
-        config: Settings of the last session by key; empty where not recorded.
-        reasons: Key to the origin of its value.
-        plan: As `Plan.to_json`; empty where not recorded.
-        machine: As `Machine.to_json`; empty where not recorded.
-        data: What was trained on, what was left out of it, and a digest of data and code; empty where not recorded.
-        result: The best checkpoint on validation and test samples, and chance; empty before the end.
-        findings: Of the doctor, if it was asked.
-        problems: What could not be read.
-    """
-
-    folder: Path
-    name: str
-    state: State
-    told: str
-    began: float | None
-    seconds: float
-    num_sessions: int
-    epochs: tuple[Epoch, ...]
-    losses: tuple[tuple[int, float], ...]
+    folder: Path  # of the run
+    name: str  # its last part; made unique among several by the page
+    state: State  # how it stands
+    told: str  # the same in a sentence
+    began: float | None  # seconds since 1970; None for an empty log
+    seconds: float  # from the beginning to the last event, pauses left out
+    num_sessions: int  # processes that worked on it: one, and one more per resume
+    epochs: tuple[Epoch, ...]  # finished ones, each once: the last report of a number counts
+    losses: tuple[tuple[int, float], ...]  # (step, mean training loss of a block)
+    # (seconds since the beginning, values) of every reading
     telemetry: tuple[tuple[float, Mapping[str, Any]], ...]
-    notes: tuple[str, ...]
-    events: tuple[Event, ...]
-    config: Mapping[str, Any]
-    reasons: Mapping[str, str]
-    plan: Mapping[str, Any]
-    machine: Mapping[str, Any]
+    notes: tuple[str, ...]  # choices with their reasons, of the last session
+    events: tuple[Event, ...]  # what happened, in order
+    config: Mapping[str, Any]  # settings of the last session by key; empty where not recorded
+    reasons: Mapping[str, str]  # key to the origin of its value
+    plan: Mapping[str, Any]  # as `Plan.to_json`; empty where not recorded
+    machine: Mapping[str, Any]  # as `Machine.to_json`; empty where not recorded
+    # what was trained on, what was left out of it, and a digest of data and code; empty where not recorded
     data: Mapping[str, Any]
+    # the best checkpoint on validation and test samples, and chance; empty before the end
     result: Mapping[str, Any]
-    findings: tuple[Mapping[str, Any], ...]
-    problems: tuple[str, ...]
+    findings: tuple[Mapping[str, Any], ...]  # of the doctor, if it was asked
+    problems: tuple[str, ...]  # what could not be read
 
     def track(self, part: str, name: str) -> Track:
         """Return one number of `run`, `process` or `host` over time; None where it was not known."""
@@ -153,22 +121,26 @@ class RunRecord:
     @cached_property
     def samples_per_second(self) -> float | None:
         """Training rate: over the epochs after the first, where there are several; else as measured."""
-        known = [e for e in self.epochs if e.num_samples is not None and e.seconds]
-        steady = known[1:] or known
-        if steady:
-            seconds = sum(epoch.seconds or 0.0 for epoch in steady)
-            return sum(epoch.num_samples or 0.0 for epoch in steady) / seconds
-        return mean(value for _, value in self.track("run", "samples_per_second"))
+        return self._per_second("samples_per_second", lambda epoch, _: epoch.num_samples)
 
     @cached_property
     def wait_share(self) -> float | None:
         """Share of training time spent waiting for batches, over the same epochs."""
-        known = [e for e in self.epochs if e.wait_share is not None and e.seconds]
-        steady = known[1:] or known
-        if steady:
-            seconds = sum(epoch.seconds or 0.0 for epoch in steady)
-            return sum((e.wait_share or 0.0) * (e.seconds or 0.0) for e in steady) / seconds
-        return mean(value for _, value in self.track("run", "wait_share"))
+        return self._per_second(
+            "wait_share",
+            lambda epoch, seconds: None if epoch.wait_share is None else epoch.wait_share * seconds,
+        )
+
+    def _per_second(self, key: str, amount: Callable[[Epoch, float], float | None]) -> float | None:
+        """Return amounts over seconds of the epochs after the first; without any, the mean of the telemetry."""
+        known = [
+            (found, epoch.seconds)
+            for epoch in self.epochs
+            if epoch.seconds and (found := amount(epoch, epoch.seconds)) is not None
+        ]
+        if steady := known[1:] or known:
+            return sum(found for found, _ in steady) / sum(seconds for _, seconds in steady)
+        return mean(value for _, value in self.track("run", key))
 
     @cached_property
     def other_cores(self) -> float | None:
@@ -240,21 +212,13 @@ def largest(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One line of the comparison.
+    """One line of the comparison."""
 
-    Attributes:
-        key: Its name for programs.
-        title: Its name for people.
-        value: Of a run; None where it is not known.
-        text: A value for people.
-        has_ratio: Whether dividing by the first run's value says something.
-    """
-
-    key: str
-    title: str
-    value: Callable[[RunRecord], float | None]
-    text: Callable[[float | None], str]
-    has_ratio: bool = True
+    key: str  # its name for programs
+    title: str  # its name for people
+    value: Callable[[RunRecord], float | None]  # of a run; None where it is not known
+    text: Callable[[float | None], str]  # a value for people
+    has_ratio: bool = True  # whether dividing by the first run's value says something
 
 
 def _gpu_mean(name: str) -> Callable[[RunRecord], float | None]:

@@ -40,42 +40,25 @@ _MOST_OF_LINK = 1.2
 
 @dataclass(frozen=True)
 class RunCounters:
-    """Counters of a run since its process started.
+    """Counters of a run since its process started."""
 
-    Attributes:
-        samples: Trained on.
-        trained_seconds: Spent in epochs; validation and checkpoints do not count.
-        waited_seconds: Part of these spent waiting for batches; None if unknown.
-        epoch: The current one.
-        loss: The last one that was read.
-        allocated_bytes: Device memory in tensors; None without a GPU.
-        reserved_bytes: Device memory that torch holds; None without a GPU.
-    """
-
-    samples: int
-    trained_seconds: float
-    waited_seconds: float | None
-    epoch: int | None = None
-    loss: float | None = None
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
+    samples: int  # trained on
+    trained_seconds: float  # spent in epochs; validation and checkpoints do not count
+    waited_seconds: float | None  # part of these spent waiting for batches; None if unknown
+    epoch: int | None = None  # the current one
+    loss: float | None = None  # the last one that was read
+    allocated_bytes: int | None = None  # device memory in tensors; None without a GPU
+    reserved_bytes: int | None = None  # device memory that torch holds; None without a GPU
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One reading of a GPU; None where the driver does not tell. Attributes as in `machine.Gpu`.
-
-    Attributes:
-        memory_used_bytes: By all processes.
-        pcie_received_bytes_per_second: Into the GPU, since the reading before; where its counters wrap too
-            soon, in 20 ms.
-        pcie_sent_bytes_per_second: Out of it.
-    """
+    """One reading of a GPU; None where the driver does not tell. Attributes as in `machine.Gpu`."""
 
     index: int
     name: str | None
     uuid: str | None
-    memory_used_bytes: int | None
+    memory_used_bytes: int | None  # by all processes
     memory_total_bytes: int | None
     utilization_percent: int | None
     memory_utilization_percent: int | None
@@ -85,8 +68,9 @@ class GpuReading:
     throttle_reasons: tuple[str, ...] | None
     pcie_generation: int | None
     pcie_width: int | None
+    # into the GPU, since the reading before; where its counters wrap too soon, in 20 ms
     pcie_received_bytes_per_second: float | None
-    pcie_sent_bytes_per_second: float | None
+    pcie_sent_bytes_per_second: float | None  # out of it
 
     @property
     def memory_share(self) -> float | None:
@@ -156,22 +140,17 @@ class ProcessReading:
 
 
 class Meter:
-    """Reads GPUs and a process repeatedly. Use as a context manager, in one thread.
-
-    Args:
-        pid: Of the process; this one by default, 0 for none. May be changed at any time.
-        gpu_uuid: The only GPU to read, as NVML names it; all that this process sees by default, and all
-            where none has that name.
-        nvml: Module with pynvml's functions; None imports pynvml.
-        clock: Seconds, for rates.
-    """
+    """Reads GPUs and a process repeatedly. Use as a context manager, in one thread."""
 
     def __init__(
         self,
+        # of the process; this one by default, 0 for none. May be changed at any time.
         pid: int | None = None,
+        # the only GPU to read, as NVML names it; all that this process sees by default, and all where none has that
+        # name
         gpu_uuid: str | None = None,
-        nvml: Any = None,
-        clock: Callable[[], float] = time.perf_counter,
+        nvml: Any = None,  # module with pynvml's functions; None imports pynvml
+        clock: Callable[[], float] = time.perf_counter,  # seconds, for rates
     ) -> None:
         self.pid = os.getpid() if pid is None else pid
         self._uuid = gpu_uuid
@@ -266,14 +245,6 @@ class Meter:
 class TelemetryLog:
     """Writes `telemetry.jsonl` from a thread while a run goes on. Use as a context manager.
 
-    Args:
-        folder: Of the run.
-        counters: Called in the thread for the run's counters; must be quick and take no lock.
-        gpu_uuid: As for `Meter`.
-        first_seconds: Between the first two readings; grows by a tenth each time.
-        most_seconds: Until it is this.
-        nvml: As for `Meter`.
-
     Attributes:
         end: How the run ended, if not by an exception: set it before leaving.
         notes: What could not be read or written.
@@ -281,13 +252,15 @@ class TelemetryLog:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path,  # of the run
+        # called in the thread for the run's counters; must be quick and take no lock
         counters: Callable[[], RunCounters] | None = None,
         *,
-        gpu_uuid: str | None = None,
+        gpu_uuid: str | None = None,  # as for `Meter`
+        # between the first two readings; grows by a tenth each time
         first_seconds: float = FIRST_SECONDS,
-        most_seconds: float = MOST_SECONDS,
-        nvml: Any = None,
+        most_seconds: float = MOST_SECONDS,  # until it is this
+        nvml: Any = None,  # as for `Meter`
     ) -> None:
         self.path = Path(folder) / TELEMETRY_NAME
         self.end = RunEnd()
@@ -359,8 +332,7 @@ class TelemetryLog:
         return None
 
 
-_STILL_SECONDS = 60.0
-"""After so long without a batch the rate is 0: the run stands still."""
+_STILL_SECONDS = 60.0  # after so long without a batch the rate is 0: the run stands still
 
 
 class _Rates:

@@ -48,10 +48,8 @@ from stoker.units import format_bytes
 
 PART_BYTES = 256 << 20
 _BLOCK_BYTES = 32 << 20
-_DEFLATE_RATIO = 1032
-"""Deflate cannot pack more bytes into one."""
-_ROW_COPIES = 3
-"""A part is held as it was read, as it is written, and by the hash of its bytes."""
+_DEFLATE_RATIO = 1032  # deflate cannot pack more bytes into one
+_ROW_COPIES = 3  # a part is held as it was read, as it is written, and by the hash of its bytes
 _HDF5 = {".h5", ".hdf5", ".he5", ".hdf", ".h5ad", ".nxs", ".nc", ".mat"}
 
 

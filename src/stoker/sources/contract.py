@@ -77,20 +77,14 @@ _MOST_KINDS = 20
 
 @dataclass(frozen=True)
 class Account:
-    """What became of the pieces of one input: found = packed + refused + ignored.
+    """What became of the pieces of one input: found = packed + refused + ignored."""
 
-    Attributes:
-        unit: What is counted: "rows", "M5 bars".
-        found: Pieces in the input.
-        packed: Those in the store.
-        refused: Reason to number of pieces that are wrong; each is listed in `refused.jsonl`.
-        ignored: Reason to number of pieces that were never meant to be packed.
-    """
-
-    unit: str
-    found: int
-    packed: int
+    unit: str  # what is counted: "rows", "M5 bars"
+    found: int  # pieces in the input
+    packed: int  # those in the store
+    # reason to number of pieces that are wrong; each is listed in `refused.jsonl`
     refused: Mapping[str, int] = field(default_factory=dict)
+    # reason to number of pieces that were never meant to be packed
     ignored: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -225,19 +219,15 @@ class PartData:
 
 @dataclass(frozen=True)
 class PartContext:
-    """What the packer lends to `Source.build`.
+    """What the packer lends to `Source.build`."""
 
-    Attributes:
-        scratch: A folder that lives as long as the pack job (shared by all parts).
-        guard: Call `guard(row)` before work on a row that may hang or crash the process, and
-            `guard(None)` after the last: a worker that spends longer than the source's
-            `row_limit_seconds` on one row is killed, and the part is built again without it.
-        poisoned: Rows, by the numbers given to `guard`, that killed a worker before, with the
-            reason: refuse them instead of touching them again.
-    """
-
-    scratch: Path
+    scratch: Path  # a folder that lives as long as the pack job (shared by all parts)
+    # call `guard(row)` before work on a row that may hang or crash the process, and `guard(None)` after the last: a
+    # worker that spends longer than the source's `row_limit_seconds` on one row is killed, and the part is built
+    # again without it
     guard: Callable[[int | None], None]
+    # rows, by the numbers given to `guard`, that killed a worker before, with the reason: refuse them instead of
+    # touching them again
     poisoned: Mapping[int, str]
 
 

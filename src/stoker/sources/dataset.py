@@ -81,27 +81,17 @@ class Columns:
 
 @dataclass(frozen=True)
 class SamplesSource(PlainSource):
-    """Samples that Python makes, as a source of `pack`.
+    """Samples that Python makes, as a source of `pack`."""
 
-    Attributes:
-        fields: What every sample has.
-        digest: Of what can be known of the samples without reading all of them.
-        num_samples: Their number; None where they come one after the other.
-        name: Of the dataset's class, for messages.
-        ragged: Fields that the user has named as ragged.
-        token: Finds the samples themselves: they stay out of the pickle, which goes to every worker.
-        sample_bytes: Of one sample, on average.
-        sample_seconds: To make one sample, on average.
-    """
-
-    fields: Mapping[str, FieldInfo]
-    digest: str
-    num_samples: int | None
-    name: str
-    ragged: tuple[str, ...]
+    fields: Mapping[str, FieldInfo]  # what every sample has
+    digest: str  # of what can be known of the samples without reading all of them
+    num_samples: int | None  # their number; None where they come one after the other
+    name: str  # of the dataset's class, for messages
+    ragged: tuple[str, ...]  # fields that the user has named as ragged
+    # finds the samples themselves: they stay out of the pickle, which goes to every worker
     token: str
-    sample_bytes: int
-    sample_seconds: float
+    sample_bytes: int  # of one sample, on average
+    sample_seconds: float  # to make one sample, on average
 
     kind: ClassVar[str] = "samples"
 

@@ -30,8 +30,7 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
     "series": {"/rows": None, "/time": "<i8", "/gap": "|u1", "/ends": "<i8"},
 }
 """Kind of field to its datasets: suffix of the name, and dtype; None is the field's own."""
-TIMED_PARTS = ("/time", "/gap")
-"""Those that only a series with a time has."""
+TIMED_PARTS = ("/time", "/gap")  # those that only a series with a time has
 
 
 class SplitCodes(np.ndarray[Any, np.dtype[Any]]):
@@ -113,16 +112,11 @@ class Dense:
 
 @dataclass(frozen=True)
 class Ragged:
-    """A different number of values per sample.
+    """A different number of values per sample."""
 
-    Attributes:
-        values: `(m, ...)`, all samples one after the other.
-        offsets: `(n + 1,)` int64, from 0 to m, never falling.
-        encoding: "utf8" when the values are text, "picture" when they are the bytes of picture files, else None.
-    """
-
-    values: Array
-    offsets: Array
+    values: Array  # `(m, ...)`, all samples one after the other
+    offsets: Array  # `(n + 1,)` int64, from 0 to m, never falling
+    # "utf8" when the values are text, "picture" when they are the bytes of picture files, else None
     encoding: Literal["utf8", "picture"] | None = None
     kind: Literal["ragged"] = field(default="ragged", init=False)
 
@@ -177,24 +171,17 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Series:
-    """Windows over a series that is stored once.
+    """Windows over a series that is stored once."""
 
-    Attributes:
-        rows: `(r, features)` values, in time order; `(r,)` where a row is one number.
-        time: `(r,)` int64, open time of each row in nanoseconds since 1970; None for a series without times.
-        ends: `(n,)` int64, exclusive end row of each sample's window; `ends >= window`.
-        window: Rows per window.
-        gap: `(r,)` uint8, 1 where rows are missing right before this one; None without times.
-        columns: Names of the features; None where they have none.
-        duration_ns: Time from a row's open to its close: a row is known at `time + duration_ns`; None without times.
-    """
-
-    rows: Array
+    rows: Array  # `(r, features)` values, in time order; `(r,)` where a row is one number
+    # `(r,)` int64, open time of each row in nanoseconds since 1970; None for a series without times
     time: Array | None
-    ends: Array
-    window: int
+    ends: Array  # `(n,)` int64, exclusive end row of each sample's window; `ends >= window`
+    window: int  # rows per window
+    # `(r,)` uint8, 1 where rows are missing right before this one; None without times
     gap: Array | None
-    columns: tuple[str, ...] | None
+    columns: tuple[str, ...] | None  # names of the features; None where they have none
+    # time from a row's open to its close: a row is known at `time + duration_ns`; None without times
     duration_ns: int | None
     kind: Literal["series"] = field(default="series", init=False)
 

@@ -34,8 +34,7 @@ from stoker.store.fields import Array
 from stoker.store.foreign import identify_file
 from stoker.units import format_bytes
 
-_CHUNK_COPIES = 3
-"""As stored, inflated, and with its bytes in order."""
+_CHUNK_COPIES = 3  # as stored, inflated, and with its bytes in order
 _CHUNK_ENTRY_BYTES = 400
 
 
@@ -51,30 +50,23 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Location:
-    """How to read one dataset.
-
-    Attributes:
-        layout: "contiguous" and "chunked" are read by position; "library" goes through h5py.
-        reason: Why "library", in words; empty otherwise.
-        dtype: As stored, so possibly big-endian.
-        offset: First byte, for "contiguous"; None when nothing was ever written.
-        chunk_rows: Chunk number along the first axis to the chunks there, for "chunked".
-        column: Of a table (a compound type): the column that is read, for "library".
-    """
+    """How to read one dataset."""
 
     file: Path
     dataset: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # as stored, so possibly big-endian
+    # "contiguous" and "chunked" are read by position; "library" goes through h5py
     layout: Literal["contiguous", "chunked", "library"]
-    reason: str = ""
-    offset: int | None = None
+    reason: str = ""  # why "library", in words; empty otherwise
+    offset: int | None = None  # first byte, for "contiguous"; None when nothing was ever written
     fill: Any = 0
     chunk_shape: tuple[int, ...] = ()
     filters: tuple[int, ...] = ()
+    # chunk number along the first axis to the chunks there, for "chunked"
     chunk_rows: Mapping[int, tuple[Chunk, ...]] = field(default_factory=dict)
     num_chunks: int = 0
-    column: str = ""
+    column: str = ""  # of a table (a compound type): the column that is read, for "library"
 
     @cached_property
     def row_bytes(self) -> int:
@@ -502,8 +494,7 @@ Bytes = bytes | bytearray | memoryview
 SHUFFLE: int = h5py.h5z.FILTER_SHUFFLE
 DEFLATE: int = h5py.h5z.FILTER_DEFLATE
 FLETCHER32: int = h5py.h5z.FILTER_FLETCHER32
-ZSTD = 32015
-"""Registered with the HDF Group; h5py needs hdf5plugin for it, we need pyarrow's codec."""
+ZSTD = 32015  # registered with the HDF Group; h5py needs hdf5plugin for it, we need pyarrow's codec
 
 _PLUGINS = frozenset((307, 32001, 32004, 32008, 32013, 32015, 32017, 32018, 32024, 32026, 32028))
 """Filters that the package hdf5plugin brings along."""

@@ -37,8 +37,7 @@ from stoker.store.reader import Store
 from stoker.store.table_stats import TableStats
 
 _PIECE_BYTES = 32 << 20
-_ROW_COPIES = 4
-"""As read, in native order, as floats, and the temporaries of a block."""
+_ROW_COPIES = 4  # as read, in native order, as floats, and the temporaries of a block
 _VALUES = {"dense": "", "ragged": "/values", "series": "/rows"}
 _TARGET_FIELD, _TIME_FIELD = "targets", "time"
 _FIXED = ("conditions",)

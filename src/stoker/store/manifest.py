@@ -31,8 +31,7 @@ MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
 PAGE_NAME = "samples.html"
 """Page with samples of the store, which `stoker pack` draws when the store is done."""
-WORK_SUFFIX = ".partial"
-"""A store is made in the folder of its name and this."""
+WORK_SUFFIX = ".partial"  # a store is made in the folder of its name and this
 REPLACED_NAME = "replaced"
 """Where, in that folder, the old store waits while the new one takes its place."""
 _EXCHANGE_TRIES, _EXCHANGE_PAUSE_SECONDS = 50, 0.01

@@ -39,14 +39,12 @@ from stoker.store.hdf5 import (
 )
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
-_MOST_BYTES = 8
-"""Of a number: torch has no longer ones."""
+_MOST_BYTES = 8  # of a number: torch has no longer ones
 _CLEAR_SHARE = 0.99
 """Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
 _MOST_NAMES = 4
 _MOST_LENGTHS = 6
-_FEW = 8
-"""Values that an attribute may have for other reasons: one for each dimension, for example."""
+_FEW = 8  # values that an attribute may have for other reasons: one for each dimension, for example
 _PACKED = ("scale_factor", "add_offset", "_FillValue", "missing_value")
 """Attributes by which netCDF says what a stored number means."""
 
@@ -55,17 +53,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """What a caller chose of a file.
+    """What a caller chose of a file."""
 
-    Attributes:
-        group: Only what is in this group, by its names there.
-        fields: Only these arrays; they must have the same number of rows.
-        rows: Only arrays with this many rows.
-    """
-
-    group: str | None = None
-    fields: tuple[str, ...] = ()
-    rows: int | None = None
+    group: str | None = None  # only what is in this group, by its names there
+    fields: tuple[str, ...] = ()  # only these arrays; they must have the same number of rows
+    rows: int | None = None  # only arrays with this many rows
 
     @property
     def is_explicit(self) -> bool:
@@ -529,23 +521,15 @@ Arrays = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(frozen=True)
 class Sparse:
-    """A compressed sparse matrix: row i owns `data[indptr[i]:indptr[i + 1]]`, and `indices` likewise.
+    """A compressed sparse matrix: row i owns `data[indptr[i]:indptr[i + 1]]`, and `indices` likewise."""
 
-    Attributes:
-        group: Where it is; "" for the file itself.
-        data: Dataset of the values; `indices` of their columns, `indptr` of the offsets.
-        num_rows: Of the compressed dimension.
-        shape: As the file says, or None.
-        by_columns: Whether the file says that columns are compressed (csc).
-    """
-
-    group: str
-    data: str
+    group: str  # where it is; "" for the file itself
+    data: str  # dataset of the values; `indices` of their columns, `indptr` of the offsets
     indices: str
     indptr: str
-    num_rows: int
-    shape: tuple[int, ...] | None
-    by_columns: bool
+    num_rows: int  # of the compressed dimension
+    shape: tuple[int, ...] | None  # as the file says, or None
+    by_columns: bool  # whether the file says that columns are compressed (csc)
 
     def note(self) -> str:
         """Return how the matrix is read, for people."""

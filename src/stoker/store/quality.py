@@ -69,31 +69,18 @@ _COLUMNS_TOLD = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, in one column.
+    """One thing that is wrong, in one column."""
 
-    Attributes:
-        name: What it is.
-        field: The field it is in.
-        column: The column's name; None when it concerns whole rows.
-        column_index: The column's position; None when it concerns whole rows.
-        count: Values (or rows) that have it; an estimate where `evidence` says "about".
-        share: `count` over all values of the column (or all rows).
-        first_rows: First rows that have it, at most five.
-        severity: "refuse" stops a pack, "warn" does not, "note" is for completeness.
-        evidence: The numbers, in words.
-        remedy: What to type.
-    """
-
-    name: FindingName
-    field: str
-    column: str | None
-    column_index: int | None
-    count: int
-    share: float
-    first_rows: tuple[int, ...]
-    severity: Severity
-    evidence: str
-    remedy: str
+    name: FindingName  # what it is
+    field: str  # the field it is in
+    column: str | None  # the column's name; None when it concerns whole rows
+    column_index: int | None  # the column's position; None when it concerns whole rows
+    count: int  # values (or rows) that have it; an estimate where `evidence` says "about"
+    share: float  # `count` over all values of the column (or all rows)
+    first_rows: tuple[int, ...]  # first rows that have it, at most five
+    severity: Severity  # "refuse" stops a pack, "warn" does not, "note" is for completeness
+    evidence: str  # the numbers, in words
+    remedy: str  # what to type
 
     def to_json(self) -> Json:
         """Return the finding as JSON."""

@@ -38,8 +38,7 @@ from stoker.store.zarr import is_zarr, open_zarr
 _MOST_NOTES = 100
 _INLINE_BYTES = 4 << 20
 """Reads below this run in the caller's thread: a hand-over costs more than it saves."""
-_HELD_SHARDS = 64
-"""Shards that are opened with the store: a process may have 1,024 open files."""
+_HELD_SHARDS = 64  # shards that are opened with the store: a process may have 1,024 open files
 _TRIES = 100
 
 

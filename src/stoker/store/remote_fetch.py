@@ -27,12 +27,10 @@ from stoker.address import MARK, host_of, is_readable, parts, repeats_secret, wi
 from stoker.bounds import MANIFEST, read_within
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 
-SILENCE_SECONDS = 30.0
-"""How long a server may say nothing before it counts as gone."""
+SILENCE_SECONDS = 30.0  # how long a server may say nothing before it counts as gone
 _CONNECT_SECONDS = 10.0
 _PIECE_BYTES = 4 << 20
-_SMALL_PIECE_BYTES = 64 << 10
-"""Size of the first requests, until the speed of the link is known."""
+_SMALL_PIECE_BYTES = 64 << 10  # size of the first requests, until the speed of the link is known
 _MOST_PIECES = 8
 _QUICK_SECONDS, _SLOW_SECONDS = 0.5, 4.0
 
@@ -53,13 +51,9 @@ class AbsentError(StoreError):
 
 @dataclass(frozen=True)
 class Remote:
-    """The folder of a store behind a URL.
+    """The folder of a store behind a URL."""
 
-    Attributes:
-        url: With whatever password it has; never shown.
-    """
-
-    url: str = field(repr=False)
+    url: str = field(repr=False)  # with whatever password it has; never shown
 
     @property
     def name(self) -> str:

@@ -74,18 +74,13 @@ def _split(text: str, mark: str, times: int = -1) -> list[str]:
 
 @dataclass(frozen=True)
 class RepairSpec:
-    """A repair as it was asked for. `str()` gives back a text that parses to the same.
+    """A repair as it was asked for. `str()` gives back a text that parses to the same."""
 
-    Attributes:
-        name: One of `REPAIRS`.
-        numbers: Its numbers: two quantiles, the scale, the fill value, the least denominator.
-            Empty where they are fitted (asinh, `fill:median`).
-        columns: The columns it is for; None for all. For min-denominator the ratio, the
-            numerator and the denominator.
-    """
-
-    name: str
+    name: str  # one of `REPAIRS`
+    # its numbers: two quantiles, the scale, the fill value, the least denominator. Empty where they are fitted
+    # (asinh, `fill:median`).
     numbers: tuple[float, ...] = ()
+    # the columns it is for; None for all. For min-denominator the ratio, the numerator and the denominator.
     columns: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
@@ -197,21 +192,14 @@ def _parse_min_denominator(text: str, options: str) -> RepairSpec:
 
 @dataclass(frozen=True)
 class FittedRepair:
-    """A repair with its numbers: all that replaying it needs.
+    """A repair with its numbers: all that replaying it needs."""
 
-    Attributes:
-        spec: What was asked for.
-        columns: The columns it changes (min-denominator: ratio, numerator, denominator).
-        low: Per column: lower bound, centre, or fill value; () where unused.
-        high: Per column: upper bound or scale; () where unused.
-        notes: What a user should know about the fit.
-    """
-
-    spec: RepairSpec
+    spec: RepairSpec  # what was asked for
+    # the columns it changes (min-denominator: ratio, numerator, denominator)
     columns: tuple[str, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
-    notes: tuple[str, ...] = ()
+    low: tuple[float, ...] = ()  # per column: lower bound, centre, or fill value; () where unused
+    high: tuple[float, ...] = ()  # per column: upper bound or scale; () where unused
+    notes: tuple[str, ...] = ()  # what a user should know about the fit
 
     def to_json(self) -> Json:
         """Return the repair as JSON; numbers keep every bit."""

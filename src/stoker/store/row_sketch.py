@@ -88,17 +88,11 @@ def _hash_narrow(table: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class RowSample:
-    """The rows whose scrambled numbers are smallest, in row order.
+    """The rows whose scrambled numbers are smallest, in row order."""
 
-    Attributes:
-        limit: Rows kept at most.
-        rows: `(s,)` int64 row numbers.
-        values: `(s, m, columns)`: m values of every column per row, in the dtype scanned.
-    """
-
-    limit: int
-    rows: Array
-    values: Array
+    limit: int  # rows kept at most
+    rows: Array  # `(s,)` int64 row numbers
+    values: Array  # `(s, m, columns)`: m values of every column per row, in the dtype scanned
 
     @classmethod
     def take(cls, table: Array, first_row: int) -> RowSample:
@@ -147,23 +141,14 @@ def _smallest(priority: Array, limit: int) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class RowHashes:
-    """Distinct rows seen so far, by hash.
+    """Distinct rows seen so far, by hash."""
 
-    Attributes:
-        tallies: `(65,)` int64: rows whose hash ends in at least that many zero bits.
-        level: Zero bits that a kept hash ends in; 0 while every distinct row is kept.
-        repeats: First rows that repeat an earlier row, at most five.
-        hashes: `(num_distinct,)` uint64, sorted.
-        rows: `(num_distinct,)` int64: where each was seen first.
-        cap: Hashes kept at most.
-    """
-
-    tallies: Array
-    level: int
-    repeats: tuple[int, ...]
-    hashes: Array
-    rows: Array
-    cap: int = MAX_HASHES
+    tallies: Array  # `(65,)` int64: rows whose hash ends in at least that many zero bits
+    level: int  # zero bits that a kept hash ends in; 0 while every distinct row is kept
+    repeats: tuple[int, ...]  # first rows that repeat an earlier row, at most five
+    hashes: Array  # `(num_distinct,)` uint64, sorted
+    rows: Array  # `(num_distinct,)` int64: where each was seen first
+    cap: int = MAX_HASHES  # hashes kept at most
 
     @classmethod
     def take(cls, table: Array, first_row: int, cap: int = MAX_HASHES) -> RowHashes:

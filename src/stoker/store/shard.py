@@ -32,24 +32,20 @@ class Shard:
 
     A file that cannot be opened raises on every use until it can be: no failure is remembered. `close` while another
     thread reads makes that read fail; `release` lets it finish.
-
-    Args:
-        path: The HDF5 file.
-        info: Its manifest entry; None for a plain file, which then has no checksums.
-        datasets: Dataset paths to expose, with the dtype and row shape each must have.
-        block_bytes: Bytes under one checksum.
-        fetch: Brings the file of a remote store to `path` and returns an open descriptor of it; is
-            given what a fetched file must pass.
-        paths: Of a plain file: where each dataset is, if not under its own name.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path,  # the HDF5 file
+        # its manifest entry; None for a plain file, which then has no checksums
         info: ShardInfo | None,
+        # dataset paths to expose, with the dtype and row shape each must have
         datasets: Mapping[str, tuple[str, list[int]]],
-        block_bytes: int,
+        block_bytes: int,  # bytes under one checksum
+        # brings the file of a remote store to `path` and returns an open descriptor of it; is given what a fetched
+        # file must pass
         fetch: Callable[[Callable[[Path], None]], int] | None = None,
+        # of a plain file: where each dataset is, if not under its own name
         paths: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path

@@ -243,17 +243,10 @@ def as_float(values: Array) -> Array:
 
 @dataclass(eq=False)
 class ColumnStats:
-    """Counts, moments and magnitudes of each column. Arrays are `(columns,)` unless said.
+    """Counts, moments and magnitudes of each column. Arrays are `(columns,)` unless said."""
 
-    Attributes:
-        num_values: Values seen per column, all columns alike.
-        bins: `(columns, 256)` int64, values by exponent (see `NUM_BINS`).
-        first_rows: First rows, at most five, by (what, column); what is "nan", "inf",
-            "denormal", "over-fp16", "huge" or, from 2^16 on, the bin number as text.
-    """
-
-    num_values: int
-    bins: Array
+    num_values: int  # values seen per column, all columns alike
+    bins: Array  # `(columns, 256)` int64, values by exponent (see `NUM_BINS`)
     num_nan: Array
     num_inf: Array
     num_zero: Array
@@ -264,6 +257,8 @@ class ColumnStats:
     high: Array
     mean: Array
     squares: Array
+    # first rows, at most five, by (what, column); what is "nan", "inf", "denormal", "over-fp16", "huge" or, from
+    # 2^16 on, the bin number as text
     first_rows: dict[tuple[str, int], tuple[int, ...]]
 
     @classmethod

@@ -34,8 +34,7 @@ from stoker.strict_json import parse_json
 
 _NAMES = ("zarr.json", ".zarray", ".zgroup")
 _CHUNK_SLACK = 64 << 10
-_NO_CHUNK = (1 << 64) - 1
-"""Offset and size of a chunk that is not in its shard."""
+_NO_CHUNK = (1 << 64) - 1  # offset and size of a chunk that is not in its shard
 
 Decode = Callable[[Any, int], Any]
 """Called with the bytes of a chunk and the number that must come out."""
@@ -48,19 +47,12 @@ def is_zarr(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How chunks lie in a shard: one file for many of them, with an index of (offset, bytes) pairs.
+    """How chunks lie in a shard: one file for many of them, with an index of (offset, bytes) pairs."""
 
-    Attributes:
-        counts: Chunks of a shard along each axis.
-        dtype: Of the index.
-        is_checked: A crc32c follows the index.
-        at_end: The index stands at the end of the file, not at its start.
-    """
-
-    counts: tuple[int, ...]
-    dtype: np.dtype[Any]
-    is_checked: bool
-    at_end: bool
+    counts: tuple[int, ...]  # chunks of a shard along each axis
+    dtype: np.dtype[Any]  # of the index
+    is_checked: bool  # a crc32c follows the index
+    at_end: bool  # the index stands at the end of the file, not at its start
 
     @property
     def index_bytes(self) -> int:
@@ -70,29 +62,17 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """One array, as its metadata describes it.
+    """One array, as its metadata describes it."""
 
-    Attributes:
-        folder: Where its chunks are.
-        shape: Of the array.
-        dtype: As stored.
-        chunks: Shape of a chunk; chunks at the edges have it too.
-        fill: Value of chunks that are not there.
-        order: "C" or "F", within a chunk.
-        decode: To undo, in this order.
-        key: The file of a chunk, or of a shard, by its numbers.
-        sharding: How chunks lie in shards; None where each is a file.
-    """
-
-    folder: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunks: tuple[int, ...]
-    fill: Any
-    order: str
-    decode: tuple[Decode, ...]
-    key: Callable[[Sequence[int]], str]
-    sharding: Sharding | None = None
+    folder: Path  # where its chunks are
+    shape: tuple[int, ...]  # of the array
+    dtype: np.dtype[Any]  # as stored
+    chunks: tuple[int, ...]  # shape of a chunk; chunks at the edges have it too
+    fill: Any  # value of chunks that are not there
+    order: str  # "C" or "F", within a chunk
+    decode: tuple[Decode, ...]  # to undo, in this order
+    key: Callable[[Sequence[int]], str]  # the file of a chunk, or of a shard, by its numbers
+    sharding: Sharding | None = None  # how chunks lie in shards; None where each is a file
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 from pydantic import Field
 
 from stoker.config import Config, Settings, TrainOptions, load_config, resolve
-from stoker.config.names import FORMER, LAYOUTS, SYNONYMS
-from stoker.config.options import Capture, JobOptions, NonFinite, Precision, options
+from stoker.config.options import (
+    FORMER,
+    LAYOUTS,
+    SYNONYMS,
+    Capture,
+    JobOptions,
+    NonFinite,
+    Precision,
+    options,
+)
 from stoker.config.tree import ROOMS, sections
 from stoker.errors import ConfigError, InputError
 from stoker.report import Note, Topic

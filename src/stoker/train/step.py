@@ -45,7 +45,12 @@ _ARGUMENTS: weakref.WeakKeyDictionary[type, _Arguments] = weakref.WeakKeyDiction
 
 @dataclass
 class StepParts:
-    """What a step works on. `runner` is the compiled or parallel form of the model, if there is one."""
+    """What a step works on.
+
+    Attributes:
+        runner: The compiled or parallel form of the model, if there is one.
+        pair_words: Returns how an `unpack` takes inputs and targets from a batch, for advice (`Feed.pair_words`).
+    """
 
     model: torch.nn.Module
     criterion: Criterion
@@ -60,6 +65,7 @@ class StepParts:
     runner: torch.nn.Module | None = None
     parallel: Parallel = field(default_factory=Parallel)
     ranks: Ranks = field(default_factory=Ranks)
+    pair_words: Callable[[], tuple[str, str] | None] = lambda: None
 
     @property
     def forward(self) -> torch.nn.Module:
@@ -201,7 +207,7 @@ class Step:
             if not self._has_loss:
                 check_loss(loss)
                 check_gradient(loss)
-                check_shapes(parts.criterion, outputs, targets, loss)
+                check_shapes(parts.criterion, outputs, targets, loss, parts.pair_words())
                 self._has_loss = True
             parts.scaler.scale(loss if weight == 1.0 else loss * weight).backward()
         loss = loss.detach().float()
@@ -410,11 +416,24 @@ def check_gradient(loss: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def check_shapes(criterion: Criterion, outputs: Any, targets: Any, loss: torch.Tensor) -> None:
+def check_shapes(
+    criterion: Criterion,
+    outputs: Any,
+    targets: Any,
+    loss: torch.Tensor,
+    pair: tuple[str, str] | None = None,
+) -> None:
     """Raise if the criterion compares every output with every target: (B, 1) against (B,), or the reverse.
 
     torch broadcasts both to (B, B), and trains the model towards the mean. A criterion that brings both to one
     shape itself is left alone: it gives the same loss for outputs of the targets' shape.
+
+    Args:
+        criterion: Compares outputs with targets.
+        outputs: Of the model.
+        targets: Of the batch.
+        loss: Of both.
+        pair: Inputs and targets as an `unpack` takes them from a batch; None if it is the user's own.
     """
     if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
         return
@@ -425,13 +444,14 @@ def check_shapes(criterion: Criterion, outputs: Any, targets: Any, loss: torch.T
     wanted = criterion(outputs.detach().reshape(targets.shape), targets)
     if torch.allclose(wanted.float(), loss.detach().float(), rtol=1e-4):
         return
+    changed = ".reshape(-1, 1)" if len(shapes[0]) > len(shapes[1]) else ".reshape(-1)"
     raise InputError(
         f"the model's outputs are {shapes[0]} and the targets {shapes[1]}: the criterion compares every output "
         "with every target.",
         "outputs and targets of one shape",
-        "unpack=lambda batch: (batch['features'], batch['targets'].reshape(-1, 1))"
-        if len(shapes[0]) > len(shapes[1])
-        else "unpack=lambda batch: (batch['features'], batch['targets'].reshape(-1))",
+        f"targets{changed} in unpack="
+        if pair is None
+        else f"Trainer(..., unpack=lambda batch: ({pair[0]}, {pair[1]}{changed}))",
     )
 
 
@@ -535,17 +555,23 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     Torch allocates them uninitialised at the first update and lets the kernel fill them. If that update is
     skipped, the next one would read whatever was in that memory. Existing momentum stays. With dampening
     torch's first update is a different formula, so nothing is done.
+
+    Parameters that are thawed later get theirs before their first update: the fused kernel takes all or none.
     """
     if type(optimizer) is not torch.optim.SGD:
         return
+    _fill_momentum(optimizer)
+    if _fill_momentum not in optimizer._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(_fill_momentum)
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         if group["momentum"] == 0 or group["dampening"] != 0:
             continue
         for parameter in group["params"]:
-            if (
-                parameter.requires_grad
-                and optimizer.state[parameter].get("momentum_buffer") is None
-            ):
+            known = optimizer.state.get(parameter, {})
+            if parameter.requires_grad and known.get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(
                     parameter, memory_format=torch.preserve_format
                 )

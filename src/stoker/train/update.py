@@ -250,9 +250,15 @@ class Update:
         in_float32 = any(t.dtype == torch.float32 for t in iterate_tensors(work.inputs))
         cast = ""
         if halves and in_float32:
+            pair, to = self.step.parts.pair_words(), f".to(torch.{min(halves)})"
             cast = (
                 f" Weights of {min(halves)} take no float32 inputs: precision='bf16' casts them in every layer; "
-                f"without it, unpack=lambda batch: (batch[0].to(torch.{min(halves)}), batch[1]) does."
+                "without it, "
+            )
+            cast += (
+                f"{to} in unpack= does."
+                if pair is None
+                else f"unpack=lambda batch: ({pair[0]}{to}, {pair[1]}) does."
             )
         return (
             f"The step was given inputs {told(work.inputs)} and targets {told(work.targets)}; the model's parameters "

@@ -46,24 +46,15 @@ class OptionTry:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Result of a tuning.
+    """Result of a tuning."""
 
-    Attributes:
-        configured: Batch size and accumulation before.
-        curve: Tries of batch sizes, by rising size.
-        options: Tries of everything else.
-        left_alone: Options that were not tried, and why.
-        changes: Keys to their new values; empty when nothing pays.
-        final: The tuned settings, run longer; its memory was below the cap.
-        notes: What to know about the result: the learning rate, faster sizes that were not taken.
-    """
-
-    configured: UpdateShape
-    curve: tuple[Measured, ...]
-    options: tuple[OptionTry, ...]
-    left_alone: Mapping[str, str]
-    changes: Mapping[str, Any]
-    final: Measured
+    configured: UpdateShape  # batch size and accumulation before
+    curve: tuple[Measured, ...]  # tries of batch sizes, by rising size
+    options: tuple[OptionTry, ...]  # tries of everything else
+    left_alone: Mapping[str, str]  # options that were not tried, and why
+    changes: Mapping[str, Any]  # keys to their new values; empty when nothing pays
+    final: Measured  # the tuned settings, run longer; its memory was below the cap
+    # what to know about the result: the learning rate, faster sizes that were not taken
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -83,22 +74,16 @@ class Tuned:
 
 
 def tune_job(
-    settings: Settings,
+    settings: Settings,  # with a recipe and a store
     *,
-    device: str | torch.device | None = None,
-    effort: Effort | None = None,
+    device: str | torch.device | None = None,  # the first GPU by default, else the CPU
+    effort: Effort | None = None,  # how long each try is
+    # also take batches that are larger than the effective batch: faster where the device is underused, but another
+    # training, whose learning rate needs another look
     grow_update: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # told each try
 ) -> Tuned:
     """Find the fastest settings of a job by running them.
-
-    Args:
-        settings: With a recipe and a store.
-        device: The first GPU by default, else the CPU.
-        effort: How long each try is.
-        grow_update: Also take batches that are larger than the effective batch: faster where the device
-            is underused, but another training, whose learning rate needs another look.
-        progress: Told each try.
 
     Raises:
         InputError: Not even one sample at once fits, or the job cannot be made.

@@ -66,27 +66,18 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Outcome):
-    """One try of a job.
+    """One try of a job."""
 
-    Attributes:
-        shape: Batch size and accumulation.
-        spread: (largest - smallest) / median rate of its slices; None when it did not run.
-        peak_bytes: Most memory in use; None when it ran out of it, or was not tried.
-        cap_bytes: Most that it may use.
-        device_data_bytes: What the loader keeps on the device.
-        tier: Of the loader: "resident", "chunked" or "streamed".
-        step: How the step ran, in words: "eager: ..." or "captured: ...".
-        is_captured: Whether it ran as one CUDA graph.
-    """
-
-    shape: UpdateShape
+    shape: UpdateShape  # batch size and accumulation
+    # (largest - smallest) / median rate of its slices; None when it did not run
     spread: float | None = None
+    # most memory in use; None when it ran out of it, or was not tried
     peak_bytes: int | None = None
-    cap_bytes: int = 0
-    device_data_bytes: int = 0
-    tier: str = ""
-    step: str = ""
-    is_captured: bool = False
+    cap_bytes: int = 0  # most that it may use
+    device_data_bytes: int = 0  # what the loader keeps on the device
+    tier: str = ""  # of the loader: "resident", "chunked" or "streamed"
+    step: str = ""  # how the step ran, in words: "eager: ..." or "captured: ..."
+    is_captured: bool = False  # whether it ran as one CUDA graph
 
 
 class JobBench:

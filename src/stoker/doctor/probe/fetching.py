@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import clocks, hooks, loading, places, recorder
+from . import clocks, hooks, loading, operators, places, recorder
 
 _LOOP_GAP_SECONDS, _LONG_GAP_SECONDS = 3e-5, 1e-3
 """Fetches that follow each other faster than the first are a loop over values; an episode of a game, with a model and a
@@ -102,6 +102,8 @@ def _add(
     site.num_bytes += num_bytes
     if family == "sync":
         seen.sync += seconds
+        if site.in_model:
+            operators.note_fetch(ended - began)
         if seconds > 2e-4:
             loading.add_span(seen, "sync", began, ended)
     elif family == "collective":

@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from . import clocks, hooks, recorder
@@ -59,6 +60,9 @@ _BACKWARD = "autograd::engine"
 _UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
 """torch's annotations around an optimizer step and around waiting for a batch."""
 _DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
+_PRODUCT_KERNELS = ("gemm", "d884", "conv", "wgrad", "dgrad")
+_NOTABLE_DOUBLE, _PRODUCT_SIZE, _NUM_PRODUCTS = 0.05, 1024, 8
+"""Share of the kernels' time from which float64 is compared with float32: matrices of that size, so many in a row."""
 
 _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 
@@ -67,6 +71,8 @@ _marks: list[int] = []
 _queued: list[float] = []
 """Seconds that the training thread had queued for a core, at each mark."""
 _backwards: list[tuple[int, int]] = []
+_fetches: list[int] = []
+"""When a forward pass fetched a value, in ns: it has begun by then, whatever its first operator is."""
 _num_steps = 0
 _was_used = False
 _asked_teardown = False
@@ -145,6 +151,8 @@ def _start(seen: Any) -> None:
     _marks[:] = [time.time_ns()]
     _queued[:] = [clocks.run_delay()]
     _backwards.clear()
+    _fetches.clear()
+    seen.is_profiling = True
     # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
 
@@ -177,6 +185,7 @@ def _stop(seen: Any, keep: bool) -> None:
     global _profiler
     profiler, _profiler = _profiler, None
     seen.call_at = 1 << 60
+    seen.is_profiling = False
     began = time.perf_counter()
     torch: Any = sys.modules["torch"]
     if clocks.uses_cuda(torch):
@@ -198,10 +207,15 @@ def _stop(seen: Any, keep: bool) -> None:
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
         taken = list(events)[:_MOST_EVENTS]
-        seen.profile.update(summarise(taken, list(_marks), list(_backwards), list(_queued)))
+        times = (list(_marks), list(_backwards), list(_queued), list(_fetches))
+        seen.profile.update(summarise(taken, *times))
     if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
         with recorder.guarded("pinned copy"):
             seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
+    kernels = seen.profile.get("kernel_seconds", 0.0)
+    if kernels and seen.profile["double_kernel_seconds"] > _NOTABLE_DOUBLE * kernels:
+        with recorder.guarded("products"):
+            seen.profile["double_times"] = _double_times(torch)
     # While the events were read, workers filled their queues: the next waits would be too short.
     loaders = list(seen.loaders.values())
     if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
@@ -222,6 +236,24 @@ def _pinned_bytes_per_second(torch: Any) -> float:
     return float(_COPIED_BYTES / min(taken))
 
 
+def _double_times(torch: Any) -> float:
+    """Return how many times as long a product in float64 takes on this GPU as in float32: 1 to 64, by its make."""
+    taken = []
+    with torch.no_grad():
+        for kind in (torch.float64, torch.float32):
+            matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=kind, device="cuda")
+            turns = []
+            for _ in range(3):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(_NUM_PRODUCTS):
+                    torch.mm(matrix, matrix)
+                torch.cuda.synchronize()
+                turns.append(time.perf_counter() - began)
+            taken.append(min(turns))
+    return taken[0] / taken[1]
+
+
 def note_backward(seconds: float) -> None:
     """Note a backward pass that has just ended, for the time between the parts of a step."""
     if _profiler is not None:
@@ -229,16 +261,25 @@ def note_backward(seconds: float) -> None:
         _backwards.append((now - int(seconds * 1e9), now))
 
 
+def note_fetch(seconds: float) -> None:
+    """Note that a module's code has fetched a value, which took so long."""
+    if _profiler is not None:
+        _fetches.append(time.time_ns() - int(seconds * 1e9))
+
+
 def summarise(
     events: list[Any],
     marks: list[int],
     backwards: list[tuple[int, int]],
     queued: list[float] | None = None,
+    fetches: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Return totals of the profiler's raw events; `marks` are the ends of the steps in ns, `backwards` their passes.
+    """Return totals of the profiler's raw events.
 
-    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it Python
-    code of the model that the thread waits for a core between two operators: `queued` has its seconds at each mark.
+    `marks` are the ends of the steps in ns, `backwards` their passes, `fetches` when a module's code fetched values.
+
+    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it
+    code of Python's that the thread waits for a core between two operators: `queued` has its seconds at each mark.
     """
     host, device = [], []
     annotations = set()
@@ -267,15 +308,18 @@ def summarise(
         totals, key=lambda one: sum(one["matmul_seconds"].values()) + one["work_seconds"]
     )
     waits = [after - before for before, after in itertools.pairwise(queued or [0.0] * len(marks))]
-    gaps = [_gap_seconds(host, *step, backwards) for step in itertools.pairwise(marks)]
+    gaps = [_gap_seconds(host, *step, backwards, fetches) for step in itertools.pairwise(marks)]
     known = [
-        (gap[0], max(0.0, gap[1] - waited))
-        for gap, waited in zip(gaps, waits, strict=True)
+        (max(0.0, gap[0] - waited), max(0.0, gap[1] - waited), (end - begin) * 1e-9 - waited)
+        for gap, waited, (begin, end) in zip(gaps, waits, itertools.pairwise(marks), strict=True)
         if gap is not None
     ]
+    # The profiler's start is in the first step, and a pause in which the next operator is called in all of them.
+    gap, _, whole = max(known[1:] or known, default=(0.0, 0.0, 0.0))
     between = {
-        "gap_seconds": max((gap for gap, _ in known), default=0.0),
-        "python_seconds": min((python for _, python in known), default=0.0),
+        "gap_seconds": max(0.0, gap - _CALLING_SECONDS),
+        "gap_step_seconds": whole,
+        "python_seconds": min((python for _, python, _ in known), default=0.0),
     }
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
 
@@ -285,22 +329,34 @@ _CALLING_SECONDS = 1e-4
 
 
 def _gap_seconds(
-    host: list[Any], begin: int, end: int, backwards: list[tuple[int, int]]
+    host: list[Any],
+    begin: int,
+    end: int,
+    backwards: list[tuple[int, int]],
+    fetches: Sequence[int] = (),
 ) -> tuple[float, float] | None:
     """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
 
-    None if a forward pass was not seen: an operator that autograd remembers begins one. Longer Python code between its
-    operators counts, because a metric may be computed there; it is also the second value.
+    None if a forward pass was not seen: an operator that autograd remembers begins one, or a value that it fetches for
+    its own code before. In a step without an optimizer, operators outside of it are not counted either. Longer Python
+    code between its operators counts, because a metric may be computed there; it is also the second value.
     """
     gap, python, start = 0.0, 0.0, begin
+    # Without an optimizer the weights are updated by hand, by operators after the backward pass.
+    by_hand = not any(
+        name.startswith(_UPDATE) for _, at, _, name, _ in host if begin <= at * 1e9 < end
+    )
     for first, last in backwards:
         if begin <= first and last <= end:
             found = _first_forward(host, start * 1e-9, first * 1e-9)
             if found is None:
                 return None
             thread, at = found
+            at = min([at, *(one * 1e-9 for one in fetches if start <= one < first)])
             code = _uncovered(host, thread, at, first * 1e-9)
-            gap += at - start * 1e-9 + code
+            before = at - start * 1e-9
+            gap += code
+            gap += _uncovered(host, thread, start * 1e-9, at) if by_hand else before
             python += code
             start = last
     if start == begin:
@@ -436,10 +492,12 @@ def _device_totals(device: list[tuple[float, float, str]]) -> dict[str, Any]:
     for start, seconds, _ in device:
         busy += max(0.0, start + seconds - max(start, end))
         end = max(end, start + seconds)
-    double = sum(s for _, s, name in device if any(word in name for word in _DOUBLE_KERNELS))
+    doubles = [(s, name) for _, s, name in device if any(word in name for word in _DOUBLE_KERNELS)]
+    products = sum(s for s, name in doubles if any(word in name for word in _PRODUCT_KERNELS))
     return {
         "kernels": len(device),
         "kernel_seconds": sum(seconds for _, seconds, _ in device),
         "busy_seconds": busy,
-        "double_kernel_seconds": double,
+        "double_kernel_seconds": sum(s for s, _ in doubles),
+        "double_product_seconds": products,
     }

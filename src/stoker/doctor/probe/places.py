@@ -13,6 +13,7 @@ from typing import Any
 PROBE = str(Path(__file__).resolve().parent)
 _STOKER = str(Path(__file__).resolve().parents[2]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
+_MODULE = os.path.join("torch", "nn", "modules", "module.py")  # noqa: PTH118  an end of a path
 _FOREIGN: dict[str, bool] = {}
 _INSTALLED: dict[Path, bool] = {}
 
@@ -61,6 +62,13 @@ def places_of(frame: Any) -> tuple[str, ...]:
             places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(places)
+
+
+def is_in_module(frame: Any) -> bool:
+    """Return whether a module of torch's is being called, in whose forward pass the frame is."""
+    while frame is not None and not frame.f_code.co_filename.endswith(_MODULE):
+        frame = frame.f_back
+    return frame is not None
 
 
 def place_of_function(function: Any) -> str | None:

@@ -44,17 +44,27 @@ LONG = 3.0
 """A step is called long if it takes more than this many usual ones."""
 _FIRST_WATCHED, _FIRST_UNWATCHED, _WINDOW = 20, 36, 16
 _PATTERN = 0b0110100110010110_1001011001101001
+_SHORT_STEP_SECONDS, _FEWER_FROM, _LONGER_WINDOW = 3e-3, 128, 4
+"""Of steps that are shorter than the first there are many: after that many, a quarter of them is timed, in windows that
+are so many times as long."""
 watching = True
 """Whether calls are timed and threads sampled now: in some windows of steps (in a worker: of batches) they are, in
 others not, and the time of a step is taken from the others."""
 
 
-def is_watched(number: int) -> bool:
-    """Return whether step or batch `number` is one in which calls are timed."""
+def is_watched(number: int, usual_seconds: float = float("inf")) -> bool:
+    """Return whether step or batch `number` is one in which calls are timed; of short ones fewer are."""
     if number < _FIRST_UNWATCHED:
         return number < _FIRST_WATCHED
+    window = number // _WINDOW
+    if usual_seconds < _SHORT_STEP_SECONDS and number >= _FEWER_FROM:
+        # Longer ones, so that the thread that samples every few ms meets them. Of two windows one is timed, by the
+        # pattern; here only if it is the first.
+        window //= _LONGER_WINDOW
+        if window % 2:
+            return False
     # An uneven pattern: with an even one, work that repeats (an epoch, a checkpoint) could hide in one half.
-    return bool(_PATTERN >> (number // _WINDOW % 32) & 1)
+    return bool(_PATTERN >> (window % 32) & 1)
 
 
 _SHORT_SECONDS, _READ_EVERY = 4e-3, 4
@@ -120,15 +130,17 @@ class Site:
     """A line of the user's code and the calls made there.
 
     `mark` and `num_in_step` refer to the current step: they tell whether the line is in a loop. `loop_seconds` is the
-    time of the loop that runs now. `before` has the totals before the current step.
+    time of the loop that runs now. `before` has the totals before the current step. `in_model` says that a module's
+    forward pass made the first call.
     """
 
     __slots__ = (
-        *("before", "call", "calls", "code", "last_end", "loop_seconds", "mark"),
+        *("before", "call", "calls", "code", "in_model", "last_end", "loop_seconds", "mark"),
         *("num_bytes", "num_in_step", "seconds", "where"),
     )
 
-    def __init__(self, where: str, call: str, code: Any) -> None:
+    def __init__(self, where: str, call: str, code: Any, in_model: bool = False) -> None:
+        self.in_model = in_model
         self.where = where
         self.code = code
         self.call = call
@@ -156,6 +168,7 @@ class Site:
             "calls": calls,
             "seconds": seconds,
             "bytes": num_bytes,
+            "in_model": self.in_model,
         }
 
 
@@ -183,7 +196,7 @@ class Recorder:
         self.num_steps = 0
         self.num_counted = 0
         self.num_watched = 0
-        self.was_profiled = False
+        self.was_profiled = self.is_profiling = False
         self.num_written = 0
         self.num_replays = 0
         self.num_unread = 0
@@ -280,7 +293,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         global watching  # noqa: PLW0603
-        watching = is_watched(self.num_steps)
+        watching = is_watched(self.num_steps, self.usual_seconds) or self.is_profiling
         self.wait = self.wait_delay = self.held_delay = 0.0
         self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
         self.evaluation = 0.0
@@ -378,7 +391,8 @@ class Recorder:
         key = (family, call, id(code), frame.f_lineno)
         known = self.sites.get(key)
         if known is None:
-            known = self.sites[key] = Site(places.place_of(frame), call, code)
+            in_model = family == "sync" and places.is_in_module(frame)
+            known = self.sites[key] = Site(places.place_of(frame), call, code, in_model)
         return known
 
     # -- writing -----------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""A trained recipe as a file for others: ONNX graphs (`trained.py`, `graph.py`, `onnx_file.py`), safetensors."""
+"""A trained recipe as a file for others: ONNX graphs (`trained.py`, `graph.py`), safetensors (`weights_file.py`)."""

@@ -27,47 +27,30 @@ ONNX_SUFFIX = ".onnx"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        path: The file.
-        recipe: Its recipe.
-        size_bytes: Of the file.
-        inputs: Per input name, type, shape and meaning; empty for weights.
-        outputs: Names; empty for weights.
-        opset: Version of ONNX's operators; None for weights.
-        difference: How far onnxruntime is from torch, as a share of the largest output; None where it
-            was not compared.
-        notes: What a user should know.
-    """
-
-    path: Path
-    recipe: str
-    size_bytes: int
+    path: Path  # the file
+    recipe: str  # its recipe
+    size_bytes: int  # of the file
+    # per input name, type, shape and meaning; empty for weights
     inputs: Mapping[str, Mapping[str, Any]]
-    outputs: tuple[str, ...]
-    opset: int | None
+    outputs: tuple[str, ...]  # names; empty for weights
+    opset: int | None  # version of ONNX's operators; None for weights
+    # how far onnxruntime is from torch, as a share of the largest output; None where it was not compared
     difference: float | None
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what a user should know
 
 
 def export_trained(
-    trained: Trained,
+    trained: Trained,  # from `load_trained`, of float weights
+    # ends with `.onnx` (a graph) or `.safetensors` (weights, which `load_trained` takes)
     out: str | Path,
-    sizes: Sizes | None = None,
+    sizes: Sizes | None = None,  # sizes that shall be fixed; free where nothing is given
     *,
-    opset: int | None = None,
-    repairs: bool = True,
+    opset: int | None = None,  # version of ONNX's operators; None is torch's own
+    repairs: bool = True,  # put the repairs of the training store into the graph
 ) -> Exported:
-    """Write a trained model for other programs.
-
-    Args:
-        trained: From `load_trained`, of float weights.
-        out: Ends with `.onnx` (a graph) or `.safetensors` (weights, which `load_trained` takes).
-        sizes: Sizes that shall be fixed; free where nothing is given.
-        opset: Version of ONNX's operators; None is torch's own.
-        repairs: Put the repairs of the training store into the graph.
-    """
+    """Write a trained model for other programs."""
     path = Path(out)
     if path.suffix not in (ONNX_SUFFIX, SUFFIX):
         raise InputError(
@@ -98,7 +81,7 @@ def export_trained(
 def _export_graph(
     trained: Trained, path: Path, sizes: Sizes, opset: int | None, repairs: bool
 ) -> Exported:
-    from stoker.recipes.export.onnx_file import write_onnx
+    from stoker.recipes.export.graph import write_onnx
 
     graph = deploy(trained, sizes, repairs=repairs)
     written = write_onnx(graph, path, _describe(trained, graph), opset)

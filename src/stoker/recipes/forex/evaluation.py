@@ -36,25 +36,15 @@ _NUM_EXAMPLES = 6
 
 @dataclass(frozen=True, eq=False)
 class BarData:
-    """What the evaluation needs of the job.
+    """What the evaluation needs of the job."""
 
-    Attributes:
-        store: Open while the run goes on.
-        base: The series that a linear baseline reads.
-        plan: How returns become labels.
-        samples: Of the splits, in time order within a symbol.
-        returns: Of the splits, `(n, horizon)` log returns.
-        cost_pips: Of one trade, both ways.
-        seed: Of the random baseline.
-    """
-
-    store: Store
-    base: str
-    plan: LabelPlan
-    samples: Mapping[str, Array]
-    returns: Mapping[str, Array]
-    cost_pips: float
-    seed: int
+    store: Store  # open while the run goes on
+    base: str  # the series that a linear baseline reads
+    plan: LabelPlan  # how returns become labels
+    samples: Mapping[str, Array]  # of the splits, in time order within a symbol
+    returns: Mapping[str, Array]  # of the splits, `(n, horizon)` log returns
+    cost_pips: float  # of one trade, both ways
+    seed: int  # of the random baseline
 
 
 class DirectionJudge:
@@ -121,7 +111,6 @@ class BarEvaluation:
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation, beside holding, chance, the last value and a line."""
-        del model, device
         data, plan = self._data, self._data.plan
         chances, labels = self._scores.probabilities, self._scores.labels
         moves = data.returns["test"] / plan.pip

@@ -57,24 +57,16 @@ class LabelPlan:
 
 
 def plan_labels(
-    returns: Array,
+    returns: Array,  # `(n, horizon)` log returns of training samples only
     *,
-    pip: float,
-    neutral_share: float,
-    direction_step: int | None = None,
+    pip: float,  # log return of one pip
+    neutral_share: float,  # share of the samples that are to be NEUTRAL
+    direction_step: int | None = None,  # None is the whole horizon
+    # None finds the step whose median move is nearest to the middle of the band
     scalp_step: int | None = None,
-    swing_step: int | None = None,
+    swing_step: int | None = None,  # None finds it too
 ) -> LabelPlan:
-    """Choose the limits.
-
-    Args:
-        returns: `(n, horizon)` log returns of training samples only.
-        pip: Log return of one pip.
-        neutral_share: Share of the samples that are to be NEUTRAL.
-        direction_step: None is the whole horizon.
-        scalp_step: None finds the step whose median move is nearest to the middle of the band.
-        swing_step: None finds it too.
-    """
+    """Choose the limits."""
     horizon = returns.shape[1]
     steps = {"direction_step": direction_step, "scalp_step": scalp_step, "swing_step": swing_step}
     for name, step in steps.items():

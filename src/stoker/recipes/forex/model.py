@@ -52,21 +52,14 @@ _DOCUMENT_WEIGHTS = {
 
 @dataclass(frozen=True, eq=False)
 class SeriesInput:
-    """What the model must know of one timeframe.
+    """What the model must know of one timeframe."""
 
-    Attributes:
-        center: `(features,)` medians of training rows.
-        scale: `(features,)` quartile ranges of training rows.
-        steps: Per feature, whether it compares a bar with the one before it.
-        clip: Largest scaled magnitude; None for no limit.
-        gaps: "mask" sets `steps` features to 0 at the first bar after missing ones and adds a flag;
-            "flag" only adds the flag; "ignore" does neither.
-    """
-
-    center: Array
-    scale: Array
-    steps: tuple[bool, ...]
-    clip: float | None
+    center: Array  # `(features,)` medians of training rows
+    scale: Array  # `(features,)` quartile ranges of training rows
+    steps: tuple[bool, ...]  # per feature, whether it compares a bar with the one before it
+    clip: float | None  # largest scaled magnitude; None for no limit
+    # "mask" sets `steps` features to 0 at the first bar after missing ones and adds a flag; "flag" only adds the
+    # flag; "ignore" does neither
     gaps: Gaps
 
 
@@ -165,36 +158,24 @@ class TimeframeEncoder(nn.Module):
 
 
 class ForexModel(nn.Module):
-    """The whole network; stateless as `model(inputs)`, carried as `model(inputs, state)`.
-
-    Args:
-        series: Timeframe, shortest first, to what is known of it.
-        d_model: Width of LSTMs and attention.
-        num_layers: LSTM layers per timeframe.
-        heads: Of both attentions.
-        dropout: Between LSTM layers and inside the attentions.
-        ffn_factor: Width of the feed-forward part over `d_model`.
-        pooling: How a window's rows become one vector: attention with a learned query, the last row,
-            or their sum.
-        head_weights: "mean" gives all heads the mean of the timeframes; "document" gives the scalp
-            and swing heads the fusion document's fixed weights, for five timeframes.
-        carried: Timeframes whose LSTM state is carried from batch to batch.
-        parallel_streams: On a GPU, run the timeframes on streams of their own.
-    """
+    """The whole network; stateless as `model(inputs)`, carried as `model(inputs, state)`."""
 
     def __init__(
         self,
-        series: Mapping[str, SeriesInput],
+        series: Mapping[str, SeriesInput],  # timeframe, shortest first, to what is known of it
         *,
-        d_model: int = 128,
-        num_layers: int = 2,
-        heads: int = 4,
-        dropout: float = 0.1,
-        ffn_factor: int = 4,
+        d_model: int = 128,  # width of LSTMs and attention
+        num_layers: int = 2,  # LSTM layers per timeframe
+        heads: int = 4,  # of both attentions
+        dropout: float = 0.1,  # between LSTM layers and inside the attentions
+        ffn_factor: int = 4,  # width of the feed-forward part over `d_model`
+        # how a window's rows become one vector: attention with a learned query, the last row, or their sum
         pooling: Pooling = "attention+last",
+        # "mean" gives all heads the mean of the timeframes; "document" gives the scalp and swing heads the fusion
+        # document's fixed weights, for five timeframes
         head_weights: HeadWeights = "mean",
-        carried: Sequence[str] = (),
-        parallel_streams: bool = True,
+        carried: Sequence[str] = (),  # timeframes whose LSTM state is carried from batch to batch
+        parallel_streams: bool = True,  # on a GPU, run the timeframes on streams of their own
     ) -> None:
         super().__init__()
         self.timeframes = tuple(series)
@@ -257,16 +238,12 @@ class ForexModel(nn.Module):
     ) -> tuple[Outputs, State]: ...
     def forward(
         self,
+        # per timeframe "M5" `(batch, bars, features)` and "M5/gap" `(batch, bars)`
         inputs: Mapping[str, torch.Tensor],
+        # from `initial_state`, the batch before, or `reset_state`. Without it every window begins with no memory.
         state: Mapping[str, torch.Tensor] | None = None,
     ) -> Outputs | tuple[Outputs, State]:
-        """Return the outputs; with `state` also the next state, detached, in float32.
-
-        Args:
-            inputs: Per timeframe "M5" `(batch, bars, features)` and "M5/gap" `(batch, bars)`.
-            state: From `initial_state`, the batch before, or `reset_state`. Without it every window
-                begins with no memory.
-        """
+        """Return the outputs; with `state` also the next state, detached, in float32."""
         first = inputs[self.timeframes[0]]
         started = dict(self._zeros(self.timeframes, first.shape[0], first.device))
         started.update(state or {})

@@ -302,14 +302,12 @@ class ForexRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Return the bars of files, for a model that was trained on a store of `stoker pack bars`."""
-        del made, told
         return open_raw_bars(given, facts) if "bars" in facts else None
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: ForexOptions, facts: Facts
     ) -> Array | None:
         """Return the log return over the bars of the direction, `(samples, 1)`."""
-        del made, options
         info, step = store.fields.get("targets"), facts.get("labels", {}).get("direction_step")
         if info is None or step is None or int(np.prod(info.shape)) < step:
             return None

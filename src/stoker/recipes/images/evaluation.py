@@ -96,7 +96,6 @@ class FinalImageMetrics:
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation of everything seen; see `FinalMetrics`."""
-        del model, device
         shares, labels = self._scores.probabilities, self._scores.labels
         report = evaluate_classes(shares, labels, self._names)
         metrics, intervals = dict(report.metrics), dict(report.intervals)

@@ -339,24 +339,18 @@ class Classifier(nn.Module):
 
     In evaluation the average answers, where there is one. Every picture is mixed with the one before it in the batch,
     which a shuffled loader makes a random one.
-
-    Args:
-        network: Images to scores.
-        mixup: Alpha of the Beta distribution of MixUp's shares; 0 is without.
-        cutmix: The same for CutMix; with both, each picture draws which.
-        mix_share: Share of the pictures that are mixed.
-        average: Decay of the averaged weights per step, such as 0.999; 0 is without. The decay after step n is at
-            most (1 + n) / (10 + n): a short run is averaged over about its last tenth.
     """
 
     num_steps: Tensor
 
     def __init__(
         self,
-        network: nn.Module,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        mix_share: float = 1.0,
+        network: nn.Module,  # images to scores
+        mixup: float = 0.0,  # alpha of the Beta distribution of MixUp's shares; 0 is without
+        cutmix: float = 0.0,  # the same for CutMix; with both, each picture draws which
+        mix_share: float = 1.0,  # share of the pictures that are mixed
+        # decay of the averaged weights per step, such as 0.999; 0 is without. The decay after step n is at most (1
+        # + n) / (10 + n): a short run is averaged over about its last tenth.
         average: float = 0.0,
     ) -> None:
         super().__init__()

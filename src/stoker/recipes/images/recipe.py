@@ -47,7 +47,6 @@ from stoker.recipes.contract import (
     Tensors,
 )
 from stoker.recipes.gate import fill_parts
-from stoker.recipes.given_pictures import GivenPictures, as_keys
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
@@ -62,7 +61,9 @@ from stoker.recipes.options import AtLeastOne, CheckedOptions, Range, Share, par
 from stoker.recipes.pictures import (
     IMAGE_SIZE,
     FolderPictures,
+    GivenPictures,
     Size,
+    as_keys,
     channel_statistics,
     is_encoded,
     make_normaliser,
@@ -122,22 +123,15 @@ class ImagesOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class Pictures:
-    """What the pictures of a store are, for `describe` and for new ones.
+    """What the pictures of a store are, for `describe` and for new ones."""
 
-    Attributes:
-        channels: 1 or 3.
-        size: Height and width.
-        num_classes: Labels are 0 to num_classes - 1.
-        value_range: LOW and HIGH that 16-bit and float pictures were packed with.
-        first_frame: Whether the first frame of films was packed.
-        encoded: Whether they are decoded while they are loaded, and brought to the size there.
-    """
-
-    channels: int
-    size: tuple[int, int]
-    num_classes: int
+    channels: int  # 1 or 3
+    size: tuple[int, int]  # height and width
+    num_classes: int  # labels are 0 to num_classes - 1
+    # LOW and HIGH that 16-bit and float pictures were packed with
     value_range: tuple[float, float] | None = None
-    first_frame: bool = False
+    first_frame: bool = False  # whether the first frame of films was packed
+    # whether they are decoded while they are loaded, and brought to the size there
     encoded: bool = False
 
 
@@ -228,7 +222,6 @@ class ImagesRecipe(Recipe):
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels of the training size as input; classes and probabilities."""
-        del made
         normalise = make_normaliser(facts["mean"], facts["std"])
         shape = (BATCH, facts["channels"], *facts["size"])
         about = "pixels from 0 to 255, channel by channel, resized to this size"
@@ -239,7 +232,6 @@ class ImagesRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open a folder of pictures, or one picture."""
-        del made
         known = _pictures_of(facts)
         return PictureReader.open(
             given,
@@ -256,7 +248,6 @@ class ImagesRecipe(Recipe):
         self, store: Store, samples: Array, made: Rebuilt, options: ImagesOptions, facts: Facts
     ) -> Array | None:
         """Return the classes of a store's pictures."""
-        del made, options
         if "labels" not in store.fields:
             return None
         labels = store.gather("labels", samples).astype(np.int64)

@@ -160,7 +160,6 @@ class FinalSpectrumMetrics:
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation of everything seen; see `FinalMetrics`."""
-        del model
         predicted, measured = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         values = self._values(predicted, measured, samples, device)
         chance = self._values(self._mean.expand_as(measured), measured, samples, device)

@@ -34,8 +34,7 @@ from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _TINY = 1e-6
-_TIE = 1e-6
-"""Scores this near are equal: the order of sums in a product differs by as much."""
+_TIE = 1e-6  # scores this near are equal: the order of sums in a product differs by as much
 _BLOCK_QUERIES, _BLOCK_LIBRARY = 1024, 16384
 _READ_SAMPLES = 4096
 
@@ -67,17 +66,11 @@ def weighted_cosine(first: Tensor, second: Tensor, mass_power: float = 1.0) -> T
 
 @dataclass(frozen=True)
 class Library:
-    """Measured spectra of compounds that a query may be mistaken for.
+    """Measured spectra of compounds that a query may be mistaken for."""
 
-    Attributes:
-        units: `(compounds, bins)` from `weighted_units`, on the CPU.
-        groups: `(compounds,)` int64 compound numbers, all different.
-        masses: `(compounds,)` in dalton.
-    """
-
-    units: Tensor
-    groups: Tensor
-    masses: Tensor
+    units: Tensor  # `(compounds, bins)` from `weighted_units`, on the CPU
+    groups: Tensor  # `(compounds,)` int64 compound numbers, all different
+    masses: Tensor  # `(compounds,)` in dalton
 
 
 @dataclass(frozen=True)
@@ -140,23 +133,14 @@ class SpectrumMetrics:
 
 
 def rank_queries(
-    library: Library,
-    predicted: Tensor,
-    measured: Tensor,
-    groups: Tensor,
-    masses: Tensor,
-    tolerance: float | None = None,
+    library: Library,  # compounds that were not predicted; none of `groups` may be in it
+    predicted: Tensor,  # `(queries, bins)` weighted units of the predictions
+    measured: Tensor,  # `(queries, bins)` weighted units of the queries
+    groups: Tensor,  # `(queries,)` compound of each
+    masses: Tensor,  # `(queries,)` its mass
+    tolerance: float | None = None,  # of the mass filter in dalton; None does not filter
 ) -> Tensor:
-    """Return `(queries,)` int64 ranks, 1 being best; see the module's text for the rule.
-
-    Args:
-        library: Compounds that were not predicted; none of `groups` may be in it.
-        predicted: `(queries, bins)` weighted units of the predictions.
-        measured: `(queries, bins)` weighted units of the queries.
-        groups: `(queries,)` compound of each.
-        masses: `(queries,)` its mass.
-        tolerance: Of the mass filter in dalton; None does not filter.
-    """
+    """Return `(queries,)` int64 ranks, 1 being best; see the module's text for the rule."""
     compounds, own = torch.unique(groups, return_inverse=True)
     first = _first_of_each(own, len(compounds))
     ranks = torch.ones_like(own)

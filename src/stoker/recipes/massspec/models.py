@@ -26,8 +26,7 @@ from stoker.recipes.massspec.metrics import unit_length, weighted_cosine
 from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
 
 Tensor = torch.Tensor
-ROOM_ABOVE_MASS = 5
-"""Bins above the molecule's mass that may hold peaks: isotopes (NEIMS)."""
+ROOM_ABOVE_MASS = 5  # bins above the molecule's mass that may hold peaks: isotopes (NEIMS)
 
 
 def highest_bin(mol_weight: Tensor) -> Tensor:
@@ -107,23 +106,16 @@ class Student(nn.Module):
 
     Called with a mapping: `ecfp (batch, 4096)` counts and `mol_weight (batch,)`. Returns
     `{"spectrum": (batch, num_bins)}`.
-
-    Args:
-        num_bins: `max_mz + 1`.
-        width: Of the hidden layers.
-        num_blocks: Residual blocks.
-        bottleneck: Share of the width inside a block.
-        dropout: Inside a block.
-        num_conditions: Numbers that say how a spectrum is measured, as `conditions (batch, numbers)`; 0 is none.
     """
 
     def __init__(
         self,
-        num_bins: int = 501,
-        width: int = 1024,
-        num_blocks: int = 3,
-        bottleneck: float = 0.5,
-        dropout: float = 0.25,
+        num_bins: int = 501,  # `max_mz + 1`
+        width: int = 1024,  # of the hidden layers
+        num_blocks: int = 3,  # residual blocks
+        bottleneck: float = 0.5,  # share of the width inside a block
+        dropout: float = 0.25,  # inside a block
+        # numbers that say how a spectrum is measured, as `conditions (batch, numbers)`; 0 is none
         num_conditions: int = 0,
     ) -> None:
         super().__init__()
@@ -180,30 +172,20 @@ class Teacher(nn.Module):
 
     Called with the student's mapping and a graph in it: `x`, `edge_index`, `edge_attr`, `batch`, as
     `GraphBatch` has them. Returns `{"spectrum": (batch, num_bins)}`.
-
-    Args:
-        num_bins: `max_mz + 1`.
-        num_layers: GINE layers.
-        graph_width: Features per atom.
-        width: Of the joined features.
-        num_blocks: Residual blocks after joining.
-        drop_edge: Share of bonds that carry no message in a training step, both ways.
-        bottleneck: As for the student.
-        dropout: As for the student.
-        num_conditions: As for the student.
     """
 
     def __init__(
         self,
-        num_bins: int = 501,
-        num_layers: int = 4,
-        graph_width: int = 128,
-        width: int = 1024,
-        num_blocks: int = 2,
+        num_bins: int = 501,  # `max_mz + 1`
+        num_layers: int = 4,  # GINE layers
+        graph_width: int = 128,  # features per atom
+        width: int = 1024,  # of the joined features
+        num_blocks: int = 2,  # residual blocks after joining
+        # share of bonds that carry no message in a training step, both ways
         drop_edge: float = 0.2,
-        bottleneck: float = 0.5,
-        dropout: float = 0.25,
-        num_conditions: int = 0,
+        bottleneck: float = 0.5,  # as for the student
+        dropout: float = 0.25,  # as for the student
+        num_conditions: int = 0,  # as for the student
     ) -> None:
         super().__init__()
         self.num_bins = num_bins
@@ -269,8 +251,7 @@ def graph_inputs(graphs: GraphBatch) -> dict[str, Tensor]:
 # -- learning from a teacher ------------------------------------------------------------------------
 
 
-_FLOOR = 1e-3
-"""Keeps the slope of a root finite where a spectrum is zero."""
+_FLOOR = 1e-3  # keeps the slope of a root finite where a spectrum is zero
 
 
 def soften(spectra: Tensor, temperature: Tensor) -> Tensor:
@@ -334,19 +315,13 @@ def temperature_at(update: int, num_updates: int, start: float, end: float) -> f
 
 
 class RateAndTemperature:
-    """A learning rate scheduler that also sets a temperature, stepped as one after every update.
-
-    Args:
-        rate: The learning rate's scheduler.
-        set_temperature: Takes the temperature of the coming update.
-        temperature_of: Number of an update, from 0, to its temperature.
-    """
+    """A learning rate scheduler that also sets a temperature, stepped as one after every update."""
 
     def __init__(
         self,
-        rate: LambdaLR,
-        set_temperature: Callable[[float], None],
-        temperature_of: Callable[[int], float],
+        rate: LambdaLR,  # the learning rate's scheduler
+        set_temperature: Callable[[float], None],  # takes the temperature of the coming update
+        temperature_of: Callable[[int], float],  # number of an update, from 0, to its temperature
     ) -> None:
         self._rate = rate
         self._set_temperature = set_temperature

@@ -84,43 +84,28 @@ _CONDITION_WORDS = {
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What a trained model reads and predicts.
+    """What a trained model reads and predicts."""
 
-    Attributes:
-        graphs: Whether it reads graphs.
-        max_mz: Its highest bin.
-        usual: The commonest conditions of training; empty where the model reads none.
-        ranges: Lowest and highest of each condition in training; empty where the checkpoint does not say.
-        rounding: How an m/z finds its bin.
-    """
-
-    graphs: bool
-    max_mz: int
+    graphs: bool  # whether it reads graphs
+    max_mz: int  # its highest bin
+    # the commonest conditions of training; empty where the model reads none
     usual: Sequence[float] = ()
+    # lowest and highest of each condition in training; empty where the checkpoint does not say
     ranges: Ranges = ()
-    rounding: Rounding = "nearest"
+    rounding: Rounding = "nearest"  # how an m/z finds its bin
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """One molecule of the input.
+    """One molecule of the input."""
 
-    Attributes:
-        name: Of the user's, or made from its place.
-        text: Its structure, or "" where there is none.
-        form: Of the text.
-        why: Why there is no structure.
-        meta: What the input says of the spectrum.
-        is_unnamed: Whether the name is a place in the file.
-        peaks: m/z and intensities of the measured spectrum, where the input has one.
-    """
-
-    name: str
-    text: str = ""
-    form: StructureForm = "smiles"
-    why: str = ""
-    meta: Mapping[str, str] = field(default_factory=dict)
-    is_unnamed: bool = False
+    name: str  # of the user's, or made from its place
+    text: str = ""  # its structure, or "" where there is none
+    form: StructureForm = "smiles"  # of the text
+    why: str = ""  # why there is no structure
+    meta: Mapping[str, str] = field(default_factory=dict)  # what the input says of the spectrum
+    is_unnamed: bool = False  # whether the name is a place in the file
+    # m/z and intensities of the measured spectrum, where the input has one
     peaks: tuple[Array, Array] | None = None
 
 

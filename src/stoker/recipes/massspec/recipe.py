@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from stoker.config import Settings
-from stoker.config.names import DISTILL
+from stoker.config.options import DISTILL
 from stoker.errors import ConfigError, InputError
 from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
 from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
@@ -163,18 +163,13 @@ class TeacherOptions(MassSpecOptions):
 
 @dataclass(frozen=True)
 class Binning:
-    """How peaks become bins.
+    """How peaks become bins."""
 
-    Attributes:
-        max_mz: Last bin.
-        rounding: How an m/z finds its bin.
-        usual_conditions: The commonest conditions of the store's spectra; empty where it has none.
-        condition_ranges: Lowest and highest value of each condition in the store.
-    """
-
-    max_mz: int
-    rounding: Rounding
+    max_mz: int  # last bin
+    rounding: Rounding  # how an m/z finds its bin
+    # the commonest conditions of the store's spectra; empty where it has none
     usual_conditions: tuple[float, ...] = ()
+    # lowest and highest value of each condition in the store
     condition_ranges: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -238,7 +233,6 @@ class _SpectrumRecipe(Recipe):
         self, store: Store, samples: Array, made: Rebuilt, options: MassSpecOptions, facts: Facts
     ) -> Array | None:
         """Return the measured spectra of a store's samples."""
-        del made, options
         if "mz" not in store.fields or "intensity" not in store.fields:
             return None
         rounding = store.manifest.attributes.get("rounding", "nearest")
@@ -247,7 +241,6 @@ class _SpectrumRecipe(Recipe):
 
     def make_judge(self, options: MassSpecOptions, facts: Facts) -> Judge:
         """Return the similarities of spectra."""
-        del facts
         return SpectrumJudge(options.mass_power)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
@@ -280,7 +273,6 @@ class _SpectrumRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open molecules: SMILES, SDF, MOL, CSV, spectrum libraries, folders of them, or a frame."""
-        del made
         reads = ModelInputs(
             "atoms" in facts["inputs"],
             int(facts["num_bins"]) - 1,
@@ -294,7 +286,6 @@ class _SpectrumRecipe(Recipe):
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> int:
         """Write predicted spectra as an MSP library."""
-        del made, facts
         return write_spectra(out, answers, f"predicted by stoker, recipe {self.name}")
 
 

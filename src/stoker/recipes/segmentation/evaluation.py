@@ -310,8 +310,7 @@ def legend(names: Sequence[str]) -> Mapping[int, tuple[str, str]]:
 # -- loss, and the pixels counted at the end --------------------------------------------------------
 
 
-IGNORE = 255
-"""Mask value of pixels that count nowhere."""
+IGNORE = 255  # mask value of pixels that count nowhere
 
 
 def segmentation_loss(

@@ -15,9 +15,7 @@ import contextlib
 import csv
 import io
 import itertools
-import struct
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -38,9 +36,9 @@ from stoker.ownership import (
     write_text,
     writing,
 )
+from stoker.packing.samples import encode_png
 from stoker.recipes.contract import RawBatch
-from stoker.recipes.given_pictures import GivenPictures, as_keys
-from stoker.recipes.pictures import FolderPictures, Size
+from stoker.recipes.pictures import FolderPictures, GivenPictures, Size, as_keys
 from stoker.recipes.segmentation.evaluation import legend, palette
 from stoker.store.fields import Array
 from stoker.train.predict import Predicted
@@ -58,17 +56,11 @@ _CLASSES_HEADER = ("value", "class", "colour")
 
 @dataclass(frozen=True)
 class Scale:
-    """How pictures of training became what the network saw.
+    """How pictures of training became what the network saw."""
 
-    Attributes:
-        size: Height and width after resizing.
-        most: Largest height and width before; None where the store does not know.
-        share: Mean of after / before, by height and width.
-    """
-
-    size: Size
-    most: Size | None = None
-    share: tuple[float, float] = (1.0, 1.0)
+    size: Size  # height and width after resizing
+    most: Size | None = None  # largest height and width before; None where the store does not know
+    share: tuple[float, float] = (1.0, 1.0)  # mean of after / before, by height and width
 
     def work_size(self, original: Size) -> Size:
         """Return the size in which a picture goes through the network, in tiles where it is not `size`."""
@@ -297,7 +289,8 @@ def write_masks(
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with writing(path, has_signature) as temporary, temporary.open("xb") as file:
-                    file.write(encode_mask(predicted.columns["mask"][row], colours))
+                    mask = predicted.columns["mask"][row]
+                    file.write(encode_png(mask, colours, Software=SIGNATURE))
             except OSError as error:
                 raise unwritable(path, error) from error
             listed.append((name, target, ""))
@@ -374,23 +367,3 @@ def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[str]
     writer.writerow(header)
     writer.writerows(rows)
     write_text(path, text.getvalue(), _is_table(header))
-
-
-def encode_mask(mask: Array, colours: Array) -> bytes:
-    """Return `(height, width)` uint8 as a PNG whose pixels are the values, shown in colours."""
-    high, wide = mask.shape
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        check = struct.pack(">I", zlib.crc32(name + data))
-        return struct.pack(">I", len(data)) + name + data + check
-
-    packer = zlib.compressobj(6)
-    rows = b"".join(packer.compress(b"\0" + np.ascontiguousarray(row).tobytes()) for row in mask)
-    parts: Mapping[bytes, bytes] = {
-        b"IHDR": struct.pack(">IIBBBBB", wide, high, 8, 3, 0, 0, 0),
-        b"tEXt": b"Software\0" + SIGNATURE.encode(),
-        b"PLTE": colours.astype(np.uint8).tobytes(),
-        b"IDAT": rows + packer.flush(),
-        b"IEND": b"",
-    }
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, data) for name, data in parts.items())

@@ -23,8 +23,7 @@ from stoker.errors import InputError
 Tensor = torch.Tensor
 Size = tuple[int, int]
 Four = tuple[int, int, int, int]
-MAX_PARAMETERS = 1_821_085
-"""The limit of the documents' task."""
+MAX_PARAMETERS = 1_821_085  # the limit of the documents' task
 
 
 def to_tokens(maps: Tensor) -> Tensor:

@@ -299,7 +299,6 @@ class SegmentationRecipe(Recipe):
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels as input, of any size; scores beside the classes."""
-        del made
         normalise = make_normaliser(facts["mean"], facts["std"])
 
         def answer(model: Any, images: Tensor) -> Columns:
@@ -315,7 +314,6 @@ class SegmentationRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open a folder of pictures, or one picture."""
-        del made
         if "size" not in facts:
             raise InputError(
                 "the checkpoint was written before stoker answered for raw pictures.",
@@ -354,7 +352,6 @@ class SegmentationRecipe(Recipe):
         facts: Facts,
     ) -> Array | None:
         """Return the masks of a store's images, 255 where a pixel counts nowhere."""
-        del made
         info = store.fields.get("masks")
         if info is None or list(info.shape) != list(facts.get("size", ())):
             return None
@@ -364,14 +361,12 @@ class SegmentationRecipe(Recipe):
 
     def make_judge(self, options: SegmentationOptions, facts: Facts) -> Judge:
         """Return counts of pixels and edges."""
-        del options
         return MaskJudge(class_names(facts.get("class_names", ()), facts["num_classes"]))
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> tuple[int, list[str]]:
         """Write a folder of masks."""
-        del made
         names = class_names(facts.get("class_names", ()), facts["num_classes"])
         return write_masks(out, answers, names)
 

@@ -171,27 +171,18 @@ def _count_classes(values: Array) -> int:
 
 
 def split_samples(
-    store: Store,
-    inputs: Inputs,
+    store: Store,  # open
+    inputs: Inputs,  # from `find_inputs`
+    # "store" as packed; "time" in order, with purge and embargo; "random"; "distinct" random with equal rows on one
+    # side; "auto" takes the first of these that can be right
     mode: SplitMode,
-    ratios: Ratios,
-    embargo: int | None,
-    seed: int,
+    ratios: Ratios,  # shares, unless the store has a split
+    embargo: int | None,  # samples left out after a border in time; None is a window
+    seed: int,  # of the random ones
     *,
-    rows_repeat: bool = False,
+    rows_repeat: bool = False,  # whether the gate found rows that repeat others
 ) -> tuple[dict[str, Array], str]:
-    """Return the samples of train, val and test, and how and why they were divided so.
-
-    Args:
-        store: Open.
-        inputs: From `find_inputs`.
-        mode: "store" as packed; "time" in order, with purge and embargo; "random"; "distinct" random
-            with equal rows on one side; "auto" takes the first of these that can be right.
-        ratios: Shares, unless the store has a split.
-        embargo: Samples left out after a border in time; None is a window.
-        seed: Of the random ones.
-        rows_repeat: Whether the gate found rows that repeat others.
-    """
+    """Return the samples of train, val and test, and how and why they were divided so."""
     why = "it was asked for"
     if mode == "auto":
         mode, why = _choose_split(store, inputs, rows_repeat)

@@ -67,25 +67,16 @@ class RowMlp(nn.Sequential):
 
 @dataclass(frozen=True)
 class PatchShape:
-    """Sizes of the patch transformer.
+    """Sizes of the patch transformer."""
 
-    Attributes:
-        d_model: Width.
-        layers: Transformer layers.
-        heads: Attention heads.
-        ffn_factor: Width of the feed-forward part over `d_model`.
-        patch: Rows per patch.
-        stride: Rows from one patch to the next.
-        channels: "mixed" embeds all features of a patch together; "independent" runs every feature
-            by itself with shared weights, as PatchTST does, for `features` times the work.
-    """
-
-    d_model: int = 256
-    layers: int = 3
-    heads: int = 4
-    ffn_factor: int = 4
-    patch: int = 16
-    stride: int = 8
+    d_model: int = 256  # width
+    layers: int = 3  # transformer layers
+    heads: int = 4  # attention heads
+    ffn_factor: int = 4  # width of the feed-forward part over `d_model`
+    patch: int = 16  # rows per patch
+    stride: int = 8  # rows from one patch to the next
+    # "mixed" embeds all features of a patch together; "independent" runs every feature by itself with shared
+    # weights, as PatchTST does, for `features` times the work
     channels: Channels = "mixed"
 
     def num_patches(self, window: int) -> int:
@@ -149,18 +140,7 @@ class PatchTransformer(nn.Module):
 
 
 class TabularModel(nn.Module):
-    """Scaling, a network, bounded outputs; and the way back to the units of the targets.
-
-    Args:
-        scaler: Fitted on training rows.
-        body: `RowMlp` or `PatchTransformer`.
-        bound: Largest magnitude of an output; None for no bound.
-        bound_mode: How it is bounded.
-        classes: `(classes,)` the targets' own numbers for them; None for regression.
-        target_center: `(outputs,)` for regression.
-        target_scale: `(outputs,)` for regression.
-        ramps: Between scaler and body, for rows; None is without.
-    """
+    """Scaling, a network, bounded outputs; and the way back to the units of the targets."""
 
     target_center: torch.Tensor
     target_scale: torch.Tensor
@@ -168,15 +148,16 @@ class TabularModel(nn.Module):
 
     def __init__(
         self,
-        scaler: RobustScale,
-        body: nn.Module,
+        scaler: RobustScale,  # fitted on training rows
+        body: nn.Module,  # `RowMlp` or `PatchTransformer`
         *,
-        bound: float | None = None,
-        bound_mode: BoundMode = "soft",
+        bound: float | None = None,  # largest magnitude of an output; None for no bound
+        bound_mode: BoundMode = "soft",  # how it is bounded
+        # `(classes,)` the targets' own numbers for them; None for regression
         classes: Array | None = None,
-        target_center: Array | float = 0.0,
-        target_scale: Array | float = 1.0,
-        ramps: Ramps | None = None,
+        target_center: Array | float = 0.0,  # `(outputs,)` for regression
+        target_scale: Array | float = 1.0,  # `(outputs,)` for regression
+        ramps: Ramps | None = None,  # between scaler and body, for rows; None is without
     ) -> None:
         super().__init__()
         self.scaler = scaler

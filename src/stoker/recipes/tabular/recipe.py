@@ -56,8 +56,15 @@ from stoker.recipes.tabular.data import (
     find_task,
     split_samples,
 )
-from stoker.recipes.tabular.evaluation import TableData, class_names, find_quiet
-from stoker.recipes.tabular.goals import Classify, ClassWeights, Regress, RegressionLoss
+from stoker.recipes.tabular.evaluation import (
+    Classify,
+    ClassWeights,
+    Regress,
+    RegressionLoss,
+    TableData,
+    class_names,
+    find_quiet,
+)
 from stoker.recipes.tabular.model import (
     BoundMode,
     Channels,
@@ -70,8 +77,7 @@ from stoker.recipes.tabular.model import (
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-_MOST_RAMPS = 4096
-"""Of all columns together: the first layer has `hidden[0]` weights for each."""
+_MOST_RAMPS = 4096  # of all columns together: the first layer has `hidden[0]` weights for each
 _ABOVE_0 = Range("above 0", lambda value: value > 0, 1)
 
 
@@ -252,7 +258,9 @@ class TabularRecipe(Recipe):
             final_metrics=partial(goal.final_metrics, data),
             baseline=goal.baseline,
             samples=samples,
-            make_optimizer=partial(_scaled_adamw, factor=factor, decay=chosen.weight_decay),
+            make_optimizer=lambda weights, lr: make_adamw(
+                weights, lr * factor, chosen.weight_decay
+            ),
             make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
             fields=fields,
             monitor=("loss", False),
@@ -399,12 +407,6 @@ def read_inputs(batch: Tensors, inputs: Inputs) -> torch.Tensor:
         return values
     flag = (batch[f"{inputs.field}/gap"] != 0).float().unsqueeze(-1)
     return torch.cat([values.float(), flag], dim=-1)
-
-
-def _scaled_adamw(
-    parameters: Any, lr: float, *, factor: float, decay: float
-) -> torch.optim.Optimizer:
-    return make_adamw(parameters, lr * factor, decay)
 
 
 def _require_targets(store: Store, target: str) -> None:

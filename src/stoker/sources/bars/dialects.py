@@ -40,44 +40,26 @@ _FALSE = {"false", "0", "no", "n", "f"}
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one file is written.
+    """How one file is written."""
 
-    Attributes:
-        delimiter: Between cells.
-        decimal: "." or ",".
-        names: Column name of each cell; None for a cell that is not kept.
-        time_cells: One cell, or two for date and time apart.
-        header_line: 1-based line of the header, the last one of several; 0 when there is none.
-        header_first: The first one of several.
-        aware: Times carry their own offset from UTC.
-        day_first: How "10/11/2020" reads; None where no such date is expected.
-        left_out: Columns not kept, with the reason, for the user.
-        symbol_cell: The cell that names the symbol; None where there is none.
-        ticker_cell: The same, where a file holds several symbols and one of them is read.
-        ticker: Lines with another one in that cell are not this symbol's.
-        complete_cell: The cell that says whether a bar is complete.
-        is_close: Times are the closes of bars.
-        dropped: Columns that the user dropped, as he named them.
-        gone: Columns that are left out whatever the user says.
-        tickers: The symbols that columns are named by ("Close_AAPL"); () where they are not.
-    """
-
-    delimiter: str
-    decimal: str
-    names: tuple[str | None, ...]
-    time_cells: tuple[int, ...]
-    header_line: int
-    header_first: int = 0
-    aware: bool = False
-    day_first: bool | None = None
-    left_out: tuple[str, ...] = ()
-    symbol_cell: int | None = None
+    delimiter: str  # between cells
+    decimal: str  # "." or ","
+    names: tuple[str | None, ...]  # column name of each cell; None for a cell that is not kept
+    time_cells: tuple[int, ...]  # one cell, or two for date and time apart
+    header_line: int  # 1-based line of the header, the last one of several; 0 when there is none
+    header_first: int = 0  # the first one of several
+    aware: bool = False  # times carry their own offset from UTC
+    day_first: bool | None = None  # how "10/11/2020" reads; None where no such date is expected
+    left_out: tuple[str, ...] = ()  # columns not kept, with the reason, for the user
+    symbol_cell: int | None = None  # the cell that names the symbol; None where there is none
+    # the same, where a file holds several symbols and one of them is read
     ticker_cell: int | None = None
-    ticker: str | None = None
-    complete_cell: int | None = None
-    is_close: bool = False
-    dropped: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    ticker: str | None = None  # lines with another one in that cell are not this symbol's
+    complete_cell: int | None = None  # the cell that says whether a bar is complete
+    is_close: bool = False  # times are the closes of bars
+    dropped: tuple[str, ...] = ()  # columns that the user dropped, as he named them
+    gone: tuple[str, ...] = ()  # columns that are left out whatever the user says
+    # the symbols that columns are named by ("Close_AAPL"); () where they are not
     tickers: tuple[str, ...] = ()
 
     @property

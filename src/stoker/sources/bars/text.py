@@ -24,8 +24,7 @@ from stoker.units import format_bytes
 _SAMPLE_BYTES = 128 << 10
 _HEAD_BYTES = 4 << 20
 _GUNZIP_BYTES = 64 << 20
-_TEXT_COPIES = 3
-"""As read, without quotes, and in columns."""
+_TEXT_COPIES = 3  # as read, without quotes, and in columns
 _SPLIT = "split the file by years, and name all parts: they are joined"
 
 

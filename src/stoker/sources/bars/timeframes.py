@@ -241,23 +241,14 @@ def pick_base(windows: Iterable[tuple[str, int]], base: str | None) -> str:
 
 @dataclass(frozen=True)
 class Samples:
-    """Decisions that have all their inputs and their whole label.
+    """Decisions that have all their inputs and their whole label."""
 
-    Attributes:
-        bar: `(n,)` position of the base bar whose close is the decision.
-        time: `(n,)` int64 decision time, nanoseconds.
-        label_time: `(n,)` int64 close of the last bar the label uses.
-        label_gap: `(n,)` uint8, 1 where the label runs over missing bars (a weekend).
-        ends: Timeframe to `(n,)` exclusive ends.
-        dropped: Reason to number of base bars that give no sample.
-    """
-
-    bar: Array
-    time: Array
-    label_time: Array
-    label_gap: Array
-    ends: dict[str, Array]
-    dropped: dict[str, int]
+    bar: Array  # `(n,)` position of the base bar whose close is the decision
+    time: Array  # `(n,)` int64 decision time, nanoseconds
+    label_time: Array  # `(n,)` int64 close of the last bar the label uses
+    label_gap: Array  # `(n,)` uint8, 1 where the label runs over missing bars (a weekend)
+    ends: dict[str, Array]  # timeframe to `(n,)` exclusive ends
+    dropped: dict[str, int]  # reason to number of base bars that give no sample
 
 
 def find_windows(
@@ -284,27 +275,19 @@ def find_windows(
 
 
 def make_samples(
-    times: Mapping[str, Array],
-    windows: Iterable[tuple[str, int]],
-    base: str,
-    horizon: int,
+    times: Mapping[str, Array],  # open times per timeframe
+    windows: Iterable[tuple[str, int]],  # bars per window, by timeframe
+    base: str,  # timeframe whose closes are the decisions and whose bars are the label
+    horizon: int,  # bars of the label
     *,
-    latency_ns: int = 0,
+    latency_ns: int = 0,  # delay after its close before a bar may be used
+    # drop samples whose label misses more bars than this in a row; None keeps them, marked in `label_gap`
     max_label_gap: int | None = None,
 ) -> Samples:
     """Find the decisions and, per timeframe, where their windows end.
 
     Every rule but the label's looks only at bars known at the decision: cutting history at t
     leaves the samples before it as they are.
-
-    Args:
-        times: Open times per timeframe.
-        windows: Bars per window, by timeframe.
-        base: Timeframe whose closes are the decisions and whose bars are the label.
-        horizon: Bars of the label.
-        latency_ns: Delay after its close before a bar may be used.
-        max_label_gap: Drop samples whose label misses more bars than this in a row; None keeps
-            them, marked in `label_gap`.
     """
     decisions, ends, lacks = find_windows(times, windows, base, latency_ns=latency_ns)
     bar = np.arange(len(decisions))

@@ -37,17 +37,12 @@ _KEYS = (b'"images"', b'"annotations"', b'"categories"', b'"info"', b'"licenses"
 
 @dataclass(frozen=True)
 class Outlines:
-    """The objects of one picture.
+    """The objects of one picture."""
 
-    Attributes:
-        size: Width and height of the picture that they were drawn on.
-        shapes: Class, and polygons (lists of x, y, x, y, ...) or runs of pixels in columns; large objects first.
-        file: They are from.
-    """
-
-    size: tuple[int, int]
+    size: tuple[int, int]  # width and height of the picture that they were drawn on
+    # class, and polygons (lists of x, y, x, y, ...) or runs of pixels in columns; large objects first
     shapes: Sequence[tuple[int, Any]]
-    file: str
+    file: str  # they are from
 
     def draw(self) -> Any:
         """Return the mask, a grey image of class numbers.
@@ -109,21 +104,13 @@ def _unpacked(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class CocoSet:
-    """What COCO files say of pictures.
+    """What COCO files say of pictures."""
 
-    Attributes:
-        outlines: By relative path.
-        classes: Names, the background first.
-        splits: By relative path, where every file says whose it is; else empty.
-        refused: Pictures that are not there, annotations that fit nothing.
-        num_boxes: Annotations without an outline.
-    """
-
-    outlines: Mapping[str, Outlines]
-    classes: Sequence[str]
-    splits: Mapping[str, int]
-    refused: Sequence[Refusal] = ()
-    num_boxes: int = 0
+    outlines: Mapping[str, Outlines]  # by relative path
+    classes: Sequence[str]  # names, the background first
+    splits: Mapping[str, int]  # by relative path, where every file says whose it is; else empty
+    refused: Sequence[Refusal] = ()  # pictures that are not there, annotations that fit nothing
+    num_boxes: int = 0  # annotations without an outline
 
 
 def find_coco(place: Path) -> list[Path]:

@@ -38,8 +38,7 @@ from stoker.display import command, printable
 from stoker.errors import MissingExtraError, SourceError, special_kind
 from stoker.store.fields import Array
 
-_PIXEL_BYTES = 12
-"""As decoded, turned upright, and converted: up to four bytes each."""
+_PIXEL_BYTES = 12  # as decoded, turned upright, and converted: up to four bytes each
 _HEAD_BYTES = 1 << 17
 """Of a file that is not opened: a JPEG may have 64 kB of EXIF data before its frame."""
 _HEADER = "whose header is damaged or unknown to Pillow"
@@ -93,24 +92,16 @@ class PictureError(SourceError):
 
 @dataclass(frozen=True)
 class Decoded:
-    """One picture.
+    """One picture."""
 
-    Attributes:
-        image: Pillow's image, upright; not converted yet; smaller where only that was asked for.
-        stored_size: (width, height) as it lies in the file.
-        orientation: EXIF orientation, 1 to 8; 1 where the file has none.
-        has_orientation: Whether the file has the tag.
-        format: Pillow's name of the file format.
-        is_deep_colour: The file has 16 bits for each of several channels, of which Pillow hands over the upper 8.
-        has_damaged_exif: The file has EXIF data that cannot be read: which way is up is not known.
-    """
-
-    image: Any
-    stored_size: tuple[int, int]
-    orientation: int
-    has_orientation: bool
-    format: str
+    image: Any  # Pillow's image, upright; not converted yet; smaller where only that was asked for
+    stored_size: tuple[int, int]  # (width, height) as it lies in the file
+    orientation: int  # EXIF orientation, 1 to 8; 1 where the file has none
+    has_orientation: bool  # whether the file has the tag
+    format: str  # Pillow's name of the file format
+    # the file has 16 bits for each of several channels, of which Pillow hands over the upper 8
     is_deep_colour: bool
+    # the file has EXIF data that cannot be read: which way is up is not known
     has_damaged_exif: bool = False
 
     @property
@@ -122,16 +113,12 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Pixels:
-    """Pixels as they are stored, and what they were.
+    """Pixels as they are stored, and what they were."""
 
-    Attributes:
-        values: `(height, width, channels)` uint8.
-        kind: Type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ...
-        span: Smallest and largest value of the file, where it was scaled; else None.
-    """
-
-    values: Array
+    values: Array  # `(height, width, channels)` uint8
+    # type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ...
     kind: str
+    # smallest and largest value of the file, where it was scaled; else None
     span: tuple[float, float] | None = None
 
 
@@ -231,23 +218,17 @@ def _too_large(path: Path, pixels: int | None) -> SourceError:
 
 
 def decode(
-    path: Path,
+    path: Path,  # the file
+    # take the first frame of a file that holds several, instead of refusing it
     first_frame: bool = False,
-    data: bytes | None = None,
+    data: bytes | None = None,  # its bytes, where they were read already
     *,
-    upright: bool = True,
+    upright: bool = True,  # False leaves the picture as it lies in the file
+    # decode JPEG at an eighth of its size: all bytes are read and most of the arithmetic is left out, for who only
+    # wants to know whether it is intact. 1.7 times as fast.
     small: bool = False,
 ) -> Decoded:
-    """Decode one file and turn it upright.
-
-    Args:
-        path: The file.
-        first_frame: Take the first frame of a file that holds several, instead of refusing it.
-        data: Its bytes, where they were read already.
-        upright: False leaves the picture as it lies in the file.
-        small: Decode JPEG at an eighth of its size: all bytes are read and most of the arithmetic is left out, for who
-            only wants to know whether it is intact. 1.7 times as fast.
-    """
+    """Decode one file and turn it upright."""
     with open_picture(path, data) as opened, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -51,21 +51,13 @@ class NameIndex:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a CSV says.
+    """What a CSV says."""
 
-    Attributes:
-        classes: Names, in the order of their numbers.
-        label: Picture to class number.
-        split: Picture to split number; empty when the file has no such column.
-        refused: Lines that fit no picture, or two.
-        notes: Which columns were taken, for the user.
-    """
-
-    classes: Sequence[str]
-    label: Mapping[str, int]
-    split: Mapping[str, int]
-    refused: Sequence[Refusal]
-    notes: Sequence[str]
+    classes: Sequence[str]  # names, in the order of their numbers
+    label: Mapping[str, int]  # picture to class number
+    split: Mapping[str, int]  # picture to split number; empty when the file has no such column
+    refused: Sequence[Refusal]  # lines that fit no picture, or two
+    notes: Sequence[str]  # which columns were taken, for the user
 
 
 def read_labels(path: Path, pictures: Sequence[str], column: str | None = None) -> Labels:

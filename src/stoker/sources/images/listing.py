@@ -108,19 +108,12 @@ def find_pairs(root: Path) -> tuple[Path, Path | None]:
 
 @dataclass(frozen=True)
 class Scenes:
-    """Where the images and masks of a folder lie.
+    """Where the images and masks of a folder lie."""
 
-    Attributes:
-        images: Folder.
-        masks: Folder, or a COCO file.
-        lists: Texts such as "train=ImageSets/Segmentation/train.txt".
-        said: How they were found.
-    """
-
-    images: Path
-    masks: Path
-    lists: tuple[str, ...] = ()
-    said: str = ""
+    images: Path  # folder
+    masks: Path  # folder, or a COCO file
+    lists: tuple[str, ...] = ()  # texts such as "train=ImageSets/Segmentation/train.txt"
+    said: str = ""  # how they were found
 
 
 def find_scenes(root: Path) -> Scenes:

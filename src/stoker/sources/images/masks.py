@@ -36,21 +36,15 @@ _MOST_ENTRIES = 20
 
 @dataclass(frozen=True)
 class MaskMap:
-    """Which class a mask value or colour is.
+    """Which class a mask value or colour is."""
 
-    Attributes:
-        values: (low, high, class): values from low to high, both included.
-        colours: 0xRRGGBB and its class.
-        other: Class of whatever is not named; None keeps values, and refuses colours.
-        names: Class names, where a colour table has them.
-        is_binary: Found out: the masks hold 0 and 255 only, and 255 is class 1.
-    """
-
+    # (low, high, class): values from low to high, both included
     values: tuple[tuple[int, int, int], ...] = ()
-    colours: tuple[tuple[int, int], ...] = ()
+    colours: tuple[tuple[int, int], ...] = ()  # 0xRRGGBB and its class
+    # class of whatever is not named; None keeps values, and refuses colours
     other: int | None = None
-    names: tuple[str, ...] = ()
-    is_binary: bool = False
+    names: tuple[str, ...] = ()  # class names, where a colour table has them
+    is_binary: bool = False  # found out: the masks hold 0 and 255 only, and 255 is class 1
 
     def __bool__(self) -> bool:
         return bool(self.values or self.colours or self.other is not None)

@@ -50,21 +50,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which masks belong to which image.
+    """Which masks belong to which image."""
 
-    Attributes:
-        pairs: Image and its masks; several are masks of objects. In the order of the images.
-        refused: Files without a partner, or with two.
-        ignored: Reason to number of files that the suffix leaves out.
-        num_masks: Masks that belong to an image.
-        num_objects: Images with one mask per object.
-    """
-
+    # image and its masks; several are masks of objects. In the order of the images.
     pairs: Sequence[tuple[str, tuple[str, ...]]]
-    refused: Sequence[Refused]
-    ignored: Counter[str]
-    num_masks: int
-    num_objects: int
+    refused: Sequence[Refused]  # files without a partner, or with two
+    ignored: Counter[str]  # reason to number of files that the suffix leaves out
+    num_masks: int  # masks that belong to an image
+    num_objects: int  # images with one mask per object
 
 
 def divide(pictures: Sequence[str], affixes: Affixes) -> tuple[list[str], list[str]]:

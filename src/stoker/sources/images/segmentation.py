@@ -19,8 +19,8 @@ from stoker.display import command, first_names
 from stoker.errors import InputError, Refusal, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
 from stoker.sources.images.coco import Outlines, find_coco, read_coco
-from stoker.sources.images.decoding import Decoded, decode, pillow
-from stoker.sources.images.encoded import encode_mask, picture_field
+from stoker.sources.images.decoding import Decoded, pillow
+from stoker.sources.images.encoded import Encoded, encode_mask, picture_field
 from stoker.sources.images.listing import Listing, list_pictures, no_pictures, split_of
 from stoker.sources.images.masks import (
     IGNORE,
@@ -259,39 +259,26 @@ class SegmentationSource(PictureFolder):
         """Decode one part of pairs; a pair with a fault is refused whole."""
         del context
         payload: Payload = part.payload
-        columns, masks = Columns(), []
-        coded: list[bytes] = []
+        columns, is_encoded = Columns(), self.keep_encoded is not None
+        masks: list[Any] = []  # of bytes where pictures stay encoded, else of pixels
         pixels = np.zeros(256, dtype=np.int64)
         palettes = Palettes() if self._takes_values else None
         for name, mask_names, split in payload.items:
             path = self.images / name
             try:
-                if self.keep_encoded is not None:
-                    kept, decoded = self._encoded(path)
-                    mask = self._mask(
-                        mask_names, decoded, path, payload.mask_map, kept.size, palettes
-                    )
-                else:
-                    decoded = decode(path, self.first_frame)
-                    mask = self._mask(
-                        mask_names, decoded, path, payload.mask_map, self.size, palettes
-                    )
-                    made = self._pixels(decoded, path)
+                made, decoded = self._read(path)
+                size = made.size if isinstance(made, Encoded) else self.size
+                mask = self._mask(mask_names, decoded, path, payload.mask_map, size, palettes)
             except ContradictionError:
                 raise
             except SourceError as error:
                 columns.refuse(path, error)
                 continue
-            if self.keep_encoded is not None:
-                columns.add_encoded(kept, decoded, name, split)
-                coded.append(encode_mask(mask))
-            else:
-                columns.add(made, decoded, name, split)
-                masks.append(mask)
+            columns.add(made, decoded, name, split)
+            masks.append(encode_mask(mask) if is_encoded else mask)
             pixels += np.bincount(mask.ravel(), minlength=256)
-        shape, is_encoded = (self.channels, *self.size), self.keep_encoded is not None
-        fields = columns.fields(shape, payload.has_split, is_encoded)
-        fields["masks"] = picture_field(coded) if is_encoded else Dense(stack(masks, self.size))
+        fields = columns.fields((self.channels, *self.size), payload.has_split, is_encoded)
+        fields["masks"] = picture_field(masks) if is_encoded else Dense(stack(masks, self.size))
         extra = {
             **columns.extra(payload.classes),
             "mask_pixels": pixels.tolist(),

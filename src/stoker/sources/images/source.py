@@ -73,22 +73,17 @@ class Payload:
 
 @dataclass(frozen=True)
 class PictureFolder(PlainSource):
-    """What both kinds of picture source share.
+    """What both kinds of picture source share."""
 
-    Attributes:
-        size: Stored (height, width).
-        channels: 3 for RGB, 1 for grey.
-        value_range: LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
-        first_frame: Take the first frame of files that hold several; otherwise they are refused.
-        lists: Texts such as "train=train.txt": the split of each picture, by lists of names.
-        keep_encoded: Store the bytes of the files instead of pixels of one size; None stores pixels.
-    """
-
-    size: tuple[int, int]
-    channels: Literal[1, 3] = 3
+    size: tuple[int, int]  # stored (height, width)
+    channels: Literal[1, 3] = 3  # 3 for RGB, 1 for grey
+    # LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own
     value_range: tuple[float, float] | None = field(default=None, kw_only=True)
+    # take the first frame of files that hold several; otherwise they are refused
     first_frame: bool = field(default=False, kw_only=True)
+    # texts such as "train=train.txt": the split of each picture, by lists of names
     lists: tuple[str, ...] = field(default=(), kw_only=True)
+    # store the bytes of the files instead of pixels of one size; None stores pixels
     keep_encoded: KeepEncoded | None = field(default=None, kw_only=True)
 
     version: ClassVar[int] = 2
@@ -174,12 +169,12 @@ class PictureFolder(PlainSource):
             1 << 20
         )
 
-    def _encoded(self, path: Path) -> tuple[Encoded, Decoded]:
-        assert self.keep_encoded is not None
-        return read_encoded(path, self.channels, self.keep_encoded, self.first_frame)
-
-    def _pixels(self, decoded: Decoded, path: Path) -> Pixels:
-        return to_pixels(decoded, path, self.size, self.channels, self.value_range)
+    def _read(self, path: Path) -> tuple[Pixels | Encoded, Decoded]:
+        """Return a picture as it is stored, and decoded."""
+        if self.keep_encoded is not None:
+            return read_encoded(path, self.channels, self.keep_encoded, self.first_frame)
+        decoded = decode(path, self.first_frame)
+        return to_pixels(decoded, path, self.size, self.channels, self.value_range), decoded
 
 
 class Columns:
@@ -197,30 +192,24 @@ class Columns:
         self.num_damaged_exif = 0
         self.sizes: list[tuple[int, int]] = []
 
-    def add(self, pixels: Pixels, decoded: Decoded, name: str, split: int) -> None:
-        """Take one picture."""
-        self.images.append(np.ascontiguousarray(pixels.values.transpose(2, 0, 1)))
+    def add(self, made: Pixels | Encoded, decoded: Decoded, name: str, split: int) -> None:
+        """Take one picture, as pixels or as the bytes of its file."""
+        if isinstance(made, Encoded):
+            self.encoded.append(made)
+            kind, (width, height) = _kind(decoded), decoded.size
+        else:
+            self.images.append(np.ascontiguousarray(made.values.transpose(2, 0, 1)))
+            kind, (width, height) = made.kind, decoded.image.size
+            if made.span:
+                low, high = made.span
+                known = self.spans.setdefault(kind, [low, high])
+                known[:] = [min(known[0], low), max(known[1], high)]
         self.names.append(name)
         self.splits.append(split)
-        self.kinds[pixels.kind] += 1
+        self.kinds[kind] += 1
         self.num_turned += decoded.orientation != 1
         self.num_damaged_exif += decoded.has_damaged_exif
-        self.sizes.append((decoded.image.height, decoded.image.width))
-        if pixels.span:
-            low, high = pixels.span
-            known = self.spans.setdefault(pixels.kind, [low, high])
-            known[:] = [min(known[0], low), max(known[1], high)]
-
-    def add_encoded(self, kept: Encoded, decoded: Decoded, name: str, split: int) -> None:
-        """Take one picture as the bytes of its file."""
-        self.encoded.append(kept)
-        self.names.append(name)
-        self.splits.append(split)
-        self.kinds[_kind(decoded)] += 1
-        self.num_turned += decoded.orientation != 1
-        self.num_damaged_exif += decoded.has_damaged_exif
-        wide, high = decoded.size
-        self.sizes.append((high, wide))
+        self.sizes.append((height, width))
 
     def refuse(self, path: Path, error: SourceError) -> None:
         """List a picture that is not taken, under the kind of its error."""
@@ -329,11 +318,7 @@ class ImagesSource(PictureFolder):
         paths = read_ahead(self.folder, [name for name, _, _ in payload.items])
         for path, (name, label, split) in zip(paths, payload.items, strict=True):
             try:
-                if self.keep_encoded is not None:
-                    columns.add_encoded(*self._encoded(path), name, split)
-                else:
-                    decoded = decode(path, self.first_frame)
-                    columns.add(self._pixels(decoded, path), decoded, name, split)
+                columns.add(*self._read(path), name, split)
             except SourceError as error:
                 columns.refuse(path, error)
                 continue

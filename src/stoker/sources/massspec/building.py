@@ -66,32 +66,19 @@ def assign_splits(groups: Array, train_ratio: float, val_ratio: float, seed: int
 
 @dataclass(frozen=True)
 class Payload:
-    """One part: a stretch of the MSP, cut short by `max_samples` or not, and its structures.
+    """One part: a stretch of the MSP, cut short by `max_samples` or not, and its structures."""
 
-    Attributes:
-        msp: The uncompressed file.
-        range: Its stretch.
-        first_record: Number of its first record in the file.
-        num_records: Records of it to take.
-        is_cut: `max_samples` ends inside.
-        places: Where the structures are.
-        whole_mz: Every m/z of the whole source is a whole number.
-        kinds: Kinds of spectra that are taken; others are ignored.
-        record_kinds: Place of each record's kind in `KINDS`, a byte each.
-        conditions: Conditions that some record of the source has: a field each.
-        before: Counts from the scan, in the first part only; `MassSpecSource.finish` adds them up.
-    """
-
-    msp: Path
-    range: MspRange
-    first_record: int
-    num_records: int
-    is_cut: bool
-    places: MolPlaces
-    whole_mz: bool
-    kinds: tuple[SpectrumKind, ...]
-    record_kinds: bytes
-    conditions: tuple[str, ...]
+    msp: Path  # the uncompressed file
+    range: MspRange  # its stretch
+    first_record: int  # number of its first record in the file
+    num_records: int  # records of it to take
+    is_cut: bool  # `max_samples` ends inside
+    places: MolPlaces  # where the structures are
+    whole_mz: bool  # every m/z of the whole source is a whole number
+    kinds: tuple[SpectrumKind, ...]  # kinds of spectra that are taken; others are ignored
+    record_kinds: bytes  # place of each record's kind in `KINDS`, a byte each
+    conditions: tuple[str, ...]  # conditions that some record of the source has: a field each
+    # counts from the scan, in the first part only; `MassSpecSource.finish` adds them up
     before: Mapping[str, Json] = field(default_factory=dict)
 
 

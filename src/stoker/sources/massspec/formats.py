@@ -38,8 +38,7 @@ SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
 SDF_RECORD = "sdf_record"
 """Metadata key: number of the record in the SDF, from 0; its own MOL block is the structure."""
 
-UNREADABLE = "unreadable record"
-"""Kind of refused records of which nothing was taken."""
+UNREADABLE = "unreadable record"  # kind of refused records of which nothing was taken
 _HEAD_BYTES = 1 << 16
 _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
 _PEAKS_ITEM = "mass spectral peaks"
@@ -525,8 +524,7 @@ _SOURCES = {
 # Of these the unit is worth keeping.
 _WITH_UNIT = ("retention_time",)
 
-Terms = dict[str, tuple[str, str]]
-"""Accession to value and unit."""
+Terms = dict[str, tuple[str, str]]  # accession to value and unit
 
 
 def _mzml_drafts(path: Path) -> Iterator[_Draft]:

@@ -91,25 +91,15 @@ _BY_OPTION: dict[str, tuple[SpectrumKind, ...]] = {
 
 @dataclass(frozen=True)
 class _Survey:
-    """What one look at a stretch of the MSP showed; one entry of the arrays per record.
+    """What one look at a stretch of the MSP showed; one entry of the arrays per record."""
 
-    Attributes:
-        rows: Row of the structure in the index; -1 where there is none.
-        own: Whether the record, without a MOL file, has a structure of its own, or needs none.
-        kinds: Place of its kind of spectrum in `KINDS`.
-        num_peaks: Of all records.
-        whole_mz: Every m/z is a whole number.
-        conditions: Conditions that some record has.
-        refused: Lines that were not taken, where there is no record to be built.
-    """
-
-    rows: Array
-    own: Array
-    kinds: Array
-    num_peaks: int
-    whole_mz: bool
-    conditions: set[str]
-    refused: list[Refusal]
+    rows: Array  # row of the structure in the index; -1 where there is none
+    own: Array  # whether the record, without a MOL file, has a structure of its own, or needs none
+    kinds: Array  # place of its kind of spectrum in `KINDS`
+    num_peaks: int  # of all records
+    whole_mz: bool  # every m/z is a whole number
+    conditions: set[str]  # conditions that some record has
+    refused: list[Refusal]  # lines that were not taken, where there is no record to be built
 
     def usable(self, kinds: Sequence[SpectrumKind]) -> Array:
         """Return which records have a structure and are of these kinds."""

@@ -65,19 +65,14 @@ _SDF_NAMES = {
 
 @dataclass(frozen=True)
 class MolPlaces:
-    """Where the structures of some records are; one entry per record. Small and picklable.
+    """Where the structures of some records are; one entry per record. Small and picklable."""
 
-    Attributes:
-        path: The folder, zip or SDF.
-        home: Which of them.
-        names: File or member names in utf-8, each ended by a zero byte; empty where there is none.
-        table: `(n, 4)` int64 for zip and SDF: position, bytes, compression, checksum; position
-            -1 where there is none. In a folder only that.
-    """
-
-    path: Path
-    home: MolHome
+    path: Path  # the folder, zip or SDF
+    home: MolHome  # which of them
+    # file or member names in utf-8, each ended by a zero byte; empty where there is none
     names: bytes
+    # `(n, 4)` int64 for zip and SDF: position, bytes, compression, checksum; position -1 where there is none. In a
+    # folder only that.
     table: Array
 
 

@@ -51,19 +51,12 @@ StructureForm = Literal["mol", "smiles", "inchi"]
 
 
 class BitField(NamedTuple):
-    """Some bits of a word, and the feature columns they open into.
+    """Some bits of a word, and the feature columns they open into."""
 
-    Attributes:
-        name: Of the property.
-        shift: Lowest bit.
-        bits: How many.
-        classes: Names of the one-hot columns; empty for a flag (one column, the bit itself) and
-            for a plain number (no column).
-    """
-
-    name: str
-    shift: int
-    bits: int
+    name: str  # of the property
+    shift: int  # lowest bit
+    bits: int  # how many
+    # names of the one-hot columns; empty for a flag (one column, the bit itself) and for a plain number (no column)
     classes: tuple[str, ...]
 
     @property
@@ -142,23 +135,14 @@ _BOND_RING = 1 << 31
 
 @dataclass(frozen=True)
 class PackedMolecule:
-    """One molecule as it is stored.
+    """One molecule as it is stored."""
 
-    Attributes:
-        atoms: `(atoms,)` uint32, see `ATOM_FIELDS`.
-        bonds: `(bonds,)` uint32, see `BOND_FIELDS`; each bond once.
-        functional_groups: 48 flags, see `functional_groups.FUNCTIONAL_GROUPS`.
-        ecfp_bits: `(on,)` uint16, rising; set bits of the 4096-bit ECFP4.
-        ecfp_counts: `(on,)` uint8, how often; 255 means 255 or more.
-        mol_weight: Monoisotopic mass in dalton, the mass that EI spectra show.
-    """
-
-    atoms: Array
-    bonds: Array
-    functional_groups: int
-    ecfp_bits: Array
-    ecfp_counts: Array
-    mol_weight: float
+    atoms: Array  # `(atoms,)` uint32, see `ATOM_FIELDS`
+    bonds: Array  # `(bonds,)` uint32, see `BOND_FIELDS`; each bond once
+    functional_groups: int  # 48 flags, see `functional_groups.FUNCTIONAL_GROUPS`
+    ecfp_bits: Array  # `(on,)` uint16, rising; set bits of the 4096-bit ECFP4
+    ecfp_counts: Array  # `(on,)` uint8, how often; 255 means 255 or more
+    mol_weight: float  # monoisotopic mass in dalton, the mass that EI spectra show
 
 
 class _Toolkit(NamedTuple):

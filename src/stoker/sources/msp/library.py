@@ -364,15 +364,10 @@ def _one_line(text: str) -> str:
 
 
 class Binned(NamedTuple):
-    """Spectra on a grid of whole m/z.
+    """Spectra on a grid of whole m/z."""
 
-    Attributes:
-        spectra: `(n, max_mz + 1)` float32; the largest bin of a spectrum is 1, or all are 0.
-        num_dropped: `(n,)` int64, peaks above `max_mz`.
-    """
-
-    spectra: Array
-    num_dropped: Array
+    spectra: Array  # `(n, max_mz + 1)` float32; the largest bin of a spectrum is 1, or all are 0
+    num_dropped: Array  # `(n,)` int64, peaks above `max_mz`
 
 
 def bin_spectrum(

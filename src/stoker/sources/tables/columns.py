@@ -45,8 +45,7 @@ from stoker.store.fields import Array
 ONE_HOT_VALUES = 16
 CODE_VALUES = 1000
 MOST_CLASSES = 10_000
-FEW_CLASSES = 20
-"""Whole-number targets of at most so many different values are classes."""
+FEW_CLASSES = 20  # whole-number targets of at most so many different values are classes
 KINDS = (
     "number", "float64", "bool", "category", "one-hot", "codes", "date", "day-first", "month-first",
     "seconds",
@@ -77,33 +76,20 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """What one column of the files becomes.
+    """What one column of the files becomes."""
 
-    Attributes:
-        name: In the files, without spaces around it.
-        kind: See the table above.
-        values: The texts of `one-hot` and `codes`, found in the training rows.
-        is_wide: It needs float64.
-        day_first: How "10/11/2020" reads; None where no such date is expected.
-        is_aware: Dates carry an offset from UTC.
-        has_clock: A `date` has a time of day.
-        has_flag: A further column says where the value is missing.
-        without: Columns of `features` that it would give and that the user dropped.
-        is_full: Of texts: every row of training had one.
-        words: Texts that are values here, though `NULLS` has them.
-    """
-
-    name: str
-    kind: str
-    values: tuple[str, ...] = ()
-    is_wide: bool = False
-    day_first: bool | None = None
-    is_aware: bool = False
-    has_clock: bool = False
-    has_flag: bool = False
+    name: str  # in the files, without spaces around it
+    kind: str  # see the table in the module's text
+    values: tuple[str, ...] = ()  # the texts of `one-hot` and `codes`, found in the training rows
+    is_wide: bool = False  # it needs float64
+    day_first: bool | None = None  # how "10/11/2020" reads; None where no such date is expected
+    is_aware: bool = False  # dates carry an offset from UTC
+    has_clock: bool = False  # a `date` has a time of day
+    has_flag: bool = False  # a further column says where the value is missing
+    # columns of `features` that it would give and that the user dropped
     without: tuple[str, ...] = ()
-    is_full: bool = False
-    words: tuple[str, ...] = ()
+    is_full: bool = False  # of texts: every row of training had one
+    words: tuple[str, ...] = ()  # texts that are values here, though `NULLS` has them
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -100,31 +100,19 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one text table is written.
+    """How one text table is written."""
 
-    Attributes:
-        sep: Between cells; a space stands for runs of spaces and tabs.
-        decimal: "." or ",".
-        encoding: Name of the codec.
-        skip: Lines before the first row, the header among them.
-        preamble: Lines above the header, or above the first row where there is no header.
-        names: Of the columns, without spaces around them; "c0", "c1" ... where there is no header.
-        has_header: Whether the names stand in the file.
-        said: What was found out, in words for the user.
-        comment: What a line that is no row begins with; such lines are passed over.
-        is_empty: Whether there is a header and nothing below it.
-    """
-
-    sep: str
-    decimal: str
-    encoding: str
-    skip: int
-    preamble: int
+    sep: str  # between cells; a space stands for runs of spaces and tabs
+    decimal: str  # "." or ","
+    encoding: str  # name of the codec
+    skip: int  # lines before the first row, the header among them
+    preamble: int  # lines above the header, or above the first row where there is no header
+    # of the columns, without spaces around them; "c0", "c1" ... where there is no header.
     names: tuple[str, ...]
-    has_header: bool
-    said: str
-    comment: str | None = None
-    is_empty: bool = False
+    has_header: bool  # whether the names stand in the file
+    said: str  # what was found out, in words for the user
+    comment: str | None = None  # what a line that is no row begins with; such lines are passed over
+    is_empty: bool = False  # whether there is a header and nothing below it
 
 
 def file_kind(path: Path, encoding: str | None = None) -> str:

@@ -52,23 +52,15 @@ _PARTITION = re.compile(r"([^=/]+)=([^/]*)")
 
 @dataclass(frozen=True)
 class TableFile:
-    """One file of a table.
+    """One file of a table."""
 
-    Attributes:
-        path: As the user knows it.
-        kind: "text", "parquet", "arrow" or "json".
-        names: Column names as they are packed: without spaces around them.
-        layout: Of a text file; None for the others.
-        partitions: Columns that the names of folders give ("year=2020").
-        num_rows: Where the file says it; None for text.
-    """
-
-    path: Path
-    kind: str
-    names: tuple[str, ...]
-    layout: Layout | None = None
+    path: Path  # as the user knows it
+    kind: str  # "text", "parquet", "arrow" or "json"
+    names: tuple[str, ...]  # column names as they are packed: without spaces around them
+    layout: Layout | None = None  # of a text file; None for the others
+    # columns that the names of folders give ("year=2020")
     partitions: Mapping[str, str] = field(default_factory=dict)
-    num_rows: int | None = None
+    num_rows: int | None = None  # where the file says it; None for text
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
 
     @property

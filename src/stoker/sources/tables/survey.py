@@ -50,19 +50,13 @@ _WITH_MISSING = ("number", "bool", "date", "seconds")
 
 @dataclass(frozen=True)
 class Target:
-    """The column to be predicted.
+    """The column to be predicted."""
 
-    Attributes:
-        name: In the files.
-        classes: Their names, in the order of their numbers; () where numbers are predicted.
-        is_wide: Numbers that need float64.
-        words: Texts that are classes here, though `NULLS` has them.
-    """
-
-    name: str
+    name: str  # in the files
+    # their names, in the order of their numbers; () where numbers are predicted
     classes: tuple[str, ...] = ()
-    is_wide: bool = False
-    words: tuple[str, ...] = ()
+    is_wide: bool = False  # numbers that need float64
+    words: tuple[str, ...] = ()  # texts that are classes here, though `NULLS` has them
 
 
 def is_part(name: str, names: Sequence[str]) -> bool:
@@ -76,17 +70,6 @@ class Survey:
 
     Spaces around a name that was typed do not count.
 
-    Args:
-        all_names: The columns of the files.
-        path: Of the first file, for messages.
-        target: Name of the column to predict; None for none.
-        drop: What the user dropped: columns of the files, or columns of `features` that they become.
-        keep: Only these columns; empty for all. They are not left out on suspicion.
-        dtypes: The user's word on kinds.
-        missing: What happens to missing numbers: "stop", "flag", "drop" or "keep".
-        words: By column, texts that are values there, though they usually stand for a missing one.
-        codes: By column, numbers that stand for a missing value; "" is every column.
-
     Attributes:
         names: The columns that features are made of.
         notes: What a user should know about the columns.
@@ -97,14 +80,18 @@ class Survey:
 
     def __init__(
         self,
-        all_names: Sequence[str],
-        path: Any,
-        target: str | None,
+        all_names: Sequence[str],  # the columns of the files
+        path: Any,  # of the first file, for messages
+        target: str | None,  # name of the column to predict; None for none
+        # what the user dropped: columns of the files, or columns of `features` that they become
         drop: Sequence[str],
+        # only these columns; empty for all. They are not left out on suspicion.
         keep: Sequence[str],
-        dtypes: Mapping[str, str],
-        missing: str,
+        dtypes: Mapping[str, str],  # the user's word on kinds
+        missing: str,  # what happens to missing numbers: "stop", "flag", "drop" or "keep"
+        # by column, texts that are values there, though they usually stand for a missing one
         words: Mapping[str, tuple[str, ...]],
+        # by column, numbers that stand for a missing value; "" is every column
         codes: Mapping[str, tuple[float, ...]],
     ) -> None:
         given = [("--target", target)] if target else []

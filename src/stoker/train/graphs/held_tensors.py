@@ -14,15 +14,16 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from operator import is_, itemgetter
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
-from stoker.train.frozen import (
+from stoker.train.batches import iterate_tensors
+from stoker.train.graphs.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
-    MOST_GROUPS,
     attributes_read,
     is_plain_object,
     named_in_step,
@@ -62,7 +63,7 @@ class HeldTensors:
             value = read_place(container, key)
             self._places += [(f"{name}.{slot}", value, slot) for slot in slots_of(value)]
         self._all_places = self._places
-        self._places = [place for place in self._places if _holds_tensors(read_place(*place[1:]))]
+        self._places = [place for place in self._places if holds_tensors(read_place(*place[1:]))]
 
     def all_places(self) -> list[tuple[str, Any, Any]]:
         """Return the places of all attributes and variables: name, what holds it, and its key there."""
@@ -88,6 +89,11 @@ class HeldTensors:
         pairs = zip(self._places, values, strict=True)
         return [(one, key, value) for (_, one, key), value in pairs if value is not _LEAVE]
 
+    def find_hidden(self, values: Sequence[Any]) -> str | None:
+        """Return the name of the first whose value is an object with tensors in it, or None."""
+        pairs = zip(self._places, values, strict=True)
+        return next((name for (name, _, _), value in pairs if hides_tensors(value)), None)
+
     def put(self, values: Sequence[Any]) -> None:
         """Give them values."""
         for (_, container, key), value in zip(self._places, values, strict=True):
@@ -104,7 +110,8 @@ class WatchedTensors:
     """Tensors that a step reads and does not replace: somebody may put others in their place between two steps.
 
     A graph goes on with the ones of its capture: a mask that is made anew, a table of weights in a dict, a network in
-    a variable. Of an object whose method the step is, attributes count that the code names.
+    a variable. Likewise a function, a table of settings, an array, an object or an optimizer. Of an object whose method
+    the step is, attributes count that the code names.
 
     Args:
         modules: With all modules inside them.
@@ -115,7 +122,7 @@ class WatchedTensors:
         self, modules: Iterable[torch.nn.Module] = (), functions: Iterable[Any] = ()
     ) -> None:
         modules, functions = list(modules), list(functions)
-        named = names_in(functions)
+        named, of_torch = names_in(functions), set[int]()
         owners = {id(vars(o)): o for o in map(_owner, functions) if o is not None}
         read: dict[int, frozenset[str] | None] = {
             key: attributes_read(owner, named) for key, owner in owners.items()
@@ -123,6 +130,8 @@ class WatchedTensors:
         for module in (inner for root in modules for inner in root.modules()):
             names = named_in_step(type(module))
             read[id(vars(module))] = None if names is None else frozenset(names)
+            if type(module).__module__.startswith("torch."):
+                of_torch.add(id(vars(module)))
         places = HeldTensors(modules, functions).all_places()
         for name, held in containers_around(modules, functions):
             keys = held if isinstance(held, dict) else range(len(held))
@@ -130,7 +139,10 @@ class WatchedTensors:
         self._places: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         for name, container, key in places:
             only, value = read.get(id(container)), read_place(container, key)
-            if (only is None or key in only) and any(True for _ in tensors_in(value)):
+            if only is not None and key not in only:
+                continue
+            is_watched = id(container) not in of_torch and _may_be_replaced(value)
+            if is_watched or any(True for _ in tensors_in(value)):
                 self._places[id(container), key] = name, container, key, value
         self._group()
 
@@ -151,8 +163,6 @@ class WatchedTensors:
             (container, itemgetter(*names, names[0]), [*values, values[0]])
             for container, names, values in keys.values()
         ]
-        self._every = 1 + len(self._places) // MOST_GROUPS
-        self._num_asked = 0
 
     def leave_replaced(self) -> None:
         """Watch those no longer that have been replaced by now: the step does that itself."""
@@ -165,9 +175,6 @@ class WatchedTensors:
 
     def find_replaced(self) -> tuple[str, Any, Any] | None:
         """Return one that is another now: its name, what holds it, and its key there; None if there is none."""
-        self._num_asked += 1
-        if self._num_asked % self._every:
-            return None
         try:
             is_same = all(all(map(is_, get(one), then)) for one, get, then in self._groups)
         except (KeyError, IndexError):  # it is gone
@@ -187,6 +194,13 @@ class WatchedTensors:
         """Watch one no longer: the step does not read it."""
         del self._places[id(container), key]
         self._group()
+
+
+def _may_be_replaced(value: Any) -> bool:
+    """Whether it is something without tensors that decides what a step does, and that is no number."""
+    return isinstance(
+        value, dict | list | np.ndarray | FunctionType | MethodType | torch.optim.Optimizer
+    ) or is_plain_object(value, may_be_called=True)
 
 
 def _owner(function: Any) -> Any:
@@ -266,10 +280,21 @@ def containers_around(
     return list(found.values())
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a container of tensors only, that is no parameter."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return bool(value) and all(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+def holds_tensors(value: Any) -> bool:
+    """Whether it is a tensor that is no parameter, or something with one in it; not a module."""
+    return any(not isinstance(tensor, torch.nn.Parameter) for tensor in _tensors_anywhere(value))
+
+
+def hides_tensors(value: Any) -> bool:
+    """Whether tensors are in an object, where a replay cannot put others."""
+    return bool({*map(id, _tensors_anywhere(value))} - {*map(id, iterate_tensors(value))})
+
+
+def _tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers and objects, torch's own among them, such as a distribution."""
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | type):
+        return
+    yield from tensors_in(value)
+    yield from iterate_tensors(value)
+    if not isinstance(value, torch.Tensor) and not is_plain_object(value, may_be_called=True):
+        yield from iterate_tensors(list(getattr(value, "__dict__", {}).values()))

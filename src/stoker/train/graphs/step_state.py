@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import (
+from stoker.train.graphs.frozen import (
     HostNumbers,
     is_plain_object,
     is_torchs_own,
     with_helpers,
 )
-from stoker.train.held_tensors import HeldTensors, containers_around, tensors_in
+from stoker.train.graphs.held_tensors import (
+    HeldTensors,
+    containers_around,
+    holds_tensors,
+    tensors_in,
+)
 from stoker.train.ranks import Ranks
 
 _OF_TORCH = frozenset(
@@ -161,7 +166,7 @@ class StepState:
 class Replaced(NamedTuple):
     """A tensor that a step has put in the place of another one: its name, the dict that holds it, and its key.
 
-    Or a tuple of tensors.
+    Or a tuple, list, dict or object with tensors in it.
     """
 
     name: str
@@ -234,10 +239,9 @@ class KeptObjects:
             for owner, container, entries, _ in self._kept
             if isinstance(container, dict)
             for key, value in entries.items()
-            if isinstance(value, torch.Tensor | tuple)
-            and container.get(key) is not value
-            and any(True for _ in iterate_tensors(value))
-            and any(True for _ in iterate_tensors(container.get(key)))
+            if _is_other(container.get(key), value)
+            and holds_tensors(value)
+            and holds_tensors(container.get(key))
         ]
 
 
@@ -388,10 +392,16 @@ class Snapshot:
             for tensor in iterate_tensors(one)
         ]
 
+    def find_held(self) -> list[bool]:
+        """Return for each attribute and variable with tensors whether it was replaced since."""
+        pairs = zip(self._held.values(), self._held_values, strict=True)
+        return [now is not then for now, then in pairs]
+
     @torch.no_grad()
-    def disturb(self) -> None:
-        """Replace such tensors by others of the same shape: only a step that reads them has another result then."""
-        self._held.put([map_tensors(disturbed, value) for value in self._held_values])
+    def disturb(self, held: Sequence[bool]) -> None:
+        """Replace these tensors by others of the same shape: only a step that reads them has another result then."""
+        pairs = zip(self._held_values, held, strict=True)
+        self._held.put([map_tensors(disturbed, value) if one else value for value, one in pairs])
 
 
 def disturbed(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ A replay repeats the kernels and the host's numbers of the time of capture. So a
     its result differs       from an eager step with the same batch, weights and random draws. The state that both
                              start from includes torch's generators and the counter of the augmentation
     the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
-                             optimizer), draws random numbers on the host that may decide something, or waits for
-                             the device
+                             optimizer), draws random numbers on the host that may decide something, copies other
+                             numbers from the host at each step, or waits for the device
     a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
                              on the device) or of a module. A module's number is followed by a new capture
 
-`capture.py` uses it for the `Trainer`, `capture_function.py` for anybody's loop.
+`trainer_step.py` uses it for the `Trainer`, `function.py` for anybody's loop.
 """
 
 from __future__ import annotations
@@ -24,34 +24,29 @@ import contextlib
 import functools
 import gc
 import math
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType
 from typing import Any
 
 import torch
 
-import stoker
-from stoker.errors import InputError
-from stoker.report import Note, Topic
-from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import (
+from stoker.report import Note
+from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
+from stoker.train.generators import restore_rng
+from stoker.train.graphs.frozen import (
     DRAWS_ON_HOST,
     FrozenGroups,
     HostNumbers,
     has_drawn,
-    is_equal,
     quiet_host_rng,
 )
-from stoker.train.generators import restore_rng
-from stoker.train.held_tensors import HeldTensors, WatchedTensors, put_in
-from stoker.train.host_draws import HostDraws
-from stoker.train.oom import is_oom
-from stoker.train.replay_check import (
+from stoker.train.graphs.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
+from stoker.train.graphs.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
+from stoker.train.graphs.host_draws import HostDraws
+from stoker.train.graphs.reasons import describe_failure, refuse_eager, step_note
+from stoker.train.graphs.replay_check import (
     are_close,
     as_if_captured,
     difference,
@@ -59,8 +54,10 @@ from stoker.train.replay_check import (
     same_counts,
     spread,
 )
+from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
+from stoker.train.graphs.written import WrittenTensors
+from stoker.train.oom import is_oom
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
-from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -75,54 +72,6 @@ _MOST_REPEATED = 3
 """Pairs of eager steps that are run to learn how far equal steps are apart."""
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
-
-
-def describe_failure(error: BaseException, handled: BaseException | None = None) -> str:
-    """Return what ended a capture, and the last line outside torch and stoker that led to it.
-
-    torch ends a failed capture with an error of its own ("operation failed due to a previous error"), raised while
-    the error that matters was on its way.
-
-    Args:
-        error: As caught around the capture.
-        handled: The error that the caller was handling before the capture; it has nothing to do with this one.
-    """
-    while error.__context__ is not None and error.__context__ is not handled:
-        error = error.__context__
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    ours = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, stoker))
-    theirs = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*ours, "<"))
-    ]
-    if not theirs:
-        return said
-    return f"{said}; {Path(theirs[-1].filename).name}:{theirs[-1].lineno}: {theirs[-1].line}"
-
-
-def refuse_eager(reason: str) -> InputError:
-    """Return the error for capture="on" and a step that cannot be captured."""
-    return InputError(
-        f"capture is 'on', but {reason}.",
-        "a step that can be captured",
-        "capture='auto', which goes on eagerly and says so",
-    )
-
-
-def step_note(
-    words: str, *, captured: bool, slowdown: float | None = None, fallback: bool = False
-) -> Note:
-    """Return the note on how steps run: as one CUDA graph, or eagerly.
-
-    Args:
-        words: How, and why.
-        captured: Whether as a graph.
-        slowdown: Time of an eager step / time of a replay, where both were measured.
-        fallback: Whether steps run eagerly although they were to be captured.
-    """
-    values = {"captured": captured, "how": words, "slowdown": slowdown, "fallback": fallback}
-    return Note(f"step {words}", Topic.STEP, values)
 
 
 class GraphedStep:
@@ -173,13 +122,16 @@ class GraphedStep:
         self._static: Any = None
         self._loss: Any = None
         self._host_draws: HostDraws | None = None
+        self._constants: HostConstants | None = None
+        self._refusal = ""
         self._frozen: list[FrozenGroups] = []
         self._numbers = HostNumbers(())
         self._held = HeldTensors(())
         self._held_values: list[Any] = []
         self._replaced: list[Replaced] = []
         self._watched = WatchedTensors()
-        self._written: list[tuple[Any, Any, Any]] = []
+        self._places: list[tuple[Any, Any, Any]] = []
+        self._written, self._copies_all = WrittenTensors(), False
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst = 0.0
@@ -238,13 +190,18 @@ class GraphedStep:
             self.forget()
         if self._graph is None and self._num_warm < self._warm_up_steps:
             self._num_warm += 1
-            return self._warm_up(work)
+            result = self._warm_up(work)
+            self._static = map_tensors(_copy_leaf, self._static)  # the step may keep the batch
+            return result
         self._set_static(work)
         if self._graph is None and not self._capture():
             return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
-        if change is not None:  # it often changes at every step: a new graph would not last
-            self._split(change + self._advice)
+        if change is not None:
+            if not self._can_split and self._num_replays >= _FIRST_RECHECK:
+                self._renew(change)
+            else:  # it often changes at every step: a new graph would not last
+                self._split(change + self._advice)
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
             self._renew("parameters were frozen or thawed")
@@ -253,16 +210,22 @@ class GraphedStep:
         if changed is not None:
             self._renew(f"{changed} has changed")
             return self._run_eagerly(work)
+        if self._constants is not None and self._constants.have_changed():
+            self._renew("a tensor on the host has changed")
+            return self._run_eagerly(work)
         replaced = self._watched.find_replaced()
         if replaced is not None and self._depends_on(*replaced[1:], work):
             self._renew(f"another tensor was put in the place of {replaced[0]}")
+            return self._run_eagerly(work)
+        if self._written.is_kept():
+            self._copies_all = True
+            self._renew("a tensor that the step leaves behind is kept, and copied from now on")
             return self._run_eagerly(work)
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
             return self._replay_and_check(work)
         self._replay_graph()
-        for place in self._written:  # a batch that did not fit has put others there
-            put_in(*place)
+        self._written.put()
         return self._copied_result()
 
     def _replay_graph(self) -> None:
@@ -300,10 +263,23 @@ class GraphedStep:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._set_static(work)
-            result = self._graphed_part()
+            with self._learning():
+                result = self._graphed_part()
             self._rest()
         current.wait_stream(stream)
         return result
+
+    @contextlib.contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Run a step of warm-up; after a failed capture, remember the copies that it makes.
+
+        They are those of the algorithms that the model chooses while it is captured.
+        """
+        if self._constants is None:
+            yield
+            return
+        with as_if_captured(), self._constants.learn():
+            yield
 
     def _capture(self) -> bool:
         """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
@@ -312,12 +288,21 @@ class GraphedStep:
         if on_host is not None:
             self._split(f"{on_host} keeps its counts on the host{self._advice}")
             return False
+        if self._constants is not None and not self._constants.are_known:
+            self._split(self._refusal)
+            return False
         host_rng = quiet_host_rng(self._others_draw)
         why = self._record()
         if host_rng is not None and has_drawn(host_rng):
             # The eager step that follows must draw the same numbers. A graph would repeat them at every replay.
             restore_rng(host_rng)
             why = why or self._record_drawing(host_rng)
+        may_learn = self._constants is None and not state.ranks.joined
+        if self._refusal and may_learn and not are_compiled(state.modules):
+            # Perhaps because the step brings numbers from the host: two more steps of warm-up tell.
+            self._constants = HostConstants(state.device)
+            self._num_warm -= STEPS_TO_LEARN
+            return False
         if not state.ranks.all_of(not why):
             self._split(why or "the step cannot be captured (on another rank)")
             return False
@@ -358,7 +343,10 @@ class GraphedStep:
         held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
         before, watched = held.values(), WatchedTensors(modules, code)
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
-        why, handled = "", sys.exception()
+        self._refusal, handled = "", sys.exception()
+        constants = (
+            contextlib.nullcontext() if self._constants is None else self._constants.replace()
+        )
         if _is_short_of_memory(state.device):
             gc.collect()  # 0.2 s, as much as forty small steps
         # Not during the capture: to free another graph's memory there would end it.
@@ -368,7 +356,7 @@ class GraphedStep:
             # thread_local: the feeder's threads call CUDA at the same time, which must not end the capture.
             stream = _side_stream(state.device)
             captured = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
-            with captured, watch or contextlib.nullcontext():
+            with captured, constants, watch or contextlib.nullcontext():
                 self._loss = self._graphed_part()
             self._graph = graph
             self._keep_gradients()
@@ -376,7 +364,7 @@ class GraphedStep:
             self._heal(generator, pool)
             if is_oom(error):
                 raise
-            why = f"the step cannot be captured ({describe_failure(error, handled)})"
+            self._refusal = f"the step cannot be captured ({describe_failure(error, handled)})"
         finally:
             if collects:
                 gc.enable()
@@ -385,8 +373,7 @@ class GraphedStep:
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         self._replaced = kept.replacements()
-        if kept.has_moved():
-            why = why or _MOVED
+        why = self._refusal or (_MOVED if kept.has_moved() else "")
         kept.put_back()
         self._held, self._held_values = held, held.replacements(before)
         held.put(before)
@@ -437,6 +424,7 @@ class GraphedStep:
             keep.find_replaced(),
             not self._num_checked,
         )
+        others = keep.find_held()
         if is_first and not state.ranks.all_of(changed is None):
             self.give_up(
                 f"the step changes {changed or 'a tensor'}, which is no module, optimizer or scaler that was given"
@@ -448,7 +436,20 @@ class GraphedStep:
         held = [tensor.detach().clone() for tensor in keep.replacements()]
         made = [tensor.detach().clone() for tensor in _made(self._replaced)]
         keep.restore()
-        if is_first and replaced is not None and self._reads_held(work, keep, [*eager, *held]):
+        hidden = self._held.find_hidden(self._held_values) if is_first else None
+        if is_first and hidden is None:
+            hidden = next((one.name for one in self._replaced if hides_tensors(one.value)), None)
+        if not state.ranks.all_of(hidden is None):
+            self._split(
+                f"the step replaces {hidden or 'an object'}, an object with tensors in it, which a graph cannot "
+                "follow: a dict of tensors is followed"
+            )
+            return self._run_eagerly(work)
+        if (
+            is_first
+            and replaced is not None
+            and self._reads_held(work, keep, others, [*eager, *held])
+        ):
             self.give_up(
                 f"the step reads {replaced} of the step before, which a graph cannot follow: a buffer that copy_ "
                 "changes is followed"
@@ -462,6 +463,8 @@ class GraphedStep:
         left_behind = self._numbers.name_difference(eager_numbers, self._numbers.values())
         left_behind = left_behind or state.find_moved(eager_positions)
         first = away = self._agreed(difference(eager, replayed, None, self._before(keep)))
+        if left_behind is None and not alike(result, self._loss):
+            left_behind = "a value that it returns"
         if not same_counts(eager[num_results:], replayed[num_results:]):
             first = away = self._agreed(math.inf)
         if 1.0 < away < math.inf:  # infinite: a tensor or a NaN exists in one way only
@@ -505,12 +508,15 @@ class GraphedStep:
                 if own.shape == tensor.shape:  # should it be read after all
                     own.data.copy_(tensor.data)
             one.container[one.key] = one.value
-        self._written = [(one.container, one.key, one.value) for one in replaced]
+        self._places = [(one.container, one.key, one.value) for one in replaced]
+        self._set_static(work)  # a place may hold the batch itself
         return self._replay_and_check(work)
 
-    def _reads_held(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> bool:
+    def _reads_held(
+        self, work: Any, keep: Snapshot, held: Sequence[bool], eager: Sequence[torch.Tensor]
+    ) -> bool:
         """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
-        keep.disturb()
+        keep.disturb(held)
         results = iterate_tensors(self._run_eagerly(work))
         found = [*results, *self._state.tensors(), *keep.replacements()]
         away = self._agreed(difference(eager, found))
@@ -626,11 +632,12 @@ class GraphedStep:
         self._worst = max(self._worst, away)
         if self._num_replays >= self._next_check:
             self._next_check = self._num_replays * _RECHECK_GROWTH
+        if self._num_checked == 1:
+            places = [*self._places, *self._held.places_of(self._held_values)]
+            self._written = WrittenTensors(places, self._state.tensors(), self._copies_all)
+        self._written.put()
         if self._num_checked == CHECKED_REPLAYS:
             self._next_check = max(self._next_check, _FIRST_RECHECK)
-            self._written += self._held.places_of(self._held_values)
-            for place in self._written:  # what a replay computes is there
-                put_in(*place)
             what = "captured" if self.split_reason is None else "captured without its update"
             self.reason = (
                 f"{what} after {self._warm_up_steps} steps of warm-up; the first {CHECKED_REPLAYS} replays "
@@ -675,10 +682,10 @@ class GraphedStep:
 
     def forget(self) -> None:
         """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
-        self._graph = self._static = self._loss = self._host_draws = None
+        self._graph = self._static = self._loss = self._host_draws = self._constants = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
-        self._watched, self._written = WatchedTensors(), []
+        self._watched, self._written, self._places = WatchedTensors(), WrittenTensors(), []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False
@@ -719,32 +726,3 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _copy_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that requires gradients if the tensor does, and has no history."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two nested values have the same structure, shapes and types, and equal constants."""
-    if isinstance(one, torch.Tensor):
-        same = isinstance(other, torch.Tensor)
-        return same and one.shape == other.shape and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(alike(value, other[name]) for name, value in one.items())
-        )
-    if isinstance(one, tuple | list):
-        same = isinstance(other, type(one)) and len(one) == len(other)
-        return same and all(map(alike, one, other))
-    return is_equal(one, other)
-
-
-def copy_into(target: Any, source: Any) -> None:
-    """Copy the tensors of a nested value into those of another; neither waits for the device."""
-    if isinstance(target, torch.Tensor):
-        target.copy_(source, non_blocking=True)
-    elif isinstance(target, dict):
-        for name, item in target.items():
-            copy_into(item, source[name])
-    elif isinstance(target, tuple | list):
-        for item, other in zip(target, source, strict=True):
-            copy_into(item, other)
