@@ -5,6 +5,7 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "sources/series.py: command('python3', '-c', code)": "writes another file; test_series_source.py types it",
     "sources/tables/survey.py: 'stoker.pack_from(SAMPLES, OUT), with samples from code of your own'": "the code is the user's; test_pack_from.py packs such samples",
     "sources/massspec/formats.py: command('python3', '-c', code) if read else command('file', path)": "needs matchms, which was tried by hand",
     "sources/tables/layout.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",

@@ -41,6 +41,7 @@ from stoker.sources.contract import (
 from stoker.sources.tables.columns import Column, find_kind, needs_float64, numbers, times
 from stoker.sources.tables.layout import TextOptions
 from stoker.sources.tables.reading import batches, is_table, open_table, shown_names
+from stoker.sources.times import match_time
 from stoker.store.fields import Array, Dense, FieldData, Series
 from stoker.store.plain import Selection
 from stoker.store.zarr import is_zarr
@@ -316,12 +317,17 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
         if pa.types.is_integer(column.type) and not column.null_count:
             made.append(column.to_numpy())
             continue
-        values, bad = numbers(column, name, file.decimal)
+        is_time = pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)
+        values, bad = (np.empty(0), [0]) if is_time else numbers(column, name, file.decimal)
         if len(bad):
+            cell = str(column[int(bad[0])])
+            # Without its times a series may be out of order, and nobody would see it.
+            may_be_time = source.time_column is None and (is_time or match_time(cell) is not None)
+            others = ",".join(each for each in wanted if each != name) or "NAME"
             raise SourceError(
-                f"{path}: column {name!r} holds {str(column[int(bad[0])])[:40]!r} in row {int(bad[0])}.",
+                f"{path}: column {name!r} holds {cell[:40]!r} in row {int(bad[0])}.",
                 "numbers",
-                command("--columns", ",".join(each for each in wanted if each != name) or "NAME"),
+                command("--time-column", name) if may_be_time else command("--columns", others),
             )
         is_wide = needs_float64(values[np.isfinite(values)])
         made.append(values if is_wide else values.astype(np.float32))
@@ -339,5 +345,20 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
                 f"{path}: column {source.time_column!r} holds no time in row {row}.",
                 "a time in every row",
                 "",
+            )
+        wrong = np.flatnonzero(np.diff(time) <= 0)
+        if len(wrong):
+            row = int(wrong[0]) + 1
+            before, after = (np.datetime64(int(each), "ns") for each in time[row - 1 : row + 1])
+            copy = str(path.with_name(f"{path.stem}-sorted.parquet"))
+            read = "p.read_table" if file.kind == "parquet" else "c.read_csv"
+            code = (
+                f"import pyarrow.csv as c, pyarrow.parquet as p; "
+                f"p.write_table({read}({str(path)!r}).sort_by({source.time_column!r}), {copy!r})"
+            )
+            raise SourceError(
+                f"{path}: time goes from {before} to {after} at row {row}.",
+                "strictly rising times; a local clock that is set back in autumn needs its offset in every row",
+                command("python3", "-c", code),
             )
     return wanted, np.stack(made, axis=1), time

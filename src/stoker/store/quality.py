@@ -336,8 +336,9 @@ class _Column:
             rows = tuple(having[:FIRST_ROWS].tolist())
             evidence = (
                 f"{'' if is_whole else 'about '}{format_count(count)} of {format_count(total)} values are {typed}, "
-                f"which may stand for a missing value: the others are {low:.6g} to {high:.6g}{_at(rows)}"
+                f"which may stand for a missing value: the others are {low:.6g} to {high:.6g}"
             )
+            evidence += _at(rows, "first" if is_whole else "among them")
             remedy = self._without_code(typed, count / total)
             finding = Finding(
                 "missing-code", self._stats.field, self._name, self._column, count, count / total,
@@ -452,12 +453,12 @@ def _other_value(code: str) -> str:
     )
 
 
-def _at(rows: tuple[int, ...]) -> str:
+def _at(rows: tuple[int, ...], which: str = "first") -> str:
     if not rows:
         return ""
     # No thousands separators: in a list of rows "1,348, 1,443" reads as four numbers.
     listed = ", ".join(map(str, rows))
-    return f"; first {'row' if len(rows) == 1 else 'rows'} {listed}"
+    return f"; {which} {'row' if len(rows) == 1 else 'rows'} {listed}"
 
 
 def _duplicates(stats: TableStats) -> list[Finding]:
