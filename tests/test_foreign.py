@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import shlex
+import struct
 import subprocess
 import sys
 import tarfile
@@ -155,6 +156,15 @@ def test_lines_of_json_that_are_damaged_or_nested_are_named(tmp_path):
 def test_what_is_no_hdf5_is_not_called_damaged(tmp_path, name, content, what):
     with pytest.raises(StoreError, match=f"is {what}"):
         open_store(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_a_matlab_file_of_version_4_is_named(tmp_path, order):
+    """It has no signature, and was called a damaged HDF5 file."""
+    head = struct.pack(f"{order}5i", 1000 if order == ">" else 0, 3, 2, 0, 2) + b"x\0" + bytes(48)
+    with pytest.raises(StoreError, match=r"MATLAB file of before 7\.3") as error:
+        open_store(write(tmp_path / "x.mat", head))
+    assert "scipy.io.loadmat" in error.value.fix
 
 
 def test_a_damaged_hdf5_file_is_still_called_so(tmp_path):

@@ -10,6 +10,7 @@ import bz2
 import codecs
 import gzip
 import lzma
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def _binary(path: Path, head: bytes) -> Foreign | None:
         return Foreign(
             "GRIB", command("grib_to_netcdf", "-k", "4", "-o", path.with_suffix(".nc"), path)
         )
-    if head.startswith(b"MATLAB 5.0"):
+    if head.startswith(b"MATLAB 5.0") or (path.suffix.lower() == ".mat" and _is_matlab_4(head)):
         code = (
             f"import scipy.io, numpy; d = scipy.io.loadmat({str(path)!r}); "
             f"numpy.savez({str(path.with_suffix('.npz'))!r}, **{{n: v for n, v in d.items() if n[0] != '_'}})"
@@ -130,6 +131,23 @@ def _binary(path: Path, head: bytes) -> Foreign | None:
     if head.startswith(b"\x80"):
         return _pickled(path)
     return None
+
+
+def _is_matlab_4(head: bytes) -> bool:
+    """Tell by the header of the first matrix: type, rows, columns, whether complex, bytes of its name."""
+    if len(head) < 20:
+        return False
+    return any(
+        0 <= kind < 5000
+        and kind % 10 <= 2
+        and rows >= 0
+        and columns >= 0
+        and complex_ in (0, 1)
+        and 0 < name < 256
+        for kind, rows, columns, complex_, name in (
+            struct.unpack_from(f"{order}5i", head) for order in "<>"
+        )
+    )
 
 
 def _other(path: Path, head: bytes) -> Foreign | None:
