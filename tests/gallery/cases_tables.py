@@ -185,6 +185,13 @@ CASES = [
         says=["'s' holds struct<x: int64>", "'l' holds list", "'b' holds binary", "'n' holds no value at all", "--drop s --drop l --drop b --drop n"]),
     Case("Parquet with a damaged page and page checksums", "refused", broken_page, name="t.parquet", code=2, says=["cannot be read as a table"]),
     Case("Feather", "read", parquet({"a": ([1, 2],), "b": ([0.5, 1.5],)}), name="t.feather", fields={"features": [[1, 0.5]]}),
+    Case("JSON lines", "read; a name that a line lacks is a missing value", rows('{"a": 0.5, "b": true}', lambda n: f'{{"a": {n}.25, "b": false}}'), name="t.jsonl",
+         columns=["a", "b"], fields={"features": [[0.5, 1], [0.25, 0]]}),
+    Case("-200 or -999 among other numbers", "packed as numbers, with a warning and what to type", rows("a,b", lambda n: f"{n * n}.5,{-200 if n % 4 == 0 else n / 8}"),
+         says=["5 of 20 values are -200, which may stand for a missing value", "--missing-code b=-200 --missing median"]),
+    Case("the same, `--missing-code b=-200`", "missing values", rows("a,b", lambda n: f"{n * n}.5,{-200 if n % 4 == 0 else n / 8}"),
+         ["--missing-code", "b=-200", "--missing", "zero"], fields={"features": [[0.5, 0], [1.5, 0.125]]}),
+    Case("thousands by an apostrophe or a narrow space", "numbers", rows("a,b", lambda n: f"1'{n + 100}.5,{n * n}"), fields={"features": [[1100.5, 0], [1101.5, 1]]}),
     Case("a budget that would leave nothing", "refused: a store has at least one sample", rows("a,b", lambda n: f"{n}.5,"), ["--on-bad", "quarantine", "--bad-budget", "100%", "--dtype", "b=number"], code=3,
          says=["no sample is left"]),
 ]  # fmt: skip
