@@ -329,6 +329,7 @@ PYTHON: dict[str, list[Case]] = {
         "pick_mode(order='time', shuffle=True)",
         "pick_mode(order='shuffled', shuffle=False)",
         "pick_mode(order='x', shuffle=None)",
+        "pick_mode(order=None, shuffle='no')",
         "Order(9, batch_size=0)",
         "Order(9, 3, seed=-1)",
         "Order(9, batch_size=1, world_size=2)",

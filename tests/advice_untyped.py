@@ -5,6 +5,7 @@
 """
 
 UNTYPED: dict[str, str] = {
+    "sources/massspec/formats.py: command('python3', '-c', code) if read else command('file', path)": "needs matchms, which was tried by hand",
     "sources/tables/layout.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "store/hdf5.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "sources/tables/layout.py: f\"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}\"": "writes another file; test_foreign.py types it",
@@ -89,8 +90,8 @@ UNTYPED: dict[str, str] = {
     "train/batches.py: f'torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",
     "loader/arguments.py: f'Loader(store, batch_size={value!r}), and its load_state_dict(loader.state_dict()) to go on from here' if name == 'batch_size' else f'Loader(store, batch_size, {name}={value!r})'": "is of an assignment; test_loader_habits.py types it",
     "loader/arguments.py: f'Loader({data.file.filename!r}, batch_size{inside})'": "needs a file that is open; test_loader_habits.py holds it",
-    "train/graph.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
-    "train/capture_function.py: 'return loss at the end of the step, not loss.item(), which waits for the device'": "is told of a function that the user wrote",
+    "train/graphs/graphed_step.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
+    "train/graphs/function.py: 'return loss at the end of the step, not loss.item(), which waits for the device'": "is told of a function that the user wrote",
     "train/diagnosis.py: \"a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins\"": "needs a training that diverges",
     "train/diagnosis.py: fix": "needs processes that torchrun has started",
     "train/checks.py: \"nonfinite='rollback'\"": "needs a GPU",

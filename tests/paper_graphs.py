@@ -14,13 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.train import capture, capture_function, frozen, graph, trainer
+from stoker.train import trainer
+from stoker.train.graphs import frozen, function, graphed_step, trainer_step
 
 
 class PaperGraph:
     """The calls of a step, in order."""
 
-    recording: graph.GraphedStep
+    recording: graphed_step.GraphedStep
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
@@ -79,7 +80,7 @@ def _record(paper: PaperGraph, pool, stream, capture_error_mode):
 
 def use_paper_graphs(monkeypatch) -> None:
     """Let steps on the CPU be captured on paper until the test ends."""
-    original = graph.GraphedStep._capture
+    original = graphed_step.GraphedStep._capture
 
     def capture_on_paper(self):
         PaperGraph.recording = self
@@ -92,14 +93,14 @@ def use_paper_graphs(monkeypatch) -> None:
         self._rest()
         return result
 
-    for module in (graph, capture, capture_function, trainer):
+    for module in (graphed_step, trainer_step, function, trainer):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
     monkeypatch.setattr(frozen, "_LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(graph, "_side_stream", lambda _: None)
-    monkeypatch.setattr(graph.GraphedStep, "_capture", capture_on_paper)
-    monkeypatch.setattr(graph.GraphedStep, "_warm_up", warm_up)
-    monkeypatch.setattr(graph.GraphedStep, "_copy_generator", lambda _: None)
-    monkeypatch.setattr(graph.GraphedStep, "_heal", lambda *_: None)
+    monkeypatch.setattr(graphed_step, "_side_stream", lambda _: None)
+    monkeypatch.setattr(graphed_step.GraphedStep, "_capture", capture_on_paper)
+    monkeypatch.setattr(graphed_step.GraphedStep, "_warm_up", warm_up)
+    monkeypatch.setattr(graphed_step.GraphedStep, "_copy_generator", lambda _: None)
+    monkeypatch.setattr(graphed_step.GraphedStep, "_heal", lambda *_: None)
     # Where there is a GPU, torch's Adam asks whether its counts are on it while a step is captured.
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         monkeypatch.setattr(torch.optim.Optimizer, name, lambda self: None, raising=False)

@@ -4,6 +4,7 @@ import gzip
 import json
 import pickle
 from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -272,6 +273,40 @@ def test_zone_turns_the_brokers_clock_into_utc(tmp_path):
         read_bars(path, tz="Mars/Olympus")
     with pytest.raises(SourceError, match="their own offset"):
         read_bars(write(tmp_path, DIALECTS["iso T Z"]), tz="Europe/Athens")
+
+
+def test_columns_that_cannot_be_are_named_with_the_reason(tmp_path):
+    """High and low under each other's name: every bar is refused, and nothing was said but that none is left."""
+    lines = [f"2021-05-0{n} 10:00,1.2,1.1,1.3,1.2,5" for n in range(1, 9)]
+    (tmp_path / "x.csv").write_text("\n".join(["time,open,high,low,close,volume", *lines]) + "\n")
+    with pytest.raises(SourceError, match="high is below low in 8 of 8 bars") as told:
+        read_bars(tmp_path / "x.csv")
+    assert "--columns open=NAME,high=NAME" in told.value.fix
+
+
+@pytest.mark.parametrize("is_newest_first", [False, True])
+@pytest.mark.parametrize(
+    ("zone", "day"),
+    [("Europe/Berlin", (2021, 10, 31)), ("America/New_York", (2021, 11, 7)), ("Australia/Sydney", (2022, 4, 3)),
+     ("Europe/Berlin", (2021, 3, 28)), ("Asia/Tokyo", (2021, 10, 31))],
+)  # fmt: skip
+def test_a_clock_that_is_set_back_is_read_in_the_order_of_its_bars(
+    tmp_path, zone, day, is_newest_first
+):
+    """Of exchanges that never close, and of power markets: the second 02:30 is an hour after the first."""
+    first = int(datetime(*day, tzinfo=UTC).timestamp()) - 86400
+    utc = np.arange(first, first + 3 * 86400, 900)
+    utc = utc[::-1] if is_newest_first else utc
+    walls = [datetime.fromtimestamp(second, ZoneInfo(zone)) for second in utc.tolist()]
+    lines = [f"{wall:%Y-%m-%d %H:%M},{BAR},1" for wall in walls]
+    (tmp_path / "x.csv").write_text("\n".join(["time,open,high,low,close,volume", *lines]) + "\n")
+    got = read_bars(tmp_path / "x.csv", tz=zone)
+    assert not got.refused
+    np.testing.assert_array_equal(got.time, np.sort(utc) * 10**9)
+    if zone != "Asia/Tokyo" and day[1] != 3 and not is_newest_first:
+        with pytest.raises(SourceError, match="time goes backwards") as told:
+            read_bars(tmp_path / "x.csv")
+        assert "such as --tz Europe/Berlin; or --sort" in told.value.fix
 
 
 moments = st.datetimes(datetime(1900, 1, 1), datetime(2199, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001

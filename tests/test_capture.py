@@ -10,9 +10,9 @@ from torch import nn
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work
-from stoker.train.capture import CapturedStep
-from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
-from stoker.train.replay_check import difference
+from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.graphs.replay_check import difference
+from stoker.train.graphs.trainer_step import CapturedStep
 from stoker.train.step import Step
 from stoker.train.trainer import Trainer
 from training_makers import (

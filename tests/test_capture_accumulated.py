@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train.capture import CapturedPass
+from stoker.train.graphs.trainer_step import CapturedPass
 from stoker.train.trainer import Trainer
 from training_makers import make_model, out_of_memory, weights, write_rows
 

@@ -17,8 +17,8 @@ from paper_graphs import Jitter
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
-from stoker.train.capture_function import MOST_GRAPHS
-from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.graphs.function import MOST_GRAPHS
+from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.ranks import Ranks
 from store_makers import write_store
 from training_makers import make_model

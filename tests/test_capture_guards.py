@@ -14,11 +14,11 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train import graph as capturing
-from stoker.train.batches import Work
-from stoker.train.frozen import FrozenGroups, has_drawn, is_equal, quiet_host_rng
-from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS, alike
-from stoker.train.replay_check import difference
+from stoker.train.batches import Work, alike, is_equal
+from stoker.train.graphs import graphed_step as capturing
+from stoker.train.graphs.frozen import FrozenGroups, has_drawn, quiet_host_rng
+from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.graphs.replay_check import difference
 from stoker.train.trainer import Trainer
 from training_makers import make_model, write_dirty, write_rows
 
@@ -135,7 +135,7 @@ def test_a_draw_on_the_host_is_seen(draw):
 @pytest.mark.parametrize("num_draws", [0, 40, None])
 def test_threads_that_load_data_are_waited_for(monkeypatch, num_draws):
     """They draw from the same generators, and rest when they are ahead, or never."""
-    monkeypatch.setattr("stoker.train.frozen._MOST_LOOKS", 5)
+    monkeypatch.setattr("stoker.train.graphs.frozen._MOST_LOOKS", 5)
     ended = threading.Event()
 
     def load():

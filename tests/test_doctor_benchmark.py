@@ -77,6 +77,8 @@ def test_figures_are_computed_from_the_rows():
     assert found["both_named"] == {"right": 0, "of": 1}
     assert found["false_alarms"] == {"alarms": 1, "of": 3}
     assert found["healthy_unjudged"] == 1
+    failed = {**result([]), "doctored": {"failure": "no module"}}
+    assert not run.judge("failed", failed)["is_right"], "a script that did not run is not healthy"
     assert found["predictions"]["count"] == 2
     assert found["predictions"]["median_error"] == pytest.approx((0.1 + 1.0) / 2)
     assert found["predictions"]["within_30_percent"] == 0.5
@@ -170,11 +172,9 @@ def test_the_cost_of_the_probe_is_the_median_of_pairs_of_turns():
     assert (low, high) == (5, 14), "of 20 values: the 6th and the 15th"
 
 
-def test_turns_begin_after_the_script_stood_still():
-    times = [float(at) for at in range(5)] + [100.0 + at for at in range(1, 5)]
-    seen = {"stood": [5, 9], "resumed": [(100.0, 7.0), (500.0, 9.0)], "times": times}
-    seen["cpu"] = [*range(5), 7.5, 8, 8.5, 9]
-    assert overhead.turns_of(seen) == [{"ms": 1000.0, "cpu_ms": 500.0}]
+def test_a_step_of_a_turn_is_the_mean_without_the_slowest():
+    told = overhead.mean_step({"steps": [0.001] * 19 + [0.5], "cpu": 0.04})
+    assert told == {"ms": pytest.approx(1.0), "cpu_ms": pytest.approx(2.0)}
 
 
 def test_other_tools_name_a_cause_by_rules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from stoker.doctor.rules import diagnose, why_unjudged
 from stoker.doctor.scripts import replace_call, suggest_patch
 from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
+from stoker.measure.readings import Spread
 from test_doctor_attach import row, state
 
 # -- a sample of the training thread -------------------------------------------------------------------
@@ -100,6 +102,17 @@ def test_time_that_the_clock_knows_is_not_shared_out_by_samples():
 
 def test_a_step_that_is_mostly_the_model_is_healthy():
     assert judged(measured({"model": 95, "between": 5})).verdict == "nothing to fix"
+    # A public script of 0.47 ms steps: 30 % at a line that prints, which takes 0.02 ms.
+    rows = [row(seconds=4e-4, cpu=4e-4, backward=1e-4) for _ in range(40)]
+    profile = {"gap_seconds": 1e-4, "gap_step_seconds": 8e-4}
+    for stretched, left in ((profile, 6e-5), ({**profile, "gap_step_seconds": 4e-4}, 1.2e-4)):
+        told = state(training={"between": 70, "model": 30}, between={"a:1": 70}, profile=stretched)
+        found = measure([Process(rows, [], told)], "python train.py", MachineFacts(cores=2))
+        assert found.between_seconds == pytest.approx(left)
+    step = Spread(4e-4, 4e-4, 4e-4, 40)
+    short = replace(measured({"model": 70, "between": 30}), step_seconds=step, compute_seconds=step)
+    assert not diagnose(replace(short, between_seconds=9e-5))
+    assert diagnose(replace(short, between_seconds=1.1e-4))
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(5, False), (9, True), (30, False)])

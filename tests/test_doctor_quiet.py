@@ -279,7 +279,9 @@ def test_waiting_for_a_core_is_no_python_code_of_the_model(monkeypatch):
     for queued, left in (([0.0, 0.002, 0.005], 0.0), ([1.0, 1.001, 1.0025], 0.0015), (None, 0.003)):
         seen = operators.summarise([], [0, 10 * MS, 20 * MS], [], queued)
         assert seen["python_seconds"] == pytest.approx(left)
-        assert seen["gap_seconds"] == pytest.approx({0.0: 0.002, 0.0015: 0.003, 0.003: 0.004}[left])
+        # Of the second step, the profiler's start is in the first; and without 0.1 ms for calling operators.
+        gap = {0.0: 0.0009, 0.0015: 0.0024, 0.003: 0.0039}[left]
+        assert seen["gap_seconds"] == pytest.approx(gap)
 
 
 def test_an_update_that_takes_much_of_a_step_on_a_cpu_has_a_note():

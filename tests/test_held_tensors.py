@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import stoker
-from stoker.train.frozen import with_helpers
-from stoker.train.held_tensors import WatchedTensors
+from stoker.train.graphs.frozen import with_helpers
+from stoker.train.graphs.held_tensors import WatchedTensors
 
 NUM_BATCHES, LATE = 16, 13
 """The first replays are compared with eager steps; what changes at batch LATE comes after them."""
@@ -577,3 +579,153 @@ def test_a_change_in_a_large_model_is_seen_before_the_next_replay(device, is_num
     losses, captured = train(is_captured=True)
     assert captured.reason.startswith("captured")
     torch.testing.assert_close(losses, train(is_captured=False)[0], rtol=1e-4, atol=1e-5)
+
+
+class Settings:
+    beta = 0.0
+
+
+SETTINGS = ModuleType("settings")
+
+
+class Kind(enum.Enum):
+    plain, other = range(2)
+
+
+def number_in_nested_dicts(loop):
+    config = {"loss": {"weights": [0.0, 1.0]}}
+
+    def put():
+        config["loss"]["weights"][0] = 0.7
+
+    return (lambda batch: loop.update(batch, config["loss"]["weights"][0])), put
+
+
+def number_in_nested_objects(loop):
+    config = SimpleNamespace(loss=SimpleNamespace(beta=0.0))
+    return (lambda batch: loop.update(batch, config.loss.beta)), lambda: setattr(
+        config.loss, "beta", 0.7
+    )
+
+
+def dict_that_is_replaced(loop):
+    config = {"loss": {"beta": 0.0}}
+    return (lambda batch: loop.update(batch, config["loss"]["beta"])), lambda: config.update(
+        loss={"beta": 0.7}
+    )
+
+
+def object_that_is_replaced(loop):
+    config = SimpleNamespace(loss=SimpleNamespace(beta=0.0))
+    return (lambda batch: loop.update(batch, config.loss.beta)), lambda: setattr(
+        config, "loss", SimpleNamespace(beta=0.7)
+    )
+
+
+def numbers_in_a_tuple(loop):
+    state = SimpleNamespace(beta=(0.0, 1.0))
+    return (lambda batch: loop.update(batch, state.beta[0])), lambda: setattr(
+        state, "beta", (0.7, 1.0)
+    )
+
+
+def nothing_that_becomes_a_number(loop):
+    state = SimpleNamespace(beta=None)
+    return (lambda batch: loop.update(batch, state.beta or 0.0)), lambda: setattr(
+        state, "beta", 0.7
+    )
+
+
+def member_of_an_enumeration(loop):
+    state = SimpleNamespace(kind=Kind.plain)
+
+    def step(batch):
+        return loop.update(batch, 0.7 if state.kind is Kind.other else 0.0)
+
+    return step, lambda: setattr(state, "kind", Kind.other)
+
+
+def array_that_is_changed(loop):
+    weights = np.zeros(3)
+
+    def put():
+        weights[1] = 0.7
+
+    return (lambda batch: loop.update(batch, float(weights[1]))), put
+
+
+def array_that_is_replaced(loop):
+    state = SimpleNamespace(weights=np.zeros(3))
+    return (lambda batch: loop.update(batch, float(state.weights[1]))), lambda: setattr(
+        state, "weights", np.full(3, 0.7)
+    )
+
+
+def function_that_is_replaced(loop):
+    state = SimpleNamespace(beta=lambda: 0.0)
+    return (lambda batch: loop.update(batch, state.beta())), lambda: setattr(
+        state, "beta", lambda: 0.7
+    )
+
+
+def number_of_a_class(loop):
+    Settings.beta = 0.0
+    return (lambda batch: loop.update(batch, Settings.beta)), lambda: setattr(Settings, "beta", 0.7)
+
+
+def number_of_a_module(loop):
+    SETTINGS.beta = 0.0
+    return (lambda batch: loop.update(batch, SETTINGS.beta)), lambda: setattr(SETTINGS, "beta", 0.7)
+
+
+def optimizer_that_is_replaced(loop):
+    def put():
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.2)
+
+    return (lambda batch: loop.update(batch, 0.0)), put
+
+
+@pytest.mark.filterwarnings("ignore:stoker.capture")
+@pytest.mark.parametrize(
+    "make",
+    [
+        number_in_nested_dicts,
+        number_in_nested_objects,
+        dict_that_is_replaced,
+        object_that_is_replaced,
+        numbers_in_a_tuple,
+        nothing_that_becomes_a_number,
+        member_of_an_enumeration,
+        array_that_is_changed,
+        array_that_is_replaced,
+        function_that_is_replaced,
+        number_of_a_class,
+        number_of_a_module,
+        optimizer_that_is_replaced,
+    ],
+)
+def test_what_decides_a_step_is_never_stale(device, make):
+    def train(is_captured):
+        loop = Loop(device, is_captured)
+        step, put = make(loop)
+        step, losses = loop.capture(step), []
+        for number, batch in enumerate(loop.batches):
+            if number == LATE:
+                if is_captured:
+                    assert step.is_captured, step.reason
+                put()
+            losses.append(float(step(batch)))
+        return losses
+
+    torch.testing.assert_close(train(True), train(False), rtol=1e-4, atol=1e-5)
+
+
+LAST = None
+
+
+def test_a_global_that_is_called_like_an_attribute_is_not_watched(device):
+    loop, state = Loop(device, is_captured=True), SimpleNamespace(LAST=0.0)
+    step = loop.capture(lambda batch: loop.update(batch, state.LAST))
+    for batch in loop.batches:
+        globals()["LAST"] = {"loss": step(batch)}
+    assert "replays agreed" in step.reason

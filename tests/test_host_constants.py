@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import stoker
-from stoker.train.host_constants import HostConstants, are_compiled
+from stoker.train.graphs.host_constants import HostConstants, are_compiled
 
 META = torch.device("meta")
 ROW = torch.zeros(4, 3, device=META)
@@ -106,7 +106,7 @@ def test_a_tensor_that_is_kept_on_the_host_is_watched():
 
 
 def test_large_tensors_are_not_kept(monkeypatch):
-    monkeypatch.setattr("stoker.train.host_constants._MOST_BYTES", 1000)
+    monkeypatch.setattr("stoker.train.graphs.host_constants._MOST_BYTES", 1000)
     constants = HostConstants(META)
     for _ in range(2):
         with constants.learn():

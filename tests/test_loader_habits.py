@@ -42,6 +42,14 @@ def test_an_option_that_is_set_later_is_refused_and_not_swallowed(path, name, va
         assert len(next(iter(loader))["labels"]) == 20
 
 
+@pytest.mark.parametrize("value", ["no", "False", [1], 0.5])
+def test_a_shuffle_that_is_neither_true_nor_false_is_refused(path, value):
+    with pytest.raises(InputError, match="shuffle is"):
+        Loader(path, 20, "cpu", shuffle=value)
+    with Loader(path, 20, "cpu", shuffle=np.False_) as loader:
+        assert next(iter(loader))["labels"].tolist() == list(range(20))
+
+
 def test_the_advice_for_another_batch_size_goes_on_from_there(path):
     with Loader(path, 20, "cpu") as loader, Loader(path, batch_size=5) as other:
         next(iter(loader))

@@ -49,6 +49,8 @@ def test_no_name_is_too_odd_to_look_for(name):
         (["pack", "a b.csv", "store"], "stoker pack table 'a b.csv' store"),
         (["pack", "folder", "store"], "stoker pack images folder store"),
         (["pack", "table", "x.csv", "out", "--window", "5"], "stoker pack series --help: that verb has --window"),
+        (["pack", "massspec", "a b.csv", "out"], "stoker pack massspec --msp 'a b.csv' out"),
+        (["pack", "massspec", "--structures", "folder", "out"], None),
         (["train", "--nonsense", "ok.yaml"], None),
     ],
 )  # fmt: skip

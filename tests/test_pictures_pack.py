@@ -115,7 +115,7 @@ def bad_files():
         "ending.png": (good, "wrong ending"),
         "cmyk.jpg": (jpeg(smooth(9, 9).convert("CMYK")), "CMYK JPEG"),
         "progressive.jpg": (jpeg(smooth(40, 60), progressive=True), "progressive JPEG"),
-        "deep.png": (deep.getvalue(), "16-bit PNG"),
+        "deep.png": (deep.getvalue(), "16-bit values"),
         "animated.webp": (frames.getvalue(), "several frames in one file"),
         "bomb.png": (bomb, "too large to decode"),
         "empty.jpg": (b"", "empty file"),

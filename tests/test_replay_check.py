@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.train.replay_check import (
+from stoker.train.graphs.replay_check import (
     as_if_captured,
     difference,
     is_same_function,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import stoker
-from stoker.train.replay_check import difference
+from stoker.train.graphs.replay_check import difference
 from stoker.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -47,6 +47,27 @@ def test_the_content_tells_the_format_and_gzip_changes_nothing(tmp_path, form):
     assert plain == zipped
 
 
+@pytest.mark.parametrize(
+    ("content", "what", "typed"),
+    [
+        (
+            b'<?xml version="1.0"?>\n<mzXML xmlns="x">\n<msRun/></mzXML>\n',
+            "mzXML",
+            "load_from_mzxml",
+        ),
+        (b'[\n{"spectrum_id": "A", "peaks_json": "[[1, 2]]"}]\n', "JSON", "load_from_json"),
+        (b'<?xml version="1.0"?>\n<run/>\n', "XML", "file "),
+        (b"\x89HDF\r\n\x1a\n", "an HDF5 file", "file "),
+        (b"\x89PNG\r\n", "a picture", "file "),
+    ],
+)
+def test_a_file_of_another_kind_is_named_with_what_to_type(tmp_path, content, what, typed):
+    (tmp_path / "x.dat").write_bytes(content)
+    with pytest.raises(StokerError, match=f"is {what}") as told:
+        as_msp(tmp_path / "x.dat", tmp_path)
+    assert typed in told.value.fix
+
+
 def test_keys_that_count_peaks_are_the_writers_own(tmp_path):
     _, (record,), (batch, *_) = converted(
         tmp_path, MGF.replace("CHARGE", "NUM_PEAKS=9\nMS=1\nCHARGE").encode()

@@ -166,6 +166,33 @@ def write_palettes(folder, palettes):
     return SegmentationSource(images=folder / "images", masks=folder / "masks", size=(8, 8))
 
 
+@pytest.mark.parametrize(
+    ("values", "later", "stored"),
+    [
+        ([0, 1000, 2000], 3000, [0, 1, 2, 3]),
+        ([0, 1, 700], 800, [0, 1, 2, 3]),
+        ([0, *range(26_000, 26_030), 33_000], 24_001, [0, 1, 2, 3]),  # a class for each thousand
+    ],
+)
+def test_a_map_of_values_above_255_has_all_of_them(tmp_path, values, later, stored):
+    """Class numbers of 16 bits, and instances as class * 1000 + number: typing one value after the other never ends."""
+    for part in ("images", "masks"):
+        (tmp_path / part).mkdir()
+    for number, held in enumerate((values, values, [*values, later])):
+        pixels = np.resize(np.array(held, np.uint16), (8, 8))
+        Image.fromarray(pixels).save(tmp_path / "masks" / f"{number}.png")
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / f"{number}.png")
+    source = SegmentationSource(images=tmp_path / "images", masks=tmp_path / "masks", size=(8, 8))
+    for _ in range(2):
+        with pytest.raises(QualityError) as told:
+            pack(source, tmp_path / "store", PackOptions(jobs=1))
+        option, entries = shlex.split(told.value.fix.partition(";")[0])[:2]
+        assert option == "--mask-map"
+        source = replace(source, mask_map=(entries,))
+    with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
+        assert store.manifest.attributes["mask_values"] == stored
+
+
 def test_a_value_has_one_colour_in_all_masks_with_a_palette(tmp_path):
     black, white, red = (0, 0, 0), (255, 255, 255), (255, 0, 0)
     same = write_palettes(tmp_path / "same", [(black, red), (black, red)])

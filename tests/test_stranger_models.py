@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from stoker.errors import InputError
-from stoker.train.replay_check import difference, same_counts
+from stoker.train.graphs.replay_check import difference, same_counts
 from stoker.train.trainer import Trainer
 
 EPOCHS, BATCH = 3, 8

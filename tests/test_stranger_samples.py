@@ -186,3 +186,31 @@ def test_a_script_that_is_run_again_finds_its_own_store(tmp_path: Path) -> None:
     assert "does not exist" in run("0", "1")
     assert "up to date" in run("0", "2")
     assert "dataset changed" in run("1", "2")
+
+
+class Graph:
+    def __init__(self, number):
+        self.x, self.y = np.full(3, number, np.float32), number
+
+    def detach(self):
+        return self
+
+
+class Record(Graph):
+    def keys(self):
+        return ["x", "y"]
+
+    def to_dict(self):
+        return {"x": self.x, "y": self.y}
+
+
+@pytest.mark.parametrize("kind", [Graph, Record])
+def test_samples_that_are_objects_are_answered_with_their_attributes(kind):
+    samples = [kind(number) for number in range(4)]
+    with pytest.raises(InputError) as refused:
+        Loader(samples, 2, "cpu")
+    advised = refused.value.fix.removesuffix(", as the sample itself")
+    assert advised != refused.value.fix
+    made = [eval(advised, {"value": value}) for value in samples]
+    (batch, _) = Loader(made, 2, "cpu", order="sequential")
+    assert batch["y"].tolist() == [0, 1]

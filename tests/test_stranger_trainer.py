@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import stoker
+from paper_graphs import use_paper_graphs
 from stoker import Loader, Trainer
 from stoker.errors import InputError
 
@@ -128,6 +129,42 @@ def test_the_advice_for_targets_of_another_shape_fits_the_batch(kind: str) -> No
     assert np.isfinite(train(unpack=eval(advised))).all()
     with pytest.raises(InputError, match=r"targets.reshape\(-1, 1\) in unpack="):
         train(unpack=lambda batch: tuple(batch.values() if isinstance(batch, dict) else batch))
+
+
+class Graphs:
+    """A batch that is an object, as of PyG."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+
+class ReadsGraphs(nn.Linear):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch.x)
+
+
+def test_a_batch_that_is_an_object_is_answered_with_its_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = [Graphs(torch.from_numpy(X[:8]), torch.from_numpy(Y[:8])) for _ in range(8)]
+
+    def train(**given: Any) -> Trainer:
+        model = ReadsGraphs(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        config = {"epochs": 1, "precision": "fp32"}
+        trainer = Trainer(
+            model, batches, None, nn.MSELoss(), optimizer, None, config, "cpu", **given
+        )
+        trainer.fit(quiet=True)
+        return trainer
+
+    with pytest.raises(InputError) as refused:
+        train()
+    advised = refused.value.fix.removeprefix("Trainer(..., unpack=").removesuffix(")")
+    assert advised == "lambda batch: (batch, batch.y)"
+    use_paper_graphs(monkeypatch)
+    trainer = train(unpack=eval(advised))
+    assert "eager: a batch has a Graphs, not tensors" in str(trainer._captured.reason)
 
 
 def test_a_captured_step_gets_batches_in_the_form_of_its_loader() -> None:

@@ -427,7 +427,7 @@ def test_an_augmentation_may_be_replaced(tmp_path, monkeypatch, kind, capture):
 def test_a_fall_back_is_in_the_last_lines_of_stoker_train(tmp_path, capsys):
     from stoker.cli.train import _print
     from stoker.recipes.run import RecipeRun
-    from stoker.train.graph import step_note
+    from stoker.train.graphs.reasons import step_note
 
     note = step_note("eager: batches change their shape", captured=False, fallback=True)
     run = RecipeRun(told=[note], recipe="forex", run_dir=tmp_path)

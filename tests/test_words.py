@@ -25,7 +25,7 @@ MODULES = {
 }
 WITH_CONTRACT = [
     *("loader/ring.py", "loader/staging.py", "loader/slabs.py", "loader/prefetch.py"),
-    *("train/capture.py", "train/update.py", "train/heartbeat.py", "train/ranks.py"),
+    *("train/graphs/trainer_step.py", "train/update.py", "train/heartbeat.py", "train/ranks.py"),
     *("doctor/probe/__init__.py", "doctor/probe/recorder.py"),
 ]
 

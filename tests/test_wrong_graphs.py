@@ -15,9 +15,9 @@ from stoker.augment import Compose, MixUp, Normalize, RandomCrop, RandomHorizont
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.store.fields import Dense
-from stoker.train.frozen import HostNumbers
-from stoker.train.graph import CHECKED_REPLAYS, WARM_UP_STEPS
-from stoker.train.replay_check import same_counts
+from stoker.train.graphs.frozen import HostNumbers
+from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.graphs.replay_check import same_counts
 from stoker.train.trainer import Trainer
 from store_makers import write_store
 from training_makers import make_model, write_rows

@@ -9,7 +9,7 @@ Both processes live at the same time on the same cores, and one of them stands s
 over pairs of turns, with its 95 % interval (that of the median, by ranks); `sound` says that the interval is no wider
 than 4 points. Beside it stand the best turns, and the CPU time of all threads, which other programs change less.
 
-On a GPU the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after the profiled ones.
+With `--cupti` the doctor also runs once without detaching CUPTI, whose callbacks slow the steps after profiled ones.
 """
 
 from __future__ import annotations
@@ -92,6 +92,22 @@ SCRIPTS = {
 }
 
 
+started: list[subprocess.Popen[bytes]] = []
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it runs."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def leave(*_: Any) -> None:
+    """End all processes, which would stand still for ever, when this one is asked to end."""
+    for one in started:
+        kill(one)
+    os._exit(143)
+
+
 class Runner:
     """One process that makes its steps in turns.
 
@@ -116,9 +132,10 @@ class Runner:
             env=env,
             stdout=subprocess.DEVNULL,
             stderr=(folder / "said").open("w"),
-            start_new_session=True,
+            start_new_session=True,  # so that the doctor and what it runs can be ended together
             preexec_fn=partial(os.sched_setaffinity, 0, cores),  # noqa: PLW1509  it takes no lock
         )
+        started.append(self.process)
 
     def wait(self) -> None:
         """Wait until it stands still."""
@@ -133,34 +150,29 @@ class Runner:
         os.write(self._pipes["go"], b"g")
         self.wait()
 
-    def end(self) -> list[dict[str, float]]:
-        """End it; return milliseconds of a step, by the wall and on cores, of each turn."""
+    def turns(self) -> list[dict[str, float]]:
+        """Return milliseconds of a step, by the wall and on cores, of each turn but the first, which fills caches."""
+        lines = (self.folder / "turns").read_text().splitlines()
+        return [mean_step(json.loads(line)) for line in lines[1:]]
+
+    def end(self) -> None:
+        """Let it end, so that the doctor writes its report."""
         os.write(self._pipes["go"], b"e")
         self.process.wait(LONGEST_SECONDS)
-        seen = json.loads((self.folder / "times").read_text())
-        return turns_of(seen)
 
     def close(self) -> None:
         """End what is left of it."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill(self.process)
         self.process.wait()
         for pipe in self._pipes.values():
             os.close(pipe)
 
 
-def turns_of(seen: dict[str, Any]) -> list[dict[str, float]]:
-    """Return milliseconds of a step by turn: the mean without the slowest twentieth, and the CPU time."""
-    found = []
-    for (before, after), (wall, cpu) in zip(
-        itertools.pairwise(seen["stood"]), seen["resumed"], strict=False
-    ):
-        times = [wall, *seen["times"][before:after]]
-        steps = sorted(late - early for early, late in itertools.pairwise(times))
-        kept = steps[: math.ceil(0.95 * len(steps))]
-        used = (seen["cpu"][after - 1] - cpu) / len(steps)
-        found.append({"ms": statistics.mean(kept) * 1e3, "cpu_ms": used * 1e3})
-    return found
+def mean_step(turn: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds of a step of a turn: the mean without the slowest twentieth, and its CPU time."""
+    steps = sorted(turn["steps"])
+    kept = steps[: math.ceil(0.95 * len(steps))]
+    return {"ms": statistics.mean(kept) * 1e3, "cpu_ms": turn["cpu"] / len(steps) * 1e3}
 
 
 def command(
@@ -186,9 +198,13 @@ def reported_ms(folder: Path) -> float | None:
 
 
 def compare(
-    name: str, cores: set[int], seconds: float, tell: Callable[[str, dict[str, Any]], None]
+    name: str,
+    cores: set[int],
+    seconds: float,
+    cupti: bool,
+    tell: Callable[[str, dict[str, Any]], None],
 ) -> None:
-    """Run one script in turns, alone and under the doctor, for about so many seconds; tell the result."""
+    """Run one script in turns, alone and under the doctor, for about so many seconds; tell the result after each."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         script = folder / "script.py"
@@ -205,9 +221,7 @@ def compare(
         try:
             for one in runners:
                 one.wait()
-            for one in (
-                runners
-            ):  # the first turn of each fills caches, and the doctor's profiler runs in it
+            for one in runners:  # a turn that does not count
                 one.turn()
             until = time.monotonic() + seconds
             count = 0
@@ -215,14 +229,16 @@ def compare(
                 for one in runners if count % 2 == 0 else runners[::-1]:
                     one.turn()
                 count += 1
-            alone, doctored = (one.end()[1:] for one in runners)
+                alone, doctored = (one.turns() for one in runners)
+                tell(name, summarise(alone, doctored, None, ()))
+            runners[1].end()
             told = reported_ms(folder / "doctored")
+            tell(name, summarise(alone, doctored, told, ()))
         finally:
             for one in runners:
                 one.close()
         kept: list[dict[str, float]] = []
-        tell(name, summarise(alone, doctored, told, kept))
-        if "GPU" in name:
+        if cupti and "GPU" in name:
             # What torch's profiler leaves behind, if it is not told to detach itself.
             again = folder / "kept"
             again.mkdir()
@@ -231,8 +247,8 @@ def compare(
             words, env = command(plain, again, doctor=True, STEPS=str(STEPS), TEARDOWN_CUPTI="0")
             subprocess.run(words, env=env, check=True, capture_output=True, timeout=120)
             times = json.loads((again / "times").read_text())["times"][40:]
-            steps = [late - early for early, late in itertools.pairwise(times)]
-            kept.append({"ms": statistics.median(steps) * 1e3})
+            taken = [late - early for early, late in itertools.pairwise(times)]
+            kept.append({"ms": statistics.median(taken) * 1e3})
             tell(name, summarise(alone, doctored, told, kept))
 
 
@@ -283,9 +299,11 @@ def main() -> None:
     parser.add_argument(
         "--at-once", action="store_true", help="all scripts at the same time, each on its own cores"
     )
+    parser.add_argument("--cupti", action="store_true", help="on a GPU: once without detaching it")
     parser.add_argument("--only", default="", help="parts of the names to run, by commas")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave)
     names = [
         name
         for name in SCRIPTS
@@ -301,12 +319,14 @@ def main() -> None:
         name = names[number]
         first = number * each if asked.at_once else 0
         last = None if number == len(names) - 1 else first + each
-        compare(name, set(usable[first:last]), asked.seconds, tell)
+        compare(name, set(usable[first:last]), asked.seconds, asked.cupti, tell)
 
     def tell(name: str, found: dict[str, Any]) -> None:
         with writing:
             result[name] = found
-            print(name, {key: value for key, value in found.items() if key != "turns"}, flush=True)
+            if found["reported_ms"] is not None:  # the last word on it
+                told = {key: value for key, value in found.items() if key != "turns"}
+                print(name, told, flush=True)
             if asked.out is not None:
                 asked.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -225,12 +225,11 @@ def judge(name: str, result: dict[str, Any]) -> dict[str, Any]:
     causes, found = result["causes"], result.get("findings", [])
     names = [one["name"] for one in found]
     row: dict[str, Any] = {"case": name, "style": result["style"], "causes": causes, "found": names}
-    row["verdict"] = names[0] if names else "unjudged" if result.get("unjudged") else "healthy"
-    row["is_right"] = (
-        row["verdict"] in (*causes, *result["also"])
-        if causes
-        else not names and not result.get("unjudged")
-    )
+    without = "unjudged" if result.get("unjudged") else "healthy"
+    if "failure" in result["doctored"]:
+        without = "failed"  # it did not run under the doctor
+    row["verdict"] = names[0] if names else without
+    row["is_right"] = row["verdict"] in ((*causes, *result["also"]) if causes else ("healthy",))
     row["later"] = result.get("later", [])
     told = [*names, *row["later"]][:2]
     # One of them may go by another name.
@@ -336,9 +335,10 @@ def main() -> None:
         )
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Imported packages are the same for a script as for its doctor.
+    # Imported packages are the same for a script as for its doctor, which runs in another folder.
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+        [str(HERE.parent.parent / "src"), *(str(Path(one).absolute()) for one in given)]
     )
     os.environ["OMP_NUM_THREADS"] = "1"
     FORKS.set_forkserver_preload(["torch", "numpy", "h5py", "stopwatch"])

@@ -7,12 +7,13 @@ A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.sto
 more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock from its first update to its last; the
 next ones import torch, wake the GPU, make their data and load their kernels meanwhile.
 `STOPWATCH_TURNS` names a folder with two pipes, `done` and `go`: from update `LEAST` on the script stands still until
-it is told to go, makes `STOPWATCH_STEPS` updates, and so on until the pipe says that it ends. The numbers of updates
-after which it stood still are written too.
+it is told to go, makes `STOPWATCH_STEPS` updates, and so on until the pipe says that it ends. The seconds of each
+turn's updates, and its CPU time, are a line in the file `turns` there.
 `run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -52,7 +53,13 @@ def take_turns():
     if stood and len(times) - stood[-1] < int(os.environ["STOPWATCH_STEPS"]):
         return False
     await_gpu()
-    times[-1], cpu_times[-1] = time.perf_counter(), time.process_time()
+    times[-1] = time.perf_counter()
+    if stood:
+        wall, cpu = resumed[-1]
+        taken = [wall, *times[stood[-1] :]]
+        steps = [after - before for before, after in itertools.pairwise(taken)]
+        with Path(place, "turns").open("a") as file:
+            file.write(json.dumps({"steps": steps, "cpu": time.process_time() - cpu}) + "\n")
     stood.append(len(times))
     if not pipes:
         pipes.extend(os.open(f"{place}/{name}", os.O_RDWR) for name in ("done", "go"))
@@ -90,8 +97,7 @@ def note(*_):
         try:
             with Path(os.environ["STOPWATCH_OUT"]).open("x") as file:
                 queued = queued_seconds() - queued_before
-                told = {"times": times, "cpu": cpu_times, "top": top, "queued": queued}
-                json.dump({**told, "stood": stood, "resumed": resumed}, file)
+                json.dump({"times": times, "cpu": cpu_times, "top": top, "queued": queued}, file)
         except FileExistsError:
             pass
         if lock is not None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from stoker.recipes.answers import load_model as load_model
     from stoker.store.reader import Store as Store
     from stoker.store.reader import open_store as open_store
-    from stoker.train.capture_function import capture as capture
+    from stoker.train.graphs.function import capture as capture
     from stoker.train.memory import log_gpu_stats as log_gpu_stats
     from stoker.train.memory import print_memory_usage as print_memory_usage
     from stoker.train.settings import TrainSettings as TrainSettings
@@ -67,7 +67,7 @@ _HOMES = {
         "stoker.plan": "Plan make_plan",
         "stoker.recipes.answers": "load_model",
         "stoker.store.reader": "Store open_store",
-        "stoker.train.capture_function": "capture",
+        "stoker.train.graphs.function": "capture",
         "stoker.train.memory": "log_gpu_stats print_memory_usage",
         "stoker.train.settings": "TrainSettings",
         "stoker.train.trainer": "Trainer",

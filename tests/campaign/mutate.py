@@ -40,7 +40,7 @@ ROOMS = ("loader", "store", "train")
 LEFT_BEHIND = (".git", ".venv", ".gpu-deps", ".gpu-data", ".gpu-wheels", "__pycache__", "site", "data", "out",
                "shared", "stoker-demo", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")  # fmt: skip
 EQUIVALENT: dict[str, str] = {
-    "train/graph.py: CHECKED_REPLAYS = 3 -> CHECKED_REPLAYS = 4": "one more comparison before a graph is trusted",
+    "train/graphs/graphed_step.py: CHECKED_REPLAYS = 3 -> CHECKED_REPLAYS = 4": "one more comparison",
     "loader/epochs.py: _LEAST_FOR_THREAD = 1 << 14 -> _LEAST_FOR_THREAD = 2 << 14": "when a thread permutes",
     "loader/epochs.py: return [Visit(*row) for row in zip(*(column.tolist() for column in columns), strict=True)] -> "
     "return [Visit(*row) for row in zip(*(column.tolist() for column in columns), strict=False)]": "equal lengths",

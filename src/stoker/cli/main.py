@@ -303,7 +303,13 @@ def _usage(error: Exception, typed: list[str]) -> int | None:
     words = error.format_message()  # type: ignore[attr-defined]
     error.format_message = lambda: printable(words)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
+    lacks = (
+        getattr(getattr(error, "param", None), "opts", None)
+        if "MissingParameter" in bases
+        else None
+    )
     better = _meant(getattr(error, "ctx", None), getattr(error, "option_name", None), typed)
+    better = better or _with_option((lacks or [""])[0], typed)
     if better:
         echo(f"Try: {better}", err=True)
     return EXIT_INPUT
@@ -354,6 +360,14 @@ def _meant(context: Any, option: str | None, typed: list[str]) -> str:
         )
         return command("stoker", "pack", kind, *typed[1:])
     return ""
+
+
+def _with_option(lacks: str, typed: list[str]) -> str:
+    """Return the command with the option that it lacks before the first file among its words; "" without a file."""
+    at = next((at for at, word in enumerate(typed) if Path(word).exists() and at > 1), 0)
+    if not lacks.startswith("--") or not at or typed[at - 1].startswith("-"):
+        return ""
+    return command("stoker", *typed[:at], lacks, *typed[at:])
 
 
 def _verbs() -> Iterator[tuple[str, Any]]:

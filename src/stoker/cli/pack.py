@@ -408,7 +408,7 @@ def print_result(result: PackResult) -> None:
     with open_store(result.path) as store:
         console.print(store_table(store))
     done = "is up to date" if result.reused else f"packed in {format_seconds(result.seconds)}"
-    console.print(f"{result.path} {done}: {format_count(result.manifest.num_samples)} samples")
+    console.print(f"{result.path} {done}: {format_count(result.manifest.num_samples, 'sample')}")
     notes = [] if result.reused else result.manifest.attributes.get("notes", [])
     for note in [
         *notes[:_NOTES],

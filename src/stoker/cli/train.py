@@ -113,7 +113,11 @@ def train(
 
 
 def _train_in_processes(
-    settings: Settings, words: Sequence[str | Path], num: int, max_restarts: int, device: str | None
+    settings: Settings,
+    words: Sequence[str | Path],
+    gpus: int,
+    max_restarts: int,
+    device: str | None,
 ) -> None:
     """Check the command, then start it in several processes."""
     import torch
@@ -128,15 +132,15 @@ def _train_in_processes(
             "--gpus in a process that torchrun has started.", "one of the two", "leave --gpus out"
         )
     choose_recipe(settings)
-    share_batch(settings, num)
+    share_batch(settings, gpus)
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device or "cuda").startswith("cuda") and num > max(present, device is None):
+    if (device or "cuda").startswith("cuda") and gpus > max(present, device is None):
         raise InputError(
-            f"--gpus {num}, and this machine has {present}.",
+            f"--gpus {gpus}, and this machine has {present}.",
             f"at most {present}" if present else "processes on the CPU, where there is no GPU",
-            f"--gpus {present}" if present else f"--gpus {num} --device cpu",
+            f"--gpus {present}" if present else f"--gpus {gpus} --device cpu",
         )
-    code = launch([*map(str, words[1:])], num, max_restarts, lambda line: echo(line, err=True))
+    code = launch([*map(str, words[1:])], gpus, max_restarts, lambda line: echo(line, err=True))
     if code:
         raise typer.Exit(code)
 

@@ -39,6 +39,8 @@ _CAUTIOUS, _LIKELY = 0.30, 0.05
 """Shares of a removed cost that remain: cautious and likely estimates."""
 _DOMINANT = 0.4
 """A part of loading is called the cause if it is at least this share."""
+_LEAST_BETWEEN_SECONDS = 1e-4
+"""Less is not known by sampling: the thread that samples gets Python's lock where a line writes or waits."""
 _NOTABLE_LINE = 0.03
 """Share of a step below which the costliest line is none that a person could mend."""
 _OWN_DATA = (
@@ -273,6 +275,8 @@ def slow_between_steps(case: Case) -> Finding | None:
     """Code between the model's calls, such as a hand-made `get_batch`, takes a notable part of the step."""
     between, pace = case.measured.between_seconds, case.pace
     if between is None or pace is None or case.share_of_step(between) < NOTABLE_BETWEEN:
+        return None
+    if between < _LEAST_BETWEEN_SECONDS:
         return None
     if not case.measured.between_loads and case.measured.between:
         costliest = case.measured.between[0].seconds_per_step

@@ -64,6 +64,8 @@ _LEAST_SYNC = 0.5
 """Share of the seconds of syncs that is theirs at least, whatever the timing costs."""
 _AHEAD = 0.9
 """A step shorter than this share of its kernels' time ends before they do."""
+_SHORT_STEP_SECONDS = 1e-3
+"""A step that the profiler makes notably longer as a whole."""
 _LOOSE = 1.2
 """Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
 _NOTABLE_UPDATE = 0.3
@@ -261,6 +263,8 @@ def _between(
     between, data = max(0, doing.get("between", 0) - inside), doing.get("data", 0)
     gap = state["profile"].get("gap_seconds")
     if gap is not None:
+        if step.median < _SHORT_STEP_SECONDS:  # the profiler makes calls of Python longer, too
+            gap *= min(1.0, step.median / max(state["profile"].get("gap_step_seconds", 0.0), 1e-9))
         # A loss that is computed line by line is sampled in the user's code as loading is, but belongs to the model.
         return lines, data * seconds + min(between * seconds, _LOOSE * gap), []
     if doing.get("model") or state.get("modules") or state["kind"] == "replay" or state["loaders"]:

@@ -20,7 +20,7 @@ import torch
 from stoker.errors import MissingExtraError
 from stoker.frameworks.adapted import AdaptedLoader, MakesLoader, check_makes, check_share
 from stoker.loader.loader import Loader
-from stoker.train.capture_function import CapturedFunction
+from stoker.train.graphs.function import CapturedFunction
 
 try:
     from accelerate import Accelerator

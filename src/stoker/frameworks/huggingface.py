@@ -24,7 +24,7 @@ import torch
 
 from stoker.errors import InputError, MissingExtraError
 from stoker.loader.loader import Loader
-from stoker.train.capture_function import CapturedFunction
+from stoker.train.graphs.function import CapturedFunction
 
 try:
     from transformers import TrainerCallback

@@ -3,7 +3,7 @@
 Enters: a Lightning `Trainer` with automatic optimization, in one process.
 
 `CaptureCallback` (over `stoker.capture`, on a GPU) leaves the same weights, losses and logged values, from one launch
-per step. It costs what `train/graph.py` says, and per step the copies of the batch and of the logged values. The graph
+per step. It costs what `train/graphs` says, and per step the copies of the batch and of the logged values. The graph
 holds `training_step`, the backward pass, the clipping of `gradient_clip_val` and the optimizer's step. A replay runs no
 Python, so that
 
@@ -42,7 +42,7 @@ from stoker.frameworks.lightning_watch import Closure, ClosureResult, pl, requir
 from stoker.loader.batch import Batch
 from stoker.report import Note, Topic
 from stoker.train.batches import Work
-from stoker.train.capture_function import CapturedFunction
+from stoker.train.graphs.function import CapturedFunction
 from stoker.train.oom import Remembered
 from stoker.train.precision import PrecisionChoice
 from stoker.train.step import Step, StepParts

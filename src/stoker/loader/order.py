@@ -116,6 +116,8 @@ def pick_mode(order: str | None, shuffle: bool | None, is_drawn: bool = False) -
         shuffle: True asks for "shuffled"; None has no opinion.
         is_drawn: Whether samples are drawn by weight, which is always shuffled.
     """
+    if shuffle not in (None, True, False):  # the text "no" is true
+        raise InputError(f"shuffle is {shuffle!r}.", "True or False", "shuffle=True")
     if is_drawn and (order not in (None, "shuffled") or shuffle is False):
         raise InputError(
             f"samples are drawn by weight, with {'shuffle=False' if order is None else f'order={order!r}'}.",

@@ -13,7 +13,7 @@ consumer is held back to one step ahead of the GPU. Training resnet18 on photogr
 batch's rate, and loading alone: three decoders 0.78 and 17,000 pictures/s, two 0.89 and 24,100, one 0.86 and 16,800.
 What is left is the GPU's own work for a batch of 256: nvJPEG's conversion to RGB 1.3 ms, the resample 0.36, the
 augmentation 0.1, beside a step of 19.6 ms; and queues that the step still shares. A step of high priority shares none:
-0.89 of a held batch instead of 0.82 at full size, 0.96 as a graph. `stoker.train.graph` captures at high priority.
+0.89 of a held batch instead of 0.82 at full size, 0.96 as a graph. `stoker.train.graphs` captures at high priority.
 
 nvJPEG and libjpeg-turbo round differently and interpolate subsampled colours differently; `benchmarks/pictures.py`
 prints by how much.

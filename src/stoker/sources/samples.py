@@ -119,7 +119,9 @@ def as_array(value: Any, what: str) -> Array | str:
         raise InputError(
             f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"
         )
-    if hasattr(value, "detach"):  # a tensor
+    if hasattr(value, "detach") and hasattr(
+        value, "numpy"
+    ):  # a tensor; a graph of PyG has one of the two
         try:
             return np.asarray(value.detach().cpu().numpy())
         except (TypeError, RuntimeError) as error:  # bfloat16, sparse, nested
@@ -166,6 +168,10 @@ def _advise(value: Any, kind: str) -> str:
         return f"{{{names}}}, as fields of the sample itself"
     if columns := getattr(getattr(value, "dtype", None), "names", None):  # a structured array
         return f"{{name: value[name] for name in {list(columns)}}}, as fields of the sample itself"
+    if hasattr(value, "to_dict") and hasattr(value, "keys"):
+        return "value.to_dict(), as the sample itself"
+    if kind == "O" and getattr(value, "__dict__", None):
+        return "vars(value), as the sample itself"
     if kind == "c":
         return "np.stack([np.real(value), np.imag(value)], -1)"
     if kind in "mM":

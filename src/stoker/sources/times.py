@@ -151,7 +151,8 @@ def parse_times(
 def to_utc(local_ns: Array, zone: str) -> Array:
     """Turn wall-clock nanoseconds of an IANA zone ("Europe/Athens") into UTC.
 
-    The hour that autumn repeats is read as its first pass; one that spring skips moves on.
+    The hour that autumn repeats is read as its first pass, and after a step back within it as its second: times are
+    expected in their order, or all the other way round. One that spring skips moves on.
     """
     try:
         info = ZoneInfo(zone)
@@ -164,9 +165,31 @@ def to_utc(local_ns: Array, zone: str) -> Array:
     steps, back = np.unique(local_ns // _LOCAL_STEP_NS, return_inverse=True)
     seconds = steps * (_LOCAL_STEP_NS // SECOND_NS)
     # fromtimestamp(UTC) gives the wall clock digits back; only then does the zone read them.
-    walls = (datetime.fromtimestamp(s, UTC).replace(tzinfo=info) for s in seconds.tolist())
-    shifts = [int((wall.utcoffset() or timedelta()).total_seconds()) for wall in walls]
-    return local_ns - np.asarray(shifts, np.int64)[back] * SECOND_NS
+    walls = [datetime.fromtimestamp(s, UTC).replace(tzinfo=info) for s in seconds.tolist()]
+    first, second = (
+        np.array([_offset_ns(wall.replace(fold=fold)) for wall in walls], np.int64)[back]
+        for fold in (0, 1)
+    )
+    return local_ns - np.where(_second_pass(local_ns, second < first), second, first)
+
+
+def _offset_ns(wall: datetime) -> int:
+    return int((wall.utcoffset() or timedelta()).total_seconds()) * SECOND_NS
+
+
+def _second_pass(local_ns: Array, is_twice: Array) -> Array:
+    """Tell which times lie in the second pass of a repeated hour: those behind a step back within it."""
+    steps = np.diff(local_ns)
+    if not is_twice.any() or not (steps < 0).any():
+        return np.zeros(len(local_ns), bool)
+    if (steps < 0).sum() > (steps > 0).sum():  # newest first
+        return _second_pass(local_ns[::-1], is_twice[::-1])[::-1]
+    back = np.concatenate([[False], steps < 0]) & is_twice
+    begins = is_twice & ~np.concatenate([[False], is_twice[:-1]])
+    backs = np.cumsum(back)
+    before = np.maximum.accumulate(np.where(begins, backs - back, 0))
+    found: Array = is_twice & (backs > before)
+    return found
 
 
 def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bool:

@@ -219,7 +219,7 @@ def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Findin
         findings += judged.constant()
         findings += judged.denormal()
     for code, same in codes.items():
-        findings += same if len(same) <= _COLUMNS_TOLD else [_of_many(code, same)]
+        findings += same if len(same) <= _COLUMNS_TOLD else [_of_many(code, same, stats)]
     findings += _duplicates(stats)
     if target is not None:
         findings += _leaks(stats, target)
@@ -348,9 +348,10 @@ class _Column:
 
     def _without_code(self, code: str, share: float) -> str:
         if self._stats.field == "targets":
-            budget = f"--on-bad quarantine --bad-budget {math.ceil(100 * share)}%"
-            return f"if so, leave these rows out: --missing-code {code} {budget}"
-        if self._can_repair and self._name != str(self._column):
+            budget = math.ceil(100 * share)
+            typed = f"--missing-code {quoted(code)} --on-bad quarantine --bad-budget {budget}%"
+            return f"if so, leave these rows out: {typed}"
+        if _is_table(self._stats):
             typed = f"--missing-code {quoted(f'{self._name}={code}')} --missing median"
             return f"if so, {typed}; without the name, for every column"
         return _other_value(code)
@@ -362,7 +363,8 @@ class _Column:
         rows = self._values.rows_of("denormal", self._column)
         tiny = np.finfo(self._stats.dtype).tiny
         what = f"are denormal (below {tiny:.3g})"
-        remedy = f"nothing, or scale the column: {self._repair('robust')}"
+        scale = f", or scale the column: {self._repair('robust')}" if self._can_repair else ""
+        remedy = f"nothing: they are as good as zero{scale}"
         return [self._finding("denormal", "note", count, rows, what, remedy)]
 
     def _largest(self) -> float:
@@ -413,7 +415,12 @@ def _is_round(value: float) -> bool:
     return value >= 100 and value == np.rint(value) and set(f"{value:.0f}"[1:]) == {"0"}
 
 
-def _of_many(code: float, same: Sequence[Finding]) -> Finding:
+def _is_table(stats: TableStats) -> bool:
+    """Whether these are the features of a table: its columns have names, those of arrays are numbered."""
+    return stats.field == "features" and stats.columns[0] != "0"
+
+
+def _of_many(code: float, same: Sequence[Finding], stats: TableStats) -> Finding:
     """Return one finding for a code that many columns of a field have."""
     first, count = same[0], sum(each.count for each in same)
     shown = ", ".join(_shown(each.column or "") for each in same[:_COLUMNS_TOLD])
@@ -421,12 +428,8 @@ def _of_many(code: float, same: Sequence[Finding]) -> Finding:
         f"{format_count(len(same), 'column')} ({shown}, ...) hold {code:.9g}, which may stand for a missing value: "
         f"about {sum(each.share for each in same) / len(same):.2g} of their values, far from the others"
     )
-    is_table = "--missing-code" in first.remedy
-    remedy = (
-        f"if so, --missing-code {code:.9g} --missing median"
-        if is_table
-        else _other_value(f"{code:.9g}")
-    )
+    remedy = f"if so, --missing-code {quoted(f'{code:.9g}')} --missing median"
+    remedy = remedy if _is_table(stats) else _other_value(f"{code:.9g}")
     share = sum(each.share for each in same) / len(same)
     return Finding(
         "missing-code",

@@ -510,10 +510,18 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
     raise InputError(
         f"a batch that is a {type(batch).__name__}.",
         "a pair (inputs, targets), or a mapping with named fields",
-        "Trainer(..., unpack=lambda batch: (batch, batch))"
-        if isinstance(batch, torch.Tensor)
-        else "Trainer(..., unpack=lambda batch: (batch[0], batch[0]))",
+        f"Trainer(..., unpack=lambda batch: ({_advise_pair(batch)}))",
     )
+
+
+def _advise_pair(batch: Any) -> str:
+    """Return how inputs and targets may be taken from a batch that is neither a pair nor a mapping."""
+    if isinstance(batch, torch.Tensor):
+        return "batch, batch"
+    named = (name for name in ("y", "labels", "label", "targets", "target") if hasattr(batch, name))
+    if (name := next(named, None)) is not None:  # a graph of PyG, a batch of torchtext
+        return f"batch, batch.{name}"
+    return "batch[0], batch[0]"
 
 
 def _usual_pair(names: Collection[Any]) -> tuple[str, str] | None:
@@ -623,6 +631,52 @@ def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, tuple | list) else ()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a nested value is tensors and constants in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(is_plain, value))
+    return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two values are equal; False if that has no single answer, as for arrays."""
+    try:
+        return bool(one == other)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two nested values have the same structure, shapes and types, and equal constants."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor)
+        return same and one.shape == other.shape and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(alike(value, other[name]) for name, value in one.items())
+        )
+    if isinstance(one, tuple | list):
+        same = isinstance(other, type(one)) and len(one) == len(other)
+        return same and all(map(alike, one, other))
+    return is_equal(one, other)
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """Copy the tensors of a nested value into those of another; neither waits for the device."""
+    if isinstance(target, torch.Tensor):
+        target.copy_(source, non_blocking=True)
+    elif isinstance(target, dict):
+        for name, item in target.items():
+            copy_into(item, source[name])
+    elif isinstance(target, tuple | list):
+        for item, other in zip(target, source, strict=True):
+            copy_into(item, other)
 
 
 def count_rows(value: Any) -> int | None:

@@ -17,11 +17,11 @@ import torch
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import Feed
-from stoker.train.capture import CapturedStep
 from stoker.train.checkpoint_file import loadable
 from stoker.train.checks import load_criterion
-from stoker.train.frozen import HostNumbers
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
+from stoker.train.graphs.frozen import HostNumbers
+from stoker.train.graphs.trainer_step import CapturedStep
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochTally, LossTrend, Stall
 from stoker.train.losses import LossBook, StepLoss

@@ -27,7 +27,6 @@ from stoker.loader.slabs import usable_device
 from stoker.report import INCIDENTS, Note, Progress, RunEnd, Topic
 from stoker.train.activations import checkpoint_activations
 from stoker.train.batches import Feed, Unpack, Work
-from stoker.train.capture import CapturedPass, CapturedStep, cannot_capture
 from stoker.train.checks import (
     check_given,
     check_parameters,
@@ -43,7 +42,9 @@ from stoker.train.checks import (
 from stoker.train.diagnosis import explain_batch, explain_growth, explain_skipped
 from stoker.train.evaluation import EvaluationStopped, Evaluator, no_batches
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
-from stoker.train.graph import has_graphs, refuse_eager, step_note
+from stoker.train.graphs.graphed_step import has_graphs
+from stoker.train.graphs.reasons import refuse_eager, step_note
+from stoker.train.graphs.trainer_step import CapturedPass, CapturedStep, cannot_capture
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochLines, EpochReport, EpochTally, History, call_weakly
 from stoker.train.losses import LossBook, NonFiniteError, StepLoss
@@ -262,15 +263,11 @@ class Trainer(Configured, Resumable):
         if self._val is None and self.settings.monitor != "loss":
             missing = f"without validation there is no {self.settings.monitor!r}"
             self.note(Note(f"{missing}: no checkpoint is the best"))
-        self.note(
-            step_note(f"captured: {kind.what}", captured=True)
-            if refusal is None
-            else step_note(
-                f"eager: {refusal}",
-                captured=False,
-                fallback=asked != "off" and has_graphs(self.device),
-            )
-        )
+        if refusal is None:
+            self.note(step_note(f"captured: {kind.what}", captured=True))
+            return
+        fallback = asked != "off" and has_graphs(self.device)
+        self.note(step_note(f"eager: {refusal}", captured=False, fallback=fallback))
 
     @property
     def gpu_augmentation(self) -> Any:

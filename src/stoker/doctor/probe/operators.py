@@ -310,13 +310,16 @@ def summarise(
     waits = [after - before for before, after in itertools.pairwise(queued or [0.0] * len(marks))]
     gaps = [_gap_seconds(host, *step, backwards, fetches) for step in itertools.pairwise(marks)]
     known = [
-        (max(0.0, gap[0] - waited), max(0.0, gap[1] - waited))
-        for gap, waited in zip(gaps, waits, strict=True)
+        (max(0.0, gap[0] - waited), max(0.0, gap[1] - waited), (end - begin) * 1e-9 - waited)
+        for gap, waited, (begin, end) in zip(gaps, waits, itertools.pairwise(marks), strict=True)
         if gap is not None
     ]
+    # The profiler's start is in the first step, and a pause in which the next operator is called in all of them.
+    gap, _, whole = max(known[1:] or known, default=(0.0, 0.0, 0.0))
     between = {
-        "gap_seconds": max((gap for gap, _ in known), default=0.0),
-        "python_seconds": min((python for _, python in known), default=0.0),
+        "gap_seconds": max(0.0, gap - _CALLING_SECONDS),
+        "gap_step_seconds": whole,
+        "python_seconds": min((python for _, python, _ in known), default=0.0),
     }
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
 

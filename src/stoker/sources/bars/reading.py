@@ -12,6 +12,7 @@ its number and the reason.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from stoker.sources.bars.dialects import (
 )
 from stoker.sources.bars.text import find_text
 from stoker.sources.tables.layout import file_kind
-from stoker.sources.times import EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
+from stoker.sources.times import DAY_NS, EARLIEST_NS, LATEST_NS, SECOND_NS, parse_times, to_utc
 from stoker.store.fields import Array
 
 _HEADER, _BLANK, OTHER_SYMBOLS = "header lines", "blank lines", "lines of other symbols"
@@ -132,6 +133,7 @@ def read_bars(
         bars = replace(bars, time=_localise(bars, dialect, tz))
     if check_prices:
         bars = _refuse_bad_prices(bars)
+        _check_columns(bars)
     bars = _refuse_repeats(_in_order(bars, sort))
     if not dialect.header_line:
         bars.notes.append(f"{file}: no header; columns taken as time, {', '.join(dialect.columns)}")
@@ -439,6 +441,18 @@ def _refuse_bad_prices(bars: Bars) -> Bars:
     return bars.take(~bad) if bad.any() else bars
 
 
+def _check_columns(bars: Bars) -> None:
+    """Raise where most bars are refused for one reason: the columns are not what they are taken for."""
+    reasons = Counter(each.reason for each in bars.refused if each.line is not None)
+    reason, count = reasons.most_common(1)[0] if reasons else ("", 0)
+    if count > max(len(bars), 1):
+        raise SourceError(
+            f"{bars.file}: {reason} in {count:,} of {count + len(bars):,} bars.",
+            "open, high, low and close of bars, each in its column",
+            "--columns open=NAME,high=NAME,low=NAME,close=NAME",
+        )
+
+
 def _in_order(bars: Bars, sort: bool) -> Bars:
     """Oldest first. A file newest first is turned round; any other order is an error."""
     steps = np.diff(bars.time)
@@ -452,12 +466,22 @@ def _in_order(bars: Bars, sort: bool) -> Bars:
         return bars.take(np.argsort(bars.time, kind="stable"))
     falling = (steps < 0).mean() > 0.5
     row = int(np.argmax(steps > 0 if falling else steps < 0)) + 1
+    sort_it = f"--sort (sort=True), or mend that {bars.unit}"
     raise SourceError(
         f"{bars.file}: time goes {'forwards' if falling else 'backwards'} at {bars.unit} {bars.lines[row]}, "
         f"from {show_time(bars.time[row - 1])} to {show_time(bars.time[row])}.",
         "bars from oldest to newest, or all from newest to oldest",
-        f"--sort (sort=True), or mend that {bars.unit}",
+        f"the zone of a clock that is set back then, such as --tz Europe/Berlin; or {sort_it}"
+        if _is_set_back(steps, row, int(bars.time[row]))
+        else sort_it,
     )
+
+
+def _is_set_back(steps: Array, row: int, time_ns: int) -> bool:
+    """Tell a clock that is set back at the end of summer: by an hour, on a Sunday."""
+    usual = int(np.median(np.abs(steps)))
+    is_sunday = (time_ns // DAY_NS + 3) % 7 == 6
+    return is_sunday and abs(int(steps[row - 1])) == 3600 * SECOND_NS - usual
 
 
 def _refuse_repeats(bars: Bars) -> Bars:

@@ -102,6 +102,14 @@ def read_encoded(
     if form == "JPEG" and data.rfind(b"\xff\xd9") < 0:
         raise PictureError("ends in the middle of the picture.", path=path, kind="truncated")
     width, height = decoded.size
+    if _kind(decoded) in ("16-bit", "32-bit", "float"):
+        raise PictureError(
+            f"holds {_kind(decoded)} values.",
+            "8 bits a channel with --keep-encoded",
+            "leave --keep-encoded out",
+            path=path,
+            kind=f"{_kind(decoded)} values",
+        )
     plain = _why_not_kept(decoded, form, data)
     too_large = keep.max_side is not None and max(width, height) > keep.max_side
     if plain and keep.quality is None and not too_large:
@@ -114,13 +122,6 @@ def read_encoded(
         )
     if not plain and not too_large:
         return Encoded(data, (height, width), decoded.orientation), decoded
-    if _kind(decoded) in ("16-bit", "32-bit", "float"):
-        raise PictureError(
-            f"holds {_kind(decoded)} values.",
-            "8 bits a channel with --keep-encoded",
-            path=path,
-            kind=f"{_kind(decoded)} values",
-        )
     image = converted(decoded.image, channels)
     if keep.max_side is not None and too_large:
         scale = keep.max_side / max(width, height)

@@ -31,6 +31,7 @@ _HINT = "--mask-map 255=1"
 _SPREAD, _FEW, _LOOK_AT = 63, 16, 16
 _MANY = 200  # COCO-Stuff, the most of the usual sets, has 182 classes
 _MOST_COLOURS = 64
+_MOST_ENTRIES = 20
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ def _by_value(values: Array, path: Path, mask_map: MaskMap | None) -> Array:
             raise PictureError(
                 f"mask {path} holds the value {max(left)}.",
                 "classes from 0 to 255, or a map",
-                command("--mask-map", f"{max(left)}=1"),
+                command("--mask-map", _map_of_large(left, chosen)),
                 kind="mask value above 255",
             )
     table = np.arange(65536, dtype=np.int64)
@@ -354,6 +355,22 @@ def _by_value(values: Array, path: Path, mask_map: MaskMap | None) -> Array:
     for low, high, number in chosen.values:
         table[low : high + 1] = number
     return table.astype(np.uint8)[values]
+
+
+def _map_of_large(left: Sequence[int], chosen: MaskMap) -> str:
+    """Return the map with an entry for each value above 255 that has none; for each thousand where there are many."""
+    large = [value for value in left if value > 255]
+    width = 1 if len(large) <= _MOST_ENTRIES else 1000
+    used = {value for value in left if value <= 255} | {number for _, _, number in chosen.values}
+    free = (number for number in range(1, 255) if number not in used)
+    firsts = dict.fromkeys(value // width * width for value in large)
+    added = [
+        (first, first + width - 1, number) for first, number in zip(firsts, free, strict=False)
+    ]
+    return ",".join(
+        f"{low}={number}" if low == high else f"{low}-{high}={number}"
+        for low, high, number in (*chosen.values, *added)
+    )
 
 
 def _by_colour(values: Array, path: Path, chosen: MaskMap) -> Array:

@@ -32,6 +32,7 @@ from stoker.ownership import always, writing
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
 from stoker.sources.msp.blocks import is_gzip
 from stoker.sources.msp.keys import SYNONYM, fold_header, is_field_key, spell
+from stoker.store.foreign import name_kind
 
 SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
 SDF_RECORD = "sdf_record"
@@ -91,8 +92,31 @@ def as_msp(path: Path, scratch: Path) -> Converted:
     plain = _uncompressed(require_file(path, "the spectrum library"), scratch)
     form = format_of(plain, path)
     if form == "msp":
+        _refuse_other(plain, path)
         return Converted(plain)
     return _convert([(plain, path, form)], path, scratch)
+
+
+def _refuse_other(plain: Path, path: Path) -> None:
+    """Raise for a file that is no text of records: mzXML, JSON, an archive, a picture."""
+    with plain.open("rb") as file:
+        start = file.read(_HEAD_BYTES)
+    other = name_kind(plain)
+    if other is None and not start.startswith(b"\x89HDF"):
+        return
+    read = {"XML": "load_from_mzxml", "JSON": "load_from_json"}.get(other.what if other else "")
+    read = read if read != "load_from_mzxml" or b"<mzXML" in start else None
+    made = str(path.with_suffix(".mgf"))
+    code = (
+        f"from matchms.importing import {read} as load; from matchms.exporting import save_as_mgf as save; "
+        f"save(list(load({str(path)!r})), {made!r})"
+    )
+    what = "mzXML" if read == "load_from_mzxml" else other.what if other else "an HDF5 file"
+    raise SourceError(
+        f"{path} is {what}.",
+        "MSP, MGF, MassBank records, SDF with peaks, or mzML",
+        command("python3", "-c", code) if read else command("file", path),
+    )
 
 
 def holds_spectra(path: Path) -> bool:

@@ -14,13 +14,14 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from operator import is_, itemgetter
-from types import CellType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
 from stoker.train.batches import iterate_tensors
-from stoker.train.frozen import (
+from stoker.train.graphs.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
     attributes_read,
@@ -109,7 +110,8 @@ class WatchedTensors:
     """Tensors that a step reads and does not replace: somebody may put others in their place between two steps.
 
     A graph goes on with the ones of its capture: a mask that is made anew, a table of weights in a dict, a network in
-    a variable. Of an object whose method the step is, attributes count that the code names.
+    a variable. Likewise a function, a table of settings, an array, an object or an optimizer. Of an object whose method
+    the step is, attributes count that the code names.
 
     Args:
         modules: With all modules inside them.
@@ -120,7 +122,7 @@ class WatchedTensors:
         self, modules: Iterable[torch.nn.Module] = (), functions: Iterable[Any] = ()
     ) -> None:
         modules, functions = list(modules), list(functions)
-        named = names_in(functions)
+        named, of_torch = names_in(functions), set[int]()
         owners = {id(vars(o)): o for o in map(_owner, functions) if o is not None}
         read: dict[int, frozenset[str] | None] = {
             key: attributes_read(owner, named) for key, owner in owners.items()
@@ -128,6 +130,8 @@ class WatchedTensors:
         for module in (inner for root in modules for inner in root.modules()):
             names = named_in_step(type(module))
             read[id(vars(module))] = None if names is None else frozenset(names)
+            if type(module).__module__.startswith("torch."):
+                of_torch.add(id(vars(module)))
         places = HeldTensors(modules, functions).all_places()
         for name, held in containers_around(modules, functions):
             keys = held if isinstance(held, dict) else range(len(held))
@@ -135,7 +139,10 @@ class WatchedTensors:
         self._places: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         for name, container, key in places:
             only, value = read.get(id(container)), read_place(container, key)
-            if (only is None or key in only) and any(True for _ in tensors_in(value)):
+            if only is not None and key not in only:
+                continue
+            is_watched = id(container) not in of_torch and _may_be_replaced(value)
+            if is_watched or any(True for _ in tensors_in(value)):
                 self._places[id(container), key] = name, container, key, value
         self._group()
 
@@ -187,6 +194,13 @@ class WatchedTensors:
         """Watch one no longer: the step does not read it."""
         del self._places[id(container), key]
         self._group()
+
+
+def _may_be_replaced(value: Any) -> bool:
+    """Whether it is something without tensors that decides what a step does, and that is no number."""
+    return isinstance(
+        value, dict | list | np.ndarray | FunctionType | MethodType | torch.optim.Optimizer
+    ) or is_plain_object(value, may_be_called=True)
 
 
 def _owner(function: Any) -> Any:

@@ -1,7 +1,7 @@
 """The trainer's step as one CUDA graph: gather, augment, forward, backward, clip, update.
 
 Enters: an eager `Step` and a feed. Leaves: the same weights, from one launch per step instead of hundreds. Costs:
-see `graph.py`, which captures and compares.
+see `graphed_step.py`, which captures and compares.
 
 A graph reads its batch at fixed addresses. With a stoker loader on the device that is an index tensor,
 which is overwritten before each replay; with other loaders it is the input tensors themselves, if their
@@ -25,13 +25,13 @@ import torch
 
 from stoker.loader.loader import Loader
 from stoker.report import Note
-from stoker.train.batches import Feed, Work
-from stoker.train.graph import GraphedStep, has_graphs
+from stoker.train.batches import Feed, Work, is_plain
+from stoker.train.graphs.graphed_step import GraphedStep, has_graphs
+from stoker.train.graphs.replay_check import as_if_captured, is_same_function
+from stoker.train.graphs.step_state import Snapshot, StepState, drawing_objects
 from stoker.train.oom import forget_frames, is_oom
-from stoker.train.replay_check import as_if_captured, is_same_function
 from stoker.train.settings import Capture
 from stoker.train.step import SPARSE, Step, StepParts, has_sparse_gradients
-from stoker.train.step_state import Snapshot, StepState, drawing_objects
 from stoker.train.update import Update
 
 MOST_MISFITS = 3
@@ -282,7 +282,12 @@ class CapturedStep(GraphedStep):
             return True
         self._num_misfits += 1
         if self._num_misfits == MOST_MISFITS:
-            self.give_up("batches change their shape")
+            odd = next((x for x in (work.inputs, work.targets) if not is_plain(x)), None)
+            self.give_up(
+                "batches change their shape"
+                if odd is None
+                else f"a batch has a {type(odd).__name__}, not tensors in tuples, lists and dicts"
+            )
         return False
 
 

@@ -1,7 +1,7 @@
 """`stoker.capture`: the whole step of anybody's loop as one CUDA graph.
 
 Enters: a function that trains on one batch, and the model and optimizer that it changes. Leaves: a function to call
-instead, with the same effect. Costs: see `graph.py`; a graph for each of the first few shapes of a batch.
+instead, with the same effect. Costs: see `graphed_step.py`; a graph for each of the first few shapes of a batch.
 
     step = stoker.capture(train_step, example_batch, model=model, optimizer=optimizer)
     for batch in loader:
@@ -32,8 +32,10 @@ from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
-from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.graph import GraphedStep, alike, describe_failure, has_graphs, step_note
+from stoker.train.batches import alike, is_plain, iterate_tensors, map_tensors
+from stoker.train.graphs.graphed_step import GraphedStep, has_graphs
+from stoker.train.graphs.reasons import describe_failure, step_note
+from stoker.train.graphs.step_state import StepState, drawing_objects, used_objects
 from stoker.train.oom import forget_frames, is_oom, let_go
 from stoker.train.ranks import Ranks
 from stoker.train.schedule import needed_argument
@@ -45,7 +47,6 @@ from stoker.train.step import (
     make_unfused,
     num_needed,
 )
-from stoker.train.step_state import StepState, drawing_objects, used_objects
 
 MOST_GRAPHS = 4
 """Shapes of a batch that get a graph each; every graph keeps the memory of a step."""
@@ -125,7 +126,7 @@ class CapturedFunction:
             raise InputError(
                 f"a step that is a {type(step).__name__}, {len(parameters)} parameters and "
                 f"{len(optimizers)} optimizers.",
-                "a function of one batch, and what it trains",
+                "a function of one batch, and what it trains; a list of layers is a module as nn.ModuleList",
                 "stoker.capture(step, batch, model=model, optimizer=optimizer)",
             )
         _check_trained(step, parameters, optimizers)
@@ -161,7 +162,7 @@ class CapturedFunction:
     def _find_refusal(self, example: Any, parameters: Sequence[torch.Tensor]) -> str | None:
         """Return why the step cannot be captured, as far as is known without trying."""
         if example is not None and not isinstance(example, IndexBatch):
-            if not _is_plain(example):
+            if not is_plain(example):
                 return _name_kind(example)
             if not any(True for _ in iterate_tensors(example)):
                 raise InputError(
@@ -223,7 +224,7 @@ class CapturedFunction:
         batch = batches[0] if len(batches) == 1 else batches
         if self._refusal is not None:
             return self.run_eagerly(batch)
-        if not isinstance(batch, IndexBatch) and not _is_plain(batch):
+        if not isinstance(batch, IndexBatch) and not is_plain(batch):
             self.refuse(_name_kind(batch))
             return self.run_eagerly(batch)
         return self._graph_for(batch).run(batch)
@@ -449,12 +450,3 @@ def _checked_result(result: Any) -> Any:
 
 def _name_kind(batch: Any) -> str:
     return f"a batch is a {type(batch).__name__}, not tensors in tuples, lists and dicts"
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a batch is tensors and constants in tuples, lists and dicts."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return isinstance(value, torch.Tensor | str | bytes | bool | int | float | type(None))

@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.train.frozen import has_drawn
 from stoker.train.generators import capture_host_rng, restore_rng
+from stoker.train.graphs.frozen import has_drawn
 
 _EXACT = (torch.float32, torch.float64)
 """A draw of fewer bits may be rounded to 1."""

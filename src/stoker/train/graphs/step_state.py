@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import (
+from stoker.train.graphs.frozen import (
     HostNumbers,
     is_plain_object,
     is_torchs_own,
     with_helpers,
 )
-from stoker.train.held_tensors import HeldTensors, containers_around, holds_tensors, tensors_in
+from stoker.train.graphs.held_tensors import (
+    HeldTensors,
+    containers_around,
+    holds_tensors,
+    tensors_in,
+)
 from stoker.train.ranks import Ranks
 
 _OF_TORCH = frozenset(

@@ -15,7 +15,7 @@ A replay repeats the kernels and the host's numbers of the time of capture. So a
     a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
                              on the device) or of a module. A module's number is followed by a new capture
 
-`capture.py` uses it for the `Trainer`, `capture_function.py` for anybody's loop.
+`trainer_step.py` uses it for the `Trainer`, `function.py` for anybody's loop.
 """
 
 from __future__ import annotations
@@ -24,35 +24,29 @@ import contextlib
 import functools
 import gc
 import math
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import CellType
 from typing import Any
 
 import torch
 
-import stoker
-from stoker.errors import InputError
-from stoker.report import Note, Topic
-from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.frozen import (
+from stoker.report import Note
+from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
+from stoker.train.generators import restore_rng
+from stoker.train.graphs.frozen import (
     DRAWS_ON_HOST,
     FrozenGroups,
     HostNumbers,
     has_drawn,
-    is_equal,
     quiet_host_rng,
 )
-from stoker.train.generators import restore_rng
-from stoker.train.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
-from stoker.train.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
-from stoker.train.host_draws import HostDraws
-from stoker.train.oom import is_oom
-from stoker.train.replay_check import (
+from stoker.train.graphs.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
+from stoker.train.graphs.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
+from stoker.train.graphs.host_draws import HostDraws
+from stoker.train.graphs.reasons import describe_failure, refuse_eager, step_note
+from stoker.train.graphs.replay_check import (
     are_close,
     as_if_captured,
     difference,
@@ -60,9 +54,10 @@ from stoker.train.replay_check import (
     same_counts,
     spread,
 )
+from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
+from stoker.train.graphs.written import WrittenTensors
+from stoker.train.oom import is_oom
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
-from stoker.train.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
-from stoker.train.written import WrittenTensors
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -77,54 +72,6 @@ _MOST_REPEATED = 3
 """Pairs of eager steps that are run to learn how far equal steps are apart."""
 _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 """Replays until a trusted graph is compared again, and the factor for each later time."""
-
-
-def describe_failure(error: BaseException, handled: BaseException | None = None) -> str:
-    """Return what ended a capture, and the last line outside torch and stoker that led to it.
-
-    torch ends a failed capture with an error of its own ("operation failed due to a previous error"), raised while
-    the error that matters was on its way.
-
-    Args:
-        error: As caught around the capture.
-        handled: The error that the caller was handling before the capture; it has nothing to do with this one.
-    """
-    while error.__context__ is not None and error.__context__ is not handled:
-        error = error.__context__
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    ours = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, stoker))
-    theirs = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*ours, "<"))
-    ]
-    if not theirs:
-        return said
-    return f"{said}; {Path(theirs[-1].filename).name}:{theirs[-1].lineno}: {theirs[-1].line}"
-
-
-def refuse_eager(reason: str) -> InputError:
-    """Return the error for capture="on" and a step that cannot be captured."""
-    return InputError(
-        f"capture is 'on', but {reason}.",
-        "a step that can be captured",
-        "capture='auto', which goes on eagerly and says so",
-    )
-
-
-def step_note(
-    words: str, *, captured: bool, slowdown: float | None = None, fallback: bool = False
-) -> Note:
-    """Return the note on how steps run: as one CUDA graph, or eagerly.
-
-    Args:
-        words: How, and why.
-        captured: Whether as a graph.
-        slowdown: Time of an eager step / time of a replay, where both were measured.
-        fallback: Whether steps run eagerly although they were to be captured.
-    """
-    values = {"captured": captured, "how": words, "slowdown": slowdown, "fallback": fallback}
-    return Note(f"step {words}", Topic.STEP, values)
 
 
 class GraphedStep:
@@ -779,32 +726,3 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _copy_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that requires gradients if the tensor does, and has no history."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two nested values have the same structure, shapes and types, and equal constants."""
-    if isinstance(one, torch.Tensor):
-        same = isinstance(other, torch.Tensor)
-        return same and one.shape == other.shape and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(alike(value, other[name]) for name, value in one.items())
-        )
-    if isinstance(one, tuple | list):
-        same = isinstance(other, type(one)) and len(one) == len(other)
-        return same and all(map(alike, one, other))
-    return is_equal(one, other)
-
-
-def copy_into(target: Any, source: Any) -> None:
-    """Copy the tensors of a nested value into those of another; neither waits for the device."""
-    if isinstance(target, torch.Tensor):
-        target.copy_(source, non_blocking=True)
-    elif isinstance(target, dict):
-        for name, item in target.items():
-            copy_into(item, source[name])
-    elif isinstance(target, tuple | list):
-        for item, other in zip(target, source, strict=True):
-            copy_into(item, other)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.held_tensors import put_in
+from stoker.train.graphs.held_tensors import put_in
 
 _MOST_COPIED_BYTES = 1 << 20
 _SEVERAL = 4

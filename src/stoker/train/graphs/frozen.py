@@ -21,13 +21,23 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
+from enum import Enum
 from operator import itemgetter
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any
 
 import numpy as np
 import torch
 
+from stoker.train.batches import is_equal
 from stoker.train.generators import capture_host_rng
 
 DRAWS_ON_HOST = "the step draws random numbers on the host"
@@ -37,8 +47,10 @@ MOST_COMPARED = 1000
 _MOST_HELPERS = 200
 _BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
 _LIBRARY = sysconfig.get_path("stdlib")
-_LENGTH, _ITEM, _DRAWN = object(), object(), object()
-"""Keys of a container's length, a tensor's only value and a generator's state."""
+_LENGTH, _ITEM, _DRAWN, _BYTES = object(), object(), object(), object()
+"""Keys of a container's length, a tensor's only value, a generator's state and an array's values."""
+_DEPTH, _MOST_BYTES = 3, 4096
+"""Levels of containers that are looked into, and the largest array that is compared at every replay."""
 _HOST = torch.device("cpu")
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
@@ -113,9 +125,10 @@ class HostNumbers:
     """Numbers, texts and flags that a step's Python code may read: a graph repeats those of its capture.
 
     They are attributes of modules (`training`, a dropout's `p`), and variables that functions and forward passes
-    take from around them. Lists, dicts and plain objects are looked into one level deep; the length of a list or
-    dict counts too: a replay appends nothing. So do the states of random generators that are kept there, which a
-    replay does not draw from, and numbers of classes that count in their methods.
+    take from around them. Lists, dicts and plain objects are looked into three levels deep; the length of a list or
+    dict counts too: a replay appends nothing. So do tuples of numbers, what is None, and small arrays of numpy; the
+    states of random generators that are kept there, which a replay does not draw from; and numbers of classes that
+    count in their methods.
 
     Args:
         modules: With all modules inside them.
@@ -168,7 +181,7 @@ class HostNumbers:
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             if key is _DRAWN:  # others may draw from it between two steps
                 continue
-            if key in (_LENGTH, _ITEM) or isinstance(container, CellType | type):
+            if key in (_LENGTH, _ITEM, _BYTES) or isinstance(container, CellType | type):
                 self._rest.append((container, key, value))
             else:
                 keys.setdefault(id(container), (container, []))[1].append(key)
@@ -180,35 +193,38 @@ class HostNumbers:
             for variable, container, key in surroundings(function):
                 self._take(f"{variable} of {name}" if name else variable, container, key)
 
-    def _look_into(self, name: str, owner: Any, deeper: bool = True) -> None:
-        self._look(name, vars(owner), deeper, attributes_read(owner, self._named))
+    def _look_into(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
+        self._look(name, vars(owner), depth, attributes_read(owner, self._named))
 
     def _look(
-        self, name: str, container: Any, deeper: bool = True, only: Collection[str] | None = None
+        self, name: str, container: Any, depth: int = _DEPTH, only: Collection[str] | None = None
     ) -> None:
         # A vocabulary is no setting: of a large container only the length counts.
         keys = range(len(container)) if isinstance(container, list | deque) else list(container)
         for key in keys if len(keys) <= MOST_COMPARED else ():
             if key not in MODULE_TABLES and (only is None or key in only):
-                self._take(f"{name}.{key}", container, key, deeper)
+                self._take(f"{name}.{key}", container, key, depth)
 
-    def _take(self, name: str, container: Any, key: Any, deeper: bool = True) -> None:
+    def _take(self, name: str, container: Any, key: Any, depth: int = _DEPTH) -> None:
         value = read_place(container, key)
-        if isinstance(value, bool | int | float | str | np.generic):
+        if _is_number(value):
             self._found[id(container), key] = (name, container, key)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _MOST_BYTES and value.dtype.kind in "biuf":
+                self._found[id(value), _BYTES] = (name, value, _BYTES)
         elif self._on_gpu and _is_host_number(value):
             self._found[id(value), _ITEM] = (name, value, _ITEM)
         elif isinstance(value, _GENERATORS) and getattr(value, "device", _HOST) == _HOST:
             self._found[id(value), _DRAWN] = (name, value, _DRAWN)
-        elif deeper and isinstance(value, dict | list | deque):
+        elif depth and isinstance(value, dict | list | deque):
+            if (id(value), _LENGTH) in self._found:
+                return
             what = "entries" if isinstance(value, deque) else "length"
             self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
-            self._look(name, value, deeper=False)
-        elif deeper and is_plain_object(value):
-            self._look_into(name, value, deeper=False)
-        elif (
-            deeper and is_plain_object(value, may_be_called=True) and id(value) not in self._called
-        ):
+            self._look(name, value, depth - 1)
+        elif depth and is_plain_object(value):
+            self._look_into(name, value, depth - 1)
+        elif depth and is_plain_object(value, may_be_called=True) and id(value) not in self._called:
             self._called.add(id(value))  # such as a loss that a step function calls
             self._look_into(name, value)
 
@@ -247,6 +263,9 @@ class HostNumbers:
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             if key is _ITEM:
                 container.fill_(value)
+            elif key is _BYTES:
+                if container.tobytes() != value:
+                    container[...] = np.frombuffer(value, container.dtype).reshape(container.shape)
             elif key is _DRAWN:
                 _set_drawn(container, value)
             elif key is _LENGTH:
@@ -322,6 +341,8 @@ def read_place(container: Any, key: Any) -> Any:
         return container.item()
     if key is _DRAWN:
         return _drawn(container)
+    if key is _BYTES:
+        return container.tobytes()
     if isinstance(container, dict):
         return container.get(key)
     if isinstance(container, type):
@@ -342,6 +363,13 @@ def slots_of(value: Any) -> list[str]:
     if hasattr(value, "__dict__") or _package(kind) in _FOREIGN or callable(value):
         return []
     return [name for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, a text, None or a member of an enumeration, or a tuple of such."""
+    if isinstance(value, tuple):
+        return all(map(_is_number, value))
+    return isinstance(value, bool | int | float | str | np.generic | Enum | NoneType)
 
 
 def _is_host_number(value: Any) -> bool:
@@ -403,9 +431,11 @@ def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell, name
-    for name in _names(code):
+        yield from _settings_of(name, read_place(cell, name), code)
+    for name in _globals_named(code):
         if name in function.__globals__:
             yield name, function.__globals__, name
+            yield from _settings_of(name, function.__globals__[name], code)
     if _is_own(function):
         positional = code.co_varnames[: code.co_argcount]
         defaults = function.__defaults__ or ()
@@ -415,6 +445,38 @@ def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((name, given, name) for name in given)
         own = vars(function)
         yield from ((f"{function.__name__}.{name}", own, name) for name in own)
+
+
+def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the attributes that code names of a module or class of somebody's own: `config.BETA`, `Settings.beta`."""
+    is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
+    is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
+    if (is_file or is_class) and _package(value if is_class else _Named(value)) not in _FOREIGN:
+        container = value if is_class else vars(value)
+        for key in _names(code).keys() & vars(value).keys():
+            if _is_number(vars(value)[key]) or isinstance(vars(value)[key], dict | list):
+                yield f"{name}.{key}", container, key
+
+
+class _Named:
+    """A module of Python under its own name."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.__module__ = module.__name__
+
+
+@functools.cache
+def _globals_named(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that code and the functions inside of it read or assign to; not names of attributes."""
+    names = {
+        one.argval: None
+        for one in dis.get_instructions(code)
+        if one.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "STORE_NAME")
+    }
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= dict.fromkeys(_globals_named(inner))
+    return tuple(names)
 
 
 def _names(code: CodeType) -> dict[str, None]:
@@ -457,9 +519,11 @@ def _is_own(function: Any) -> bool:
     function = inspect.unwrap(function) if callable(function) else None
     if not inspect.isfunction(function):
         return False
-    file = function.__code__.co_filename
-    is_installed = "-packages" in file or file.startswith((_LIBRARY, "<frozen"))
-    return not is_installed and _package(function) not in _FOREIGN
+    return _is_own_file(function.__code__.co_filename) and _package(function) not in _FOREIGN
+
+
+def _is_own_file(file: str) -> bool:
+    return "-packages" not in file and not file.startswith((_LIBRARY, "<frozen"))
 
 
 def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
@@ -510,14 +574,6 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
             add(MethodType(kind.forward, module))
     known = {id(function) for function in given}
     return [*given, *(one for one in found.values() if id(one) not in known)]
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; False if that has no single answer, as for arrays."""
-    try:
-        return bool(one == other)
-    except (ValueError, TypeError, RuntimeError):
-        return False
 
 
 def quiet_host_rng(may_wait: bool) -> dict[str, Any] | None:
