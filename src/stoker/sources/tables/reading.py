@@ -367,7 +367,7 @@ def _stream(path: Path) -> Any:
 
 
 class _Squeezed(io.RawIOBase):
-    """A byte stream in which runs of spaces and tabs outside quotes are one tab, and none stand at the ends of lines."""
+    """A byte stream in which runs of spaces and tabs outside quotes are one tab, and lines end without any."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream  # text whose bytes below 128 are ASCII
