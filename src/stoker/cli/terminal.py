@@ -131,14 +131,10 @@ def print_commands(console: Console, commands: Sequence[str]) -> None:
 
 
 class Bar:
-    """A `stoker.report.Progress` for people. Use as a context manager.
-
-    Args:
-        quiet: Show nothing at all, not even lines.
-    """
+    """A `stoker.report.Progress` for people. Use as a context manager."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self._quiet = quiet
+        self._quiet = quiet  # show nothing at all, not even lines
         self._live = not quiet and sys.stderr.isatty()
         self._bars: Any = None
         self._task: Any = None

@@ -326,11 +326,7 @@ class Dropped:
 
 
 class Comments:
-    """Which comment belongs to which key.
-
-    Attributes:
-        header: Lines of comment that the file begins with.
-    """
+    """Which comment belongs to which key."""
 
     def __init__(self, text: str, document: Document) -> None:
         self._lines = text.removeprefix("\ufeff").splitlines()
@@ -339,7 +335,7 @@ class Comments:
             (at for at, line in enumerate(self._lines) if not line.startswith("#")),
             len(self._lines),
         )
-        self.header = tuple(self._lines[:first])
+        self.header = tuple(self._lines[:first])  # lines of comment that the file begins with
 
     def of(self, path: KeyPath) -> tuple[tuple[str, ...], str]:
         """Return the lines of comment above a key (and above a section that it opens), and beside it."""

@@ -60,16 +60,12 @@ _METHODS = (*_HOOKS, "optimizer_step", "optimizer_zero_grad", "configure_gradien
 
 
 class _StandIn(pl.Callback):
-    """Replaces a method of Lightning's loop of automatic optimization while a run goes on.
-
-    Attributes:
-        notes: What was told.
-    """
+    """Replaces a method of Lightning's loop of automatic optimization while a run goes on."""
 
     _replaced: str
 
     def __init__(self) -> None:
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what was told
         self._loop: Any = None
 
     def _replace(self, trainer: pl.Trainer, make: Callable[[Any], Any]) -> None:

@@ -24,11 +24,7 @@ MARGIN = 0.10
 
 
 class Gauge:
-    """Measures the memory of tries on one device, one at a time; each must leave the share `margin` of it free.
-
-    Attributes:
-        cap_bytes: Limit of the current try, including what the process used before it.
-    """
+    """Measures the memory of tries on one device, one at a time; each must leave the share `margin` of it free."""
 
     def __init__(self, device: torch.device, margin: float = MARGIN) -> None:
         self.device = device
@@ -38,7 +34,7 @@ class Gauge:
         self._seen: tuple[int, int] | None = None
         # Once: the limit of the process does not depend on what it holds at the moment.
         self._room = 0 if self._on_gpu else rss_bytes() + _available_ram()
-        self.cap_bytes = 0
+        self.cap_bytes = 0  # limit of the current try, including what the process used before it
 
     def begin(self) -> None:
         """Free what earlier tries left, and measure from here on."""

@@ -298,22 +298,15 @@ def _take_lock(folder: Path, target: Path) -> int:
 
 
 class WorkFolder:
-    """A context manager around one pack job.
-
-    Args:
-        target: As `check_target` returned it.
-        provenance: Of the store to be made.
-        say: Told what was done with leftovers of another job, and what was left because it is not ours.
-
-    Attributes:
-        job: Digest of the provenance; every part carries it.
-    """
+    """A context manager around one pack job."""
 
     def __init__(self, target: Path, provenance: Provenance, say: Callable[[str], None]) -> None:
-        self.target = target
+        self.target = target  # as `check_target` returned it
         self.folder = work_folder_of(target)
-        self._provenance = provenance
+        self._provenance = provenance  # of the store to be made
+        # digest of the provenance; every part carries it
         self.job: str = xxhash.xxh3_64_hexdigest(provenance.model_dump_json().encode())
+        # told what was done with leftovers of another job, and what was left because it is not ours
         self._say = say
         self._lock = -1
 

@@ -234,14 +234,10 @@ def label_places(store: Store, numbers: Array, names: Sequence[str]) -> Array:
 
 
 class AnswerJudge:
-    """Evaluates classes by their probabilities, and values by their mean error; a `Judge`.
-
-    Args:
-        names: Of the classes, in the order of the probabilities; empty for numbers.
-    """
+    """Evaluates classes by their probabilities, and values by their mean error; a `Judge`."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+        self._names = names  # of the classes, in the order of the probabilities; empty for numbers
         self._truths: list[Array] = []
         self._given: list[Array] = []
         self._num_kept = 0

@@ -50,15 +50,11 @@ class RunNow:
 
 
 class LogTail:
-    """Reads the lines added to a log since the last look; an incomplete last line is kept for the next look.
-
-    Args:
-        path: The log; it may appear later, and may be replaced.
-        first_bytes: Most to read from the end at the first look; of the beginning 64 kB are read.
-    """
+    """Reads the lines added to a log since the last look; an incomplete last line is kept for the next look."""
 
     def __init__(self, path: Path, first_bytes: int = _FIRST_BYTES) -> None:
-        self.path = path
+        self.path = path  # the log; it may appear later, and may be replaced
+        # most to read from the end at the first look; of the beginning 64 kB are read
         self._first_bytes = first_bytes
         self._file_id: int | None = None
         self._offset = 0

@@ -243,12 +243,7 @@ class Meter:
 
 
 class TelemetryLog:
-    """Writes `telemetry.jsonl` from a thread while a run goes on. Use as a context manager.
-
-    Attributes:
-        end: How the run ended, if not by an exception: set it before leaving.
-        notes: What could not be read or written.
-    """
+    """Writes `telemetry.jsonl` from a thread while a run goes on. Use as a context manager."""
 
     def __init__(
         self,
@@ -263,8 +258,8 @@ class TelemetryLog:
         nvml: Any = None,  # as for `Meter`
     ) -> None:
         self.path = Path(folder) / TELEMETRY_NAME
-        self.end = RunEnd()
-        self.notes: list[str] = []
+        self.end = RunEnd()  # how the run ended, if not by an exception: set it before leaving
+        self.notes: list[str] = []  # what could not be read or written
         self._counters = counters
         self._gpu_uuid, self._nvml = gpu_uuid, nvml
         self._first, self._most = first_seconds, most_seconds

@@ -190,26 +190,20 @@ class OpenFile:
 
 
 class StoredArray:
-    """One dataset of one file.
+    """One dataset of one file."""
 
-    Attributes:
-        file: Its open file.
-        location: Where its bytes are.
-        shape: `(rows, ...)`.
-        dtype: Native byte order, as it will stand in the caller's buffer.
-        bad_blocks: Where a block that fails its checksum shall read as zeros: its bytes, from the array's first, are
-            added here. None raises.
-    """
-
+    # where a block that fails its checksum shall read as zeros: its bytes, from the array's first, are added here.
+    # None raises.
     bad_blocks: set[tuple[int, int]] | None = None
 
     def __init__(
         self, file: OpenFile, location: Location, digests: Array | None, block_bytes: int
     ) -> None:
-        self.location = location
-        self.shape = location.shape
+        self.location = location  # where its bytes are
+        self.shape = location.shape  # `(rows, ...)`
+        # native byte order, as it will stand in the caller's buffer
         self.dtype: np.dtype[Any] = location.dtype.newbyteorder("=")
-        self.file = file
+        self.file = file  # its open file
         self._digests = digests
         self._block_bytes = block_bytes
         # One attribute, exchanged as a whole: marks of blocks hold for the file as it was at that stamp.

@@ -31,14 +31,10 @@ _OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
 class ImageMetrics(Counted):
-    """Counts classes against answers, and hits among the five best, on the device.
-
-    Args:
-        num_classes: Labels are 0 to num_classes - 1.
-    """
+    """Counts classes against answers, and hits among the five best, on the device."""
 
     def __init__(self, num_classes: int) -> None:
-        self._num_classes = num_classes
+        self._num_classes = num_classes  # labels are 0 to num_classes - 1
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take scores and class numbers of a batch."""

@@ -65,12 +65,7 @@ _FAULTS = (
 
 
 class PictureError(SourceError):
-    """A picture or mask that is refused.
-
-    Attributes:
-        kind: Class of reasons that it is counted under.
-        reason: What is wrong, without the path of the picture where that was given apart.
-    """
+    """A picture or mask that is refused."""
 
     def __init__(
         self,
@@ -82,7 +77,8 @@ class PictureError(SourceError):
         path: Path | None = None,
     ) -> None:
         super().__init__(given if path is None else f"{path} {given}", allowed, fix, details)
-        self.kind = kind
+        self.kind = kind  # class of reasons that it is counted under
+        # what is wrong, without the path of the picture where that was given apart
         self.reason = given
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -367,14 +367,10 @@ def _stream(path: Path) -> Any:
 
 
 class _Squeezed(io.RawIOBase):
-    """A byte stream in which runs of spaces and tabs outside quotes are one tab, and none stand at the ends of lines.
-
-    Args:
-        stream: Text whose bytes below 128 are ASCII.
-    """
+    """A byte stream in which runs of spaces and tabs outside quotes are one tab, and lines end without any."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream = stream  # text whose bytes below 128 are ASCII
         self._rest = b""
         self._ready = b""
 

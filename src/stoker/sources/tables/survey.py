@@ -70,10 +70,6 @@ class Survey:
 
     Spaces around a name that was typed do not count.
 
-    Attributes:
-        names: The columns that features are made of.
-        notes: What a user should know about the columns.
-
     Raises:
         SourceError: A name is not there, with the closest one that is; or nothing is left.
     """
@@ -142,6 +138,7 @@ class Survey:
             )
         self._path, self._target, self._words = path, target, words
         self._dtypes, self._missing = {**dtypes, **other}, missing
+        # the columns that features are made of
         self.names = [
             name
             for name in all_names
@@ -155,7 +152,7 @@ class Survey:
         self._texts: dict[str, list[set[str]]] = {}
         self._target_texts: set[str] | None = set()
         self._target_decimal, self._target_is_wide = ".", False
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what a user should know about the columns
         if not self.names:
             raise self._nothing_left()
 
