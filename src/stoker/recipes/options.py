@@ -7,6 +7,7 @@ an instance of it. Costs: microseconds; no torch. Ranges stand beside the type o
 from __future__ import annotations
 
 import ast
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -55,7 +56,7 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
     if isinstance(given, kind):
         return given
     assert isinstance(given, Mapping)
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     known = {entry.name: entry.default for entry in fields(kind)}  # type: ignore[arg-type]
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -85,6 +86,12 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
             "",
             "give every option that has no default under recipe.options",
         ) from error
+
+
+@functools.cache
+def _hints(kind: type[Any], *, include_extras: bool = False) -> dict[str, Any]:
+    """Return the annotations of a class of options; to evaluate them takes milliseconds, several times a run."""
+    return get_type_hints(kind, include_extras=include_extras)
 
 
 def as_overrides(fix: str, kind: type[Any]) -> str:
@@ -143,7 +150,7 @@ class CheckedOptions:
     """Base of dataclasses of options: checks the `Range` of every field."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
+        hints = _hints(type(self), include_extras=True)
         for entry in fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name)
             for rule in getattr(hints[entry.name], "__metadata__", ()):
