@@ -76,7 +76,7 @@ def make_folder(folder: Path) -> None:
 def _write_bars(folder: Path) -> None:
     (folder / "bars").mkdir()
     for name, minutes in (("M5", 5), ("H1", 60)):
-        count = 20 * 24 * 60 // minutes
+        count = 8 * 24 * 60 // minutes
         times = np.datetime64("2020-08-20T00:00") + np.arange(count) * np.timedelta64(minutes, "m")
         price = 1.1 + np.cumsum(np.random.default_rng(1).normal(size=count)) * 1e-5
         lines = [
