@@ -29,6 +29,8 @@ from stoker.errors import InputError
 from stoker.strict_json import json_text
 
 T = TypeVar("T")
+# To evaluate the annotations of a class takes 4 ms, and a run reads its options several times.
+_hints: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 
 
 class OptionError(InputError):
@@ -86,12 +88,6 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
             "",
             "give every option that has no default under recipe.options",
         ) from error
-
-
-@functools.cache
-def _hints(kind: type[Any], *, include_extras: bool = False) -> dict[str, Any]:
-    """Return the annotations of a class of options; to evaluate them takes milliseconds, several times a run."""
-    return get_type_hints(kind, include_extras=include_extras)
 
 
 def as_overrides(fix: str, kind: type[Any]) -> str:
