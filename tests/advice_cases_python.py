@@ -312,7 +312,7 @@ PYTHON: dict[str, list[Case]] = {
         "Loader('store', 16, device='meta')",
         "Loader('store', 16, plan=3)",
         "Loader('store', 16, plan=loader.plan, data_bytes=10**9)",
-        "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, 4), data_bytes=2 * 10**4)",
+        "Loader('forex-store', 4, order='lanes', lanes=plan_store_lanes(store, 4), data_bytes=10**4)",
         "Loader('forex-store', batch_size, order='lanes')",
         "Loader('store', 16, seed=-1)",
         "Loader('store', 16, epochs=3)",
@@ -427,7 +427,7 @@ PYTHON: dict[str, list[Case]] = {
             at="batch['X']",
         ),
     ]
-    + _refused("mask = samples = np.arange(200) < 40", "Loader('store', 16, samples=mask)")
+    + _refused("mask = samples = np.arange(150) < 40", "Loader('store', 16, samples=mask)")
     + _refused("samples = np.array([0, 0] * 20 + [1])", "Loader('store', 1, samples=samples)")
     + _refused(
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1')", "Loader('store', 16, rank=5)"

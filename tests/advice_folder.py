@@ -76,7 +76,7 @@ def make_folder(folder: Path) -> None:
 def _write_bars(folder: Path) -> None:
     (folder / "bars").mkdir()
     for name, minutes in (("M5", 5), ("H1", 60)):
-        count = 20 * 24 * 60 // minutes
+        count = 8 * 24 * 60 // minutes
         times = np.datetime64("2020-08-20T00:00") + np.arange(count) * np.timedelta64(minutes, "m")
         price = 1.1 + np.cumsum(np.random.default_rng(1).normal(size=count)) * 1e-5
         lines = [
@@ -88,24 +88,32 @@ def _write_bars(folder: Path) -> None:
     (folder / "bad_M5.csv.gz").write_bytes(gzip.compress(b"time,open\n" * 99)[:-9] + b"damaged..")
 
 
-def restore(template: Path, copy: Path) -> None:
-    """Make a folder what its template is: what was added goes, what was changed is copied again."""
+def restore(template: Path | str, copy: Path | str) -> None:
+    """Make a folder what its template is: what was added goes, what was changed is copied again.
+
+    With plain texts: it runs behind each of 900 cases, and a third of its time was making paths.
+    """
     wanted = {entry.name: entry for entry in os.scandir(template)}
+    there: dict[str, tuple[int, ...]] = {}
     for entry in list(os.scandir(copy)):
-        meant = wanted.get(entry.name)
-        kind = stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode)
-        if meant is None or kind != stat.S_IFMT(meant.stat(follow_symlinks=False).st_mode):
+        meant, was = wanted.get(entry.name), entry.stat(follow_symlinks=False)
+        kind = stat.S_IFMT(was.st_mode)
+        if meant is not None and kind == stat.S_IFMT(meant.stat(follow_symlinks=False).st_mode):
+            there[entry.name] = _marks(was)
+        else:
             if kind == stat.S_IFDIR:
                 shutil.rmtree(entry.path)
             else:
                 Path(entry.path).unlink()
     for entry in wanted.values():
-        path, was = copy / entry.name, entry.stat(follow_symlinks=False)
+        found = there.get(entry.name)
+        path = f"{copy}/{entry.name}"
         if entry.is_dir(follow_symlinks=False):
-            path.mkdir(exist_ok=True)
-            restore(template / entry.name, path)
-        elif not os.path.lexists(path) or _marks(path.lstat()) != _marks(was):
-            path.unlink(missing_ok=True)
+            if found is None:
+                Path(path).mkdir()
+            restore(entry.path, path)
+        elif found is None or found != _marks(entry.stat(follow_symlinks=False)):
+            Path(path).unlink(missing_ok=True)
             shutil.copy2(entry.path, path, follow_symlinks=False)
 
 

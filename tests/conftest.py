@@ -37,7 +37,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 settings.register_profile(
     "house",
     deadline=None,
-    max_examples=15,
+    max_examples=10,
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
     derandomize=True,  # the same examples at every run of `make test`; the campaign draws new ones

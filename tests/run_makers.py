@@ -39,12 +39,13 @@ OPTIONS: dict[str, tuple[str, dict]] = {
 def make_store(kind: str, folder: Path) -> Store:
     """Write the store of a kind of `OPTIONS`."""
     if kind in ("forex", "stateful"):
-        return write_store(folder, [make_fields(420)])
+        # Lanes of a stateful run need longer splits.
+        return write_store(folder, [make_fields(260 if kind == "forex" else 420)])
     if kind == "segmentation":
         return write_shapes(folder, 24)
     if kind.startswith("massspec"):
         return _make_spectra(folder)
-    made = {"tabular": class_table, "windows": window_fields, "series": series_fields}[kind](300)
+    made = {"tabular": class_table, "windows": window_fields, "series": series_fields}[kind](200)
     return write_store(folder, [made])
 
 

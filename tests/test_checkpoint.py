@@ -441,6 +441,21 @@ def test_a_full_disk_leaves_the_older_ones_and_no_temporary_file(two, monkeypatc
     assert two.save({}, 3, 0).step == 3
 
 
+@pytest.mark.parametrize("length", [1, 7, 22, 23, 4096])
+def test_a_file_is_the_same_however_its_bytes_arrive(length):
+    """Also where the archive's end record comes in pieces."""
+    end = checkpoint_file._END.pack(checkpoint_file._END_MAGIC, *[0] * 7)
+    content, files = bytes(range(256)) * 2 + end, []
+    for step in (len(content), length):
+        hashed = checkpoint_file._HashedFile(file := io.BytesIO())
+        pieces = [content[at : at + step] for at in range(0, len(content), step)]
+        assert [hashed.write(piece) for piece in pieces] == [*map(len, pieces)]
+        hashed.finish({"step": 1})
+        files.append(file.getvalue())
+    assert files[0] == files[1]
+    assert files[0].startswith(content[: -len(end)])
+
+
 def test_a_disk_that_fails_at_the_sync_leaves_the_older_ones(two, monkeypatch):
     def fail(_file):
         raise OSError(errno.EIO, "Input/output error")

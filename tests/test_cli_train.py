@@ -87,7 +87,7 @@ def test_predict_and_int8(trained, tmp_path, monkeypatch, capsys):
     out = tmp_path / "p.parquet"
     said = call("predict", "run/best.pt", "store", out, "--split", "test", "--json")
     facts = json.loads(said)
-    assert facts["num_rows"] == pq.read_metadata(out).num_rows == 30
+    assert facts["num_rows"] == pq.read_metadata(out).num_rows == 20
     assert facts["columns"] == ["class", "probability"]
     said = call("export", "run/best.pt", tmp_path / "int8.pt", "--int8")
     for words in ("int8 by torch.ao", "weights", "latency of a batch", "loss", "outputs differ"):
@@ -96,7 +96,7 @@ def test_predict_and_int8(trained, tmp_path, monkeypatch, capsys):
     assert facts["metric"] == "loss"
     assert facts["metric_after"] == pytest.approx(facts["metric_before"], rel=0.05)
     said = call("predict", tmp_path / "int8.pt", "store", tmp_path / "q.parquet")
-    assert "300 rows of class, probability" in said
+    assert "200 rows of class, probability" in said
 
 
 def test_quantize_is_an_old_spelling_that_names_the_new_one():

@@ -33,6 +33,8 @@ def _in_this_process(monkeypatch):
         self.isolated = False
 
     monkeypatch.setattr(Workers, "__init__", init)
+    # A fifth of a pack: pages of stores are looked at in test_quality_page.py and test_samples.py.
+    monkeypatch.setattr("stoker.cli.pack._write_page", lambda result: {})
 
 
 @pytest.mark.parametrize("case", CASES)

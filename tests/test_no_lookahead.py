@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.sources.bars import BarsSource, Scaler, apply_scaler
@@ -222,7 +222,6 @@ def window_of(data, name, sample):
     return series.rows[series.ends[sample] - series.window : series.ends[sample]]
 
 
-@settings(max_examples=12)
 @given(histories(), st.floats(0, 1), st.integers(0, 99))
 def test_1_and_4_through_files_nothing_after_t_reaches_the_stored_windows(
     tmp_path_factory, history, share, seed
@@ -245,7 +244,6 @@ def test_1_and_4_through_files_nothing_after_t_reaches_the_stored_windows(
             )
 
 
-@settings(max_examples=12)
 @given(histories(), st.integers(0, 99), st.floats(0.3, 0.95))
 def test_4_the_scaler_knows_the_training_span_only(tmp_path_factory, history, seed, cut):
     """Neither other values nor other bars after the end of train change a scaler."""
@@ -263,7 +261,6 @@ def test_4_the_scaler_knows_the_training_span_only(tmp_path_factory, history, se
     assert pack(folder, split_at=split_at).extra["scalers"] == before.extra["scalers"]
 
 
-@settings(max_examples=12)
 @given(histories(), st.floats(0, 1))
 def test_3_inference_from_a_cut_history_replays_the_stored_windows(
     tmp_path_factory, history, share

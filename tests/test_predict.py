@@ -175,9 +175,9 @@ def test_splits(runs, tmp_path):
     with pytest.raises(InputError, match="has no split, and is not the store"):
         find_samples(other, trained, "test")
     with_split = write_store(
-        tmp_path / "split", [fields | {"split": Dense((np.arange(300) % 3).astype("u1"))}]
+        tmp_path / "split", [fields | {"split": Dense((np.arange(200) % 3).astype("u1"))}]
     )
-    assert find_samples(with_split, trained, "val").tolist() == list(range(1, 300, 3))
+    assert find_samples(with_split, trained, "val").tolist() == list(range(1, 200, 3))
 
 
 def test_other_columns_and_missing_fields_are_refused(runs, tmp_path):

@@ -678,6 +678,7 @@ def test_weights_that_do_not_train_are_not_given_to_the_optimizer():
     assert [len(group["params"]) for group in groups] == [1]
 
 
+@pytest.mark.slow  # real data, where it is there; what is made is learned above
 def test_real_bars_give_a_job_that_trains(shared_data, tmp_path):
     from stoker.packing import PackOptions, pack
     from stoker.sources.bars import BarsSource

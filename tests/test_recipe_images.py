@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -180,7 +180,6 @@ def test_the_average_follows_the_weights_and_answers():
 # -- metrics -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.integers(2, 8).flatmap(
         lambda num: st.tuples(

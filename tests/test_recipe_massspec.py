@@ -713,6 +713,7 @@ def test_student_teacher_and_distilled_student_learn(store, device):
     assert math.isfinite(judge_job(pupil, store, pupil.model, 16, device, "test")["recall@1"])
 
 
+@pytest.mark.slow  # real data, where it is there; what is made is learned above
 def test_it_learns_massbank(shared_data, tmp_path):
     """1,000 real spectra, a small student, seconds."""
     folder = shared_data / "massspec"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InputError
@@ -28,7 +28,6 @@ PARTS = ("train", "val", "test")
     shares=st.sampled_from([RATIOS, (0.9, 0.1, 0.0), (1.0, 0.0, 0.0), (0.34, 0.33, 0.33)]),
     is_random=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
 def test_no_part_with_a_share_is_empty(groups, seed, shares, is_random):
     numbers = np.arange(len(groups)) if is_random else np.array(groups)
     drawn = (

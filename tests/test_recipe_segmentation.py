@@ -501,6 +501,7 @@ def test_it_learns_shapes(store, device):
     assert metrics["pixel_accuracy"] > job.baseline["pixel_accuracy"] + 0.05
 
 
+@pytest.mark.slow  # real data, where it is there; what is made is learned above
 def test_it_learns_camvid(shared_data, tmp_path):
     """30 real images at 45 x 60, a tiny net, seconds."""
     folder = shared_data / "segmentation"

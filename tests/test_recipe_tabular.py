@@ -666,6 +666,7 @@ def test_from_a_dirty_file_to_a_stable_run(tmp_path):
     assert rows.half().isinf().sum() == 3
 
 
+@pytest.mark.slow  # real data, where it is there; what is made is learned above
 def test_real_flows_are_learned_after_the_named_repairs(shared_data, tmp_path):
     from stoker.packing import PackOptions, pack
     from stoker.sources.tables import TableSource

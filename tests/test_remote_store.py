@@ -208,6 +208,31 @@ def test_a_url_reads_like_the_folder_and_every_shard_travels_once(served, packed
         assert size < served.sent[name] <= (size + 1 if ranges else 2 * size)
 
 
+def test_a_copy_is_on_the_disk_before_it_gets_its_name(served, packed, monkeypatch):
+    """Else a machine that loses its power may keep the name, the size and no content."""
+    done, rename = [], remote.rename_over
+    monkeypatch.setattr(os, "fsync", lambda part: done.append(os.fstat(part).st_ino))
+
+    def renamed(part, whole, *words):
+        assert part.stat().st_ino in done, whole
+        rename(part, whole, *words)
+
+    monkeypatch.setattr(remote, "rename_over", renamed)
+    with open_store(served.url) as store, open_store(packed) as local:
+        assert_same(store, local)
+    assert len({*done}) >= NUM_SHARDS
+
+
+def test_a_copy_that_is_cut_short_is_none_and_is_closed(tmp_path, monkeypatch):
+    (tmp_path / "shard").write_bytes(b"half")
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda *words: opened.append(real(*words)) or opened[-1])
+    assert remote_cache.open_copy(tmp_path / "shard", 8) is None
+    assert len(opened) == 1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
 def test_a_store_crosses_to_another_process_without_asking_again(served, packed):
     with open_store(served.url) as store, open_store(packed) as local:
         before = served.sent["store.json"]

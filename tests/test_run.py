@@ -229,7 +229,7 @@ def test_max_training_samples_and_drop_last(stores, tmp_path):
     )
     run = run_recipe(settings, device="cpu")
     assert [report.num_samples for report in run.epochs] == [48, 48]
-    assert any("50 of 240 training samples, drawn by the seed" in note for note in run.notes)
+    assert any("50 of 160 training samples, drawn by the seed" in note for note in run.notes)
 
 
 def test_a_part_of_the_samples_keeps_every_class(tmp_path):
@@ -255,7 +255,7 @@ def test_a_part_of_the_samples_keeps_every_class(tmp_path):
 
 def test_chunks_are_used_when_asked_for(stores, tmp_path):
     store = stores("tabular")
-    gib = 3 * 60 * 40 / 2**30  # three slots of about sixty rows
+    gib = 3 * 40 * 40 / 2**30  # three slots of about forty rows
     settings = settings_for(
         "tabular", store.path, tmp_path / "run", f"gpu_optimization.chunk_size_gb={gib:.12f}"
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
+from stoker.train.buffers import Buffers
 from stoker.train.losses import NonFiniteError
 from stoker.train.step import fill_momentum, make_guarded
 from stoker.train.trainer import Trainer
@@ -91,6 +92,22 @@ def test_a_captured_step_forgets_a_bad_batch_too(tmp_path, sample, precision):
         plain = train_normed(path, "cuda", bad, **options)
         plain.fit()
         assert_same_state(eager, plain, exact=False)
+
+
+def test_buffers_behind_one_that_is_none_shared_or_sparse_are_restored_too():
+    model = torch.nn.Module()
+    model.register_buffer("none", None)
+    model.register_buffer("first", torch.ones(2))
+    model.register_buffer("again", model.first)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    model.register_buffer("last", torch.ones(3))
+    buffers = Buffers(model)
+    copies = buffers.copy()
+    for buffer in (model.first, model.last):
+        buffer.zero_()
+    buffers.put_back(copies)
+    assert model.first.tolist() == [1, 1]
+    assert model.last.tolist() == [1, 1, 1]
 
 
 def test_buffers_that_take_their_shape_from_the_first_batch_are_no_obstacle(path):

@@ -8,7 +8,7 @@ import os
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker import Loader
@@ -19,7 +19,6 @@ from stoker.store.reader import open_store
 VALUES = np.arange(8 * 6 * 4).reshape(8, 6, 4).astype("i4")
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     chunk=st.tuples(*[st.integers(1, 4)] * 3),
     growing=st.tuples(*[st.sampled_from([0, 3, None])] * 3),

@@ -133,10 +133,10 @@ def keep_no_stacks() -> None:
 
 
 def grow_few_trees() -> None:
-    """Fit the baselines of tables with 15 rounds instead of 60: most runs of the tests do not look at them."""
+    """Fit the baselines of tables with 6 rounds instead of 60: most runs of the tests do not look at them."""
     from stoker.recipes import baselines
 
-    baselines._ROUNDS = 15
+    baselines._ROUNDS = 6
 
 
 def _answer(requests, answers, main) -> None:

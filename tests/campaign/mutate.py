@@ -49,6 +49,8 @@ EQUIVALENT: dict[str, str] = {
     "store/quality.py: @dataclass(frozen=True) -> @dataclass(frozen=False)": "nothing changes a finding",
     "store/memory.py: super().__init__(_NOWHERE, None, wanted, 1 << 20) -> "
     "super().__init__(_NOWHERE, None, wanted, 1 << 21)": "arrays in memory have no sums of blocks",
+    "loader/straight.py: buffer = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) -> "
+    "buffer = mmap.mmap(-1, max(num_bytes, 2), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)": "a page is the least",
 }
 """The name of a change (`Mutant.name`) to the reason why no test can notice it."""
 

@@ -414,4 +414,4 @@ def test_s4_the_yaml_trains_and_new_rows_are_answered(tmp_path):
         "--set", "recipe.name=tabular", "--set", "recipe.options.hidden=[16]",
     )  # fmt: skip
     out = typed("predict", tmp_path / "run" / "best.pt", store.path, tmp_path / "out.csv")
-    assert "300 rows of class, probability" in out
+    assert "200 rows of class, probability" in out

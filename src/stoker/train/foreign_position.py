@@ -37,13 +37,15 @@ class ForeignPosition:
         is_under_way: Whether an iteration over it has begun in this process.
     """
 
+    epoch: int | None
+    num_taken: int
+    is_under_way: bool
+    _start: dict[str, Any] | None
+
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.knows_itself = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        self.epoch: int | None = None
-        self.num_taken = 0
-        self.is_under_way = False
-        self._start: dict[str, Any] | None = None
+        self.end()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; if it is the current one already, the position stays."""
