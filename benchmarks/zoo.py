@@ -4,7 +4,8 @@
 
 Four ways train the same model on the same eight batches, which are on the device before anything is timed, in
 turns. `plain` is the eager loop that people write. `compiled` adds torch.compile(mode="reduce-overhead") to the
-model, if it compiles in time: in a process of its own, which then waits and is timed when no other works. `graph` is
+model, if it compiles in time: in a process of its own, which then waits and is timed when no other works; eight at
+once, because each holds memory of the GPU. `graph` is
 the whole step as one CUDA graph, made by hand with torch alone: the limit. `stoker` is `Trainer`, or `stoker.capture`
 for a step with several optimizers, with what it decided in `step`.
 
@@ -22,10 +23,12 @@ import queue
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -40,6 +43,7 @@ TURNS = 3
 SECONDS_A_TURN = 0.2
 COMPILE_SECONDS = 90
 COMPILE_SECONDS_IN_ALL = 200
+COMPILED_AT_ONCE = 8
 
 
 def autocast(entry: Entry):
@@ -270,15 +274,19 @@ class Compiled:
         if seconds < 10:
             self.error = f"{COMPILE_SECONDS_IN_ALL} s of compiling were over"
             return
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--compile-one", name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
         if self._hear(seconds) != "ready":
             self.error = f"it did not compile within {seconds:.0f} s"
+            if self._process.poll() is not None:
+                self._errors.seek(0)
+                self.error = (self._errors.read().strip().splitlines() or ["it failed"])[-1][:200]
             self._process.kill()
 
     def _listen(self) -> None:
@@ -333,15 +341,17 @@ def main() -> None:
         compile_one(args.compile_one, device)
         return
     names = args.only.split(",") if args.only else list(BUILDERS)
-    compiled: dict[str, Compiled] = {}
-    if not args.no_compile:
-        until = time.monotonic() + COMPILE_SECONDS_IN_ALL
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as pool:
-            made = pool.map(lambda name: Compiled(name, until), names)
-            compiled = dict(zip(names, made, strict=True))
     path = RESULTS / f"zoo-{machine_name()}.json"
     results = json.loads(path.read_text())["result"]["models"] if path.exists() else {}
-    for name in names:
+    compiled: dict[str, Compiled] = {}
+    left = float(COMPILE_SECONDS_IN_ALL)
+    for number, name in enumerate(names):
+        if number % COMPILED_AT_ONCE == 0 and not args.no_compile:
+            some, began = names[number : number + COMPILED_AT_ONCE], time.monotonic()
+            with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+                made = pool.map(Compiled, some, repeat(began + left))
+                compiled |= zip(some, made, strict=True)
+            left -= time.monotonic() - began
         try:
             found = results[name] = measure(name, device)
         except Exception as error:  # noqa: BLE001 - the others are measured all the same

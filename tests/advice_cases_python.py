@@ -507,12 +507,6 @@ def place(loader):
             TRAINING,
             at="torch.nn.L1Loss(reduction='sum')",
         ),
-        Case(
-            "Trainer(flat, rows, None, criterion, torch.optim.SGD(flat.parameters())).train_epoch()",
-            TRAINING
-            + "; flat, rows = torch.nn.Linear(3, 1), [(torch.randn(4, 3), torch.randn(4))]",
-            into="Trainer",
-        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         Case(
             "check_scheduler([first, second], False)",
