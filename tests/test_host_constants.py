@@ -25,6 +25,7 @@ COPIES = {
     "to by name": lambda: torch.tensor([1.0, 2.0]).to(device="meta"),
     "type_as": lambda: torch.tensor([1.0, 2.0]).type_as(ROW),
     "copy_": lambda: torch.empty(2, device=META).copy_(torch.tensor([1.0, 2.0])),
+    "copy_ by name": lambda: torch.empty(2, device=META).copy_(other=torch.tensor([1.0, 2.0])),
 }
 
 

@@ -413,7 +413,9 @@ def named_in_step(kind: type) -> set[str] | None:
 
 
 def _package(thing: Any) -> str:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0]
+    """Return the package that an object, a class or a module of Python comes from."""
+    home = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
+    return (home or "").partition(".")[0]
 
 
 def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -451,18 +453,11 @@ def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, A
     """Yield the attributes that code names of a module or class of somebody's own: `config.BETA`, `Settings.beta`."""
     is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
     is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
-    if (is_file or is_class) and _package(value if is_class else _Named(value)) not in _FOREIGN:
+    if (is_file or is_class) and _package(value) not in _FOREIGN:
         container = value if is_class else vars(value)
         for key in _names(code).keys() & vars(value).keys():
             if _is_number(vars(value)[key]) or isinstance(vars(value)[key], dict | list):
                 yield f"{name}.{key}", container, key
-
-
-class _Named:
-    """A module of Python under its own name."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self.__module__ = module.__name__
 
 
 @functools.cache

@@ -140,8 +140,9 @@ class _Copies(TorchFunctionMode):
             named = (*args[1:], *given.values())
             if func is _Tensor.cuda or any(map(self._is_target, named)):
                 return func(self._bring(args[0]), *args[1:], **given)
-        elif func is _Tensor.copy_ and self._is_here(args[0]) and _is_on_host(args[1]):
-            args = (args[0], self._bring(args[1]), *args[2:])
+        elif func is _Tensor.copy_ and self._is_here(args[0]):
+            args = tuple(self._bring(each) if _is_on_host(each) else each for each in args)
+            given = {k: self._bring(v) if _is_on_host(v) else v for k, v in given.items()}
         elif func in (_Tensor.__getitem__, _Tensor.__setitem__) and self._is_here(args[0]):
             value = [self._brought(each) for each in args[2:]]
             args = (args[0], self._brought_index(args[1]), *value)
