@@ -306,6 +306,8 @@ def test_a_loader_that_raises_in_the_middle_keeps_its_error(path):
 def test_wrong_arguments_are_named(path):
     with pytest.raises(InputError, match="there is no training setting 'epoch'"):
         make_trainer(path, epoch=3)
+    with pytest.raises(InputError, match=r"(?s)'output_dir'.*Try: run_dir='"):
+        make_trainer(path, output_dir="runs/a")
     with pytest.raises(InputError, match="precision is 'fp8'"):
         make_trainer(path, precision="fp8")
     with pytest.raises(

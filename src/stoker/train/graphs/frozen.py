@@ -52,6 +52,26 @@ _LENGTH, _ITEM, _DRAWN, _BYTES = object(), object(), object(), object()
 _DEPTH, _MOST_BYTES = 3, 4096
 """Levels of containers that are looked into, and the largest array that is compared at every replay."""
 _HOST = torch.device("cpu")
+_CLEAR = frozenset(
+    {
+        *(
+            bool,
+            int,
+            float,
+            str,
+            bytes,
+            NoneType,
+            dict,
+            list,
+            tuple,
+            deque,
+            np.ndarray,
+            torch.Tensor,
+        ),
+        *(torch.nn.Parameter, FunctionType, MethodType, ModuleType),
+    }
+)
+"""Types whose objects can be asked what they are."""
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
     {
@@ -207,6 +227,8 @@ class HostNumbers:
 
     def _take(self, name: str, container: Any, key: Any, depth: int = _DEPTH) -> None:
         value = read_place(container, key)
+        if is_opaque(value):
+            return
         if _is_number(value):
             self._found[id(container), key] = (name, container, key)
         elif isinstance(value, np.ndarray):
@@ -236,13 +258,12 @@ class HostNumbers:
         """Return the name of one that has another value than at first, or None."""
         try:
             is_same = all(get(container) == then for container, get, then in self._groups)
-        except (KeyError, IndexError):  # it is gone
+            is_same = is_same and all(
+                read_place(container, key) == then for container, key, then in self._rest
+            )
+        except Exception:  # noqa: BLE001 (gone, or something else now that compares in its own way)
             is_same = False
-        if is_same and all(
-            read_place(container, key) == then for container, key, then in self._rest
-        ):
-            return None
-        return self.name_difference(self.values(), self._values)
+        return None if is_same else self.name_difference(self.values(), self._values)
 
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
         """Return the name of the first that differs between two results of `values`, or None."""
@@ -255,7 +276,7 @@ class HostNumbers:
 
     def _name_differences(self, some: list[Any], others: list[Any]) -> Iterator[str]:
         for (name, _, _), one, other in zip(self._places, some, others, strict=True):
-            if one is not other and one != other:
+            if one is not other and not _equals(one, other):
                 yield name
 
     def put_back(self) -> None:
@@ -280,6 +301,14 @@ class HostNumbers:
                 container.cell_contents = value
             elif read_place(container, key) is not value:
                 container[key] = value
+
+
+def _equals(one: Any, other: Any) -> bool:
+    """Whether two values are equal; an array of several numbers equals no number."""
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 (the comparison of somebody's own class)
+        return False
 
 
 class _Entries(tuple[Any, ...]):
@@ -357,6 +386,22 @@ def read_place(container: Any, key: Any) -> Any:
         return None
 
 
+def is_opaque(value: Any) -> bool:
+    """Whether an object cannot be asked what it is: a weak proxy of something gone, one that loads itself and fails.
+
+    A step that names it may still be captured. What it hides is not followed.
+    """
+    if type(value) in _CLEAR:
+        return False
+    try:
+        isinstance(value, Mapping)  # asks for its `__class__`
+        for name in ("__dict__", "__self__", "__func__", "func", "__module__"):
+            getattr(value, name, None)
+    except Exception:  # noqa: BLE001 (somebody's own code may raise anything)
+        return True
+    return False
+
+
 def slots_of(value: Any) -> list[str]:
     """Return the attributes of an object of somebody's own that has slots instead of a dict."""
     kind = type(value)
@@ -423,6 +468,12 @@ def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
 
     They are of its closure, globals, defaults and attributes; of a `functools.partial` also the arguments.
     """
+    for place in _variables_around(function):
+        if not is_opaque(read_place(*place[1:])):
+            yield place
+
+
+def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(function, functools.partial):
         yield from (("an argument", function.args, place) for place in range(len(function.args)))
         yield from ((name, function.keywords, name) for name in function.keywords)
@@ -451,6 +502,8 @@ def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any, Any]]:
     """Yield the attributes that code names of a module or class of somebody's own: `config.BETA`, `Settings.beta`."""
+    if is_opaque(value):
+        return
     is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
     is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
     if (is_file or is_class) and _package(value) not in _FOREIGN:

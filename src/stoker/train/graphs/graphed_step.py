@@ -338,10 +338,14 @@ class GraphedStep:
             )
             for each in state.optimizers
         ]
-        modules, code = state.changed_modules(), state.code()
-        self._numbers = HostNumbers(modules, code, state.device)
-        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
-        before, watched = held.values(), WatchedTensors(modules, code)
+        try:
+            modules, code = state.changed_modules(), state.code()
+            self._numbers = HostNumbers(modules, code, state.device)
+            held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
+            before, watched = held.values(), WatchedTensors(modules, code)
+        except Exception as error:  # noqa: BLE001 (somebody's own objects are asked for what they hold)
+            self._refusal = f"what the step names cannot be examined ({describe_failure(error)})"
+            return self._refusal
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         self._refusal, handled = "", sys.exception()
         constants = (

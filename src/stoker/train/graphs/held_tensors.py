@@ -9,22 +9,23 @@ replay for every tensor that is watched; the rest at a capture.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import is_, itemgetter
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from stoker.train.batches import iterate_tensors
 from stoker.train.graphs.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
     attributes_read,
+    is_opaque,
     is_plain_object,
     named_in_step,
     names_in,
@@ -54,7 +55,8 @@ class HeldTensors:
         code: dict[int, Any] = {}
         for module in (inner for root in modules for inner in root.modules()):
             for name in vars(module).keys() - MODULE_TABLES:
-                self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
+                if not is_opaque(vars(module)[name]):
+                    self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
             code[id(type(module).forward)] = type(module).forward
         code |= {id(function): function for function in functions}
         for function in code.values():
@@ -224,6 +226,8 @@ def put_in(container: Any, key: Any, value: Any) -> None:
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
+    if is_opaque(value):
+        return
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, torch.nn.Module):
@@ -252,8 +256,8 @@ def containers_around(
     found: dict[int, tuple[str, Any]] = {}
 
     def look(name: str, value: Any, depth: int = 0, in_object: bool = False) -> None:
-        if isinstance(value, torch.optim.Optimizer):
-            return  # what it keeps is known
+        if is_opaque(value) or isinstance(value, torch.optim.Optimizer):  # what that keeps is known
+            return
         if not in_object and is_plain_object(value, may_be_called=True):
             value, in_object = vars(value), True
         is_container = isinstance(value, dict | list | deque) and len(value) <= MOST_COMPARED
@@ -287,14 +291,32 @@ def holds_tensors(value: Any) -> bool:
 
 def hides_tensors(value: Any) -> bool:
     """Whether tensors are in an object, where a replay cannot put others."""
-    return bool({*map(id, _tensors_anywhere(value))} - {*map(id, iterate_tensors(value))})
+    return bool({*map(id, _tensors_anywhere(value))} - {*map(id, _nested_tensors(value))})
 
 
 def _tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers and objects, torch's own among them, such as a distribution."""
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | type):
+    if is_opaque(value) or isinstance(
+        value, torch.nn.Module | torch.optim.Optimizer | type | ModuleType
+    ):
         return
     yield from tensors_in(value)
-    yield from iterate_tensors(value)
+    yield from _nested_tensors(value)
     if not isinstance(value, torch.Tensor) and not is_plain_object(value, may_be_called=True):
-        yield from iterate_tensors(list(getattr(value, "__dict__", {}).values()))
+        yield from _nested_tensors(list(getattr(value, "__dict__", {}).values()))
+
+
+def _nested_tensors(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nested value; a container that holds itself is entered once."""
+    if is_opaque(value) or id(value) in around:
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        # What somebody's own mapping raises, of a file that is closed say, is its own affair.
+        with contextlib.suppress(Exception):
+            inner = list(value.values())
+    for item in inner:
+        yield from _nested_tensors(item, (*around, id(value)))

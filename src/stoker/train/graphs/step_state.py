@@ -18,6 +18,7 @@ import torch
 from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.graphs.frozen import (
     HostNumbers,
+    is_opaque,
     is_plain_object,
     is_torchs_own,
     with_helpers,
@@ -276,10 +277,9 @@ def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]
             look(value, depth + 1)
 
     def look(value: Any, depth: int) -> None:
-        if (
-            isinstance(value, torch.Tensor | str | bool | int | float | type(None))
-            or depth > _DEPTH
-        ):
+        if depth > _DEPTH or is_opaque(value):
+            return
+        if isinstance(value, torch.Tensor | str | bool | int | float | type(None)):
             return
         if isinstance(value, torch.optim.Optimizer):
             keep(value.state, dict(value.state), depth)
@@ -449,10 +449,11 @@ def used_objects(*functions: Any) -> list[Any]:
             used = inspect.getclosurevars(inner)
             values += [*used.nonlocals.values(), *used.globals.values()]
             values += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+        values = [value for value in values if not is_opaque(value)]
         owners = [getattr(value, "__self__", None) for value in values]  # of bound methods
         values += [
             *owners,
             *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
         ]
-        found.update((id(value), value) for value in values)
+        found.update((id(value), value) for value in values if not is_opaque(value))
     return list(found.values())
