@@ -64,6 +64,13 @@ class Closed(Mapping):
         return 3
 
 
+class Box:
+    """Holds what it is given."""
+
+    def __init__(self, odd):
+        self.odd = odd
+
+
 def dict_of_itself():
     made = {}
     made["me"] = made
@@ -101,7 +108,7 @@ def weights_of_plain_steps(device, count, scale=lambda number: 1.0):
 
 
 @pytest.mark.parametrize("make", ODD)
-@pytest.mark.parametrize("where", ["global", "closure", "attribute", "argument"])
+@pytest.mark.parametrize("where", ["global", "closure", "attribute", "argument", "dict", "object"])
 def test_a_step_beside_an_odd_object_is_captured(device, make, where, monkeypatch):
     model, optimizer = parts(device)
     odd = make()
@@ -124,9 +131,19 @@ def test_a_step_beside_an_odd_object_is_captured(device, make, where, monkeypatc
     def with_argument(batch, _=odd):
         return train(batch)
 
-    step = {"global": with_global, "closure": with_closure, "argument": with_argument}.get(
-        where, train
-    )
+    settings, box = {"odd": odd, "list": [odd]}, Box(odd)
+
+    def with_dict(batch):
+        _ = settings["odd"]
+        return train(batch)
+
+    def with_object(batch):
+        _ = box.odd
+        return train(batch)
+
+    steps = {"global": with_global, "closure": with_closure, "argument": with_argument}
+    steps |= {"dict": with_dict, "object": with_object}
+    step = steps.get(where, train)
     monkeypatch.setitem(globals(), "AROUND", odd)
     if where == "attribute":
         vars(model)["odd"] = odd
@@ -178,6 +195,29 @@ def test_a_number_may_become_an_array(device, new):
             settings["scale"] = new
         captured(torch.ones(3, 4, device=device))
     expected = weights_of_plain_steps(device, 16, lambda number: 1.0 if number < 8 else 2.0)
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def test_data_that_a_step_names_is_not_compared_at_every_replay(device):
+    model, optimizer = parts(device)
+    table = [[*range(100)] for _ in range(100)]
+    settings = {"table": table, "scale": 1.0}
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = model(batch * settings["scale"] + 0 * len(table)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    captured = stoker.capture(step, model=model, optimizer=optimizer, say=lambda _: None)
+    for number in range(20):
+        if number == 8:
+            assert captured.is_captured, captured.reason
+            assert len(captured._graphs[0]._numbers.values()) < 1200  # of 10,000
+            settings["scale"] = 2.0  # beside the data
+        captured(torch.ones(3, 4, device=device))
+    expected = weights_of_plain_steps(device, 20, lambda number: 1.0 if number < 8 else 2.0)
     torch.testing.assert_close(model.weight.detach(), expected)
 
 

@@ -44,6 +44,7 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 MOST_COMPARED = 1000
+"""Entries of containers that are looked at from one variable or attribute on; what holds more is data, no setting."""
 _MOST_HELPERS = 200
 _BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
 _LIBRARY = sysconfig.get_path("stdlib")
@@ -164,6 +165,7 @@ class HostNumbers:
         device: torch.device | None = None,
     ) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
+        self._left = MOST_COMPARED
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._called: set[int] = set()
         self._named: frozenset[str] = frozenset()
@@ -214,7 +216,15 @@ class HostNumbers:
                 self._take(f"{variable} of {name}" if name else variable, container, key)
 
     def _look_into(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
-        self._look(name, vars(owner), depth, attributes_read(owner, self._named))
+        if self._may_look(vars(owner)):
+            self._look(name, vars(owner), depth, attributes_read(owner, self._named))
+
+    def _may_look(self, container: Any) -> bool:
+        """Whether so many entries may still be looked at; they are then counted."""
+        if len(container) > self._left:
+            return False
+        self._left -= len(container)
+        return True
 
     def _look(
         self, name: str, container: Any, depth: int = _DEPTH, only: Collection[str] | None = None
@@ -229,6 +239,8 @@ class HostNumbers:
         value = read_place(container, key)
         if is_opaque(value):
             return
+        if depth == _DEPTH:
+            self._left = MOST_COMPARED
         if _is_number(value):
             self._found[id(container), key] = (name, container, key)
         elif isinstance(value, np.ndarray):
@@ -243,7 +255,8 @@ class HostNumbers:
                 return
             what = "entries" if isinstance(value, deque) else "length"
             self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
-            self._look(name, value, depth - 1)
+            if self._may_look(value):
+                self._look(name, value, depth - 1)
         elif depth and is_plain_object(value):
             self._look_into(name, value, depth - 1)
         elif depth and is_plain_object(value, may_be_called=True) and id(value) not in self._called:
@@ -597,6 +610,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
                 enter(read_place(container, name), names)
 
     def enter(value: Any, names: Mapping[str, None], depth: int = 0) -> None:
+        if is_opaque(value):
+            return
         if isinstance(value, FunctionType | MethodType | functools.partial):
             function = getattr(value, "func", value)
             if _is_own(getattr(function, "__func__", function)):
