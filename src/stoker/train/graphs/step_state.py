@@ -29,6 +29,7 @@ from stoker.train.graphs.held_tensors import (
     holds_tensors,
     tensors_in,
 )
+from stoker.train.graphs.structure import HOOKS, PARAMETER_HOOKS, STEP_HOOKS
 from stoker.train.ranks import Ranks
 
 _OF_TORCH = frozenset(
@@ -39,8 +40,6 @@ _OF_TORCH = frozenset(
     }
 )
 """Attributes that torch and its schedulers give an optimizer."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _DEPTH = 6
 _Kept = tuple[Any, Any, frozenset[str]]
 """A dict or a list, a shallow copy of it, and keys of it that are left alone."""
@@ -109,18 +108,18 @@ class StepState:
 
         With the functions of somebody's own that these and forward passes call.
         """
-        owners: list[tuple[Any, tuple[str, ...]]] = [(one, _STEP_HOOKS) for one in self.optimizers]
+        owners: list[tuple[Any, tuple[str, ...]]] = [(one, STEP_HOOKS) for one in self.optimizers]
         for module in (inner for root in self.modules for inner in root.modules()):
-            owners.append((module, _HOOKS))
+            owners.append((module, HOOKS))
             own = module._parameters.values()
-            owners += [(p, ("_backward_hooks", "_post_accumulate_grad_hooks")) for p in own]
+            owners += [(p, PARAMETER_HOOKS) for p in own]
         tables = (getattr(owner, name, None) for owner, names in owners for name in names)
         hooks = (hook for table in tables if table for hook in table.values())
         return with_helpers(self.modules, [*self.functions, *hooks])
 
     def changed_modules(self) -> list[torch.nn.Module]:
         """Return the modules, and those that hooks of the optimizers use, such as a moving average of the weights."""
-        tables = (getattr(one, name, None) for one in self.optimizers for name in _STEP_HOOKS)
+        tables = (getattr(one, name, None) for one in self.optimizers for name in STEP_HOOKS)
         hooks = [hook for table in tables if table for hook in table.values()]
         known = {id(inner) for root in self.modules for inner in root.modules()} if hooks else set()
         others = (one for one in used_objects(*hooks) if isinstance(one, torch.nn.Module))
