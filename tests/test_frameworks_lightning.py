@@ -353,7 +353,7 @@ def test_the_doctor_finds_a_loader_that_is_slow(tmp_path):
     assert any(found.name in line and "×" in line for line in lines)
     assert json.loads((tmp_path / "doctor.json").read_text())["findings"][0]["name"] == found.name
     assert DataLoader.__iter__ is torch_next, "the probe is taken out again"
-    for _ in range(200):
+    for _ in range(6000):
         left = [
             one.name
             for one in threading.enumerate()

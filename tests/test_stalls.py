@@ -101,13 +101,17 @@ def test_forked_children_have_no_watch_and_no_reads_of_their_parents(told):
 
 def test_warnings_as_errors_do_not_end_the_watch_and_the_process_ends_well():
     code = """
-import sys, time, warnings
+import sys, threading, time, warnings
 from stoker import stalls
 stalls.WAIT_SECONDS = 0.1
-warnings.showwarning = lambda message, *_: print(message, flush=True)
+told = threading.Event()
+def show(message, *_):
+    print(message, flush=True)
+    told.set()
+warnings.showwarning = show
 stalls.start_watch()
 with stalls.Waiting("a.h5"):
-    time.sleep(0.5)
+    told.wait(40)
 warnings.simplefilter("error")
 with stalls.Waiting("b.h5"):
     time.sleep(0.5)
