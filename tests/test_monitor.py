@@ -675,7 +675,7 @@ def test_it_ends_cleanly_when_told_to(tmp_path, number, code):
     try:
         wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 3, 30)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == code, err
@@ -707,7 +707,7 @@ def test_a_terminal_gets_a_table_that_is_drawn_again(tmp_path):
     try:
         wait_for(lambda: b"".join(seen).count(b"samples/s") >= 3 or process.poll() is not None, 60)
         process.send_signal(signal.SIGTERM)
-        code = process.wait(30)
+        code = process.wait(200)
     finally:
         process.kill()
         process.wait()

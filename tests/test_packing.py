@@ -156,7 +156,7 @@ def test_a_killed_pack_resumes_where_it_was(numbers, tmp_path, sign):
     while len(built(numbers)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(sign)
-    process.wait(30)
+    process.wait(200)
     assert not out.exists()
     source = NumbersSource(numbers, parts=4)
     pack(source, out, PackOptions(jobs=1))

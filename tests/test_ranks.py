@@ -610,7 +610,7 @@ def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_pat
         wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
         wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(200) == 0, log.read_text()
     finally:
         process.close()
     told = log.read_text()
