@@ -192,6 +192,7 @@ def test_a_part_that_was_not_given_is_named(rows):
         trainer().validate(Judged(), datamodule=data)
 
 
+@pytest.mark.slow  # each imports Lightning; Accelerate's two processes are in `make test`
 def test_two_processes_share_the_epoch_and_resume_from_what_the_first_has_saved(rows, tmp_path):
     ranks = run_ranks("lightning", rows, tmp_path)
     whole = [rank["whole"] for rank in ranks]

@@ -80,7 +80,7 @@ except main._EndedBySignal as ended:
     [
         ("command", signal.SIGKILL, False),
         pytest.param("command", signal.SIGKILL, True, marks=pytest.mark.slow),
-        ("command", signal.SIGTERM, False),
+        pytest.param("command", signal.SIGTERM, False, marks=pytest.mark.slow),
         pytest.param("command", signal.SIGHUP, False, marks=pytest.mark.slow),
         ("command", signal.SIGINT, True),
         ("script", signal.SIGKILL, False),
