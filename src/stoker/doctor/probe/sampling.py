@@ -13,11 +13,11 @@ A sample of the training thread tells whether it is inside the model, its backwa
 call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save`), or between them: "data" if a frame
 looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
 DataLoader brings is accounted for as well. Samples of a step that takes much longer than usual are counted apart, and
-also taken in windows in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
+also taken in stretches in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
 
 Python code that never waits gives its lock away every 5 ms only, so that code which runs for less would never be seen,
 and what waits would be seen too often. While it looks, the thread therefore asks for the lock after 0.2 ms; between the
-windows in which it looks, and in a forked child, the interval is the script's own.
+stretches in which it looks, and in a forked child, the interval is the script's own.
 
 The thread is a daemon and only reads other threads' frames. A failure becomes a note. It ends with the process;
 after a fork the child starts its own.
