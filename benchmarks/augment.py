@@ -267,9 +267,11 @@ def epochs(work: Work, count: int, repeats: int) -> dict:
     Ratios are to the faster of the two ways to do it.
     """
     device, size = work.device, work.size
-    dice = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (count, 3, *size), dtype=torch.uint8, generator=dice).to(device)
-    masks = torch.randint(0, 19, (count, *size), generator=dice).to(device)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, 3, *size), dtype=torch.uint8, generator=generator).to(
+        device
+    )
+    masks = torch.randint(0, 19, (count, *size), generator=generator).to(device)
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     work = replace(work, input_dtype=torch.uint8, output_dtype=half, contrast=True, mask=True)
     ways = {

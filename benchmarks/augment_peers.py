@@ -71,8 +71,8 @@ class Work:
     def make_inputs(self, count: int) -> list[Inputs]:
         """Return `count` different batches on the device, the same ones every time."""
         place = self.device
-        dice = torch.Generator(place).manual_seed(0)
-        shared: dict[str, Any] = {"device": place, "generator": dice}
+        generator = torch.Generator(place).manual_seed(0)
+        shared: dict[str, Any] = {"device": place, "generator": generator}
         made = []
         for _ in range(count):
             pixels = torch.randint(0, 256, (self.batch, 3, *self.size), dtype=torch.uint8, **shared)

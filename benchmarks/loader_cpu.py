@@ -42,7 +42,7 @@ def write_file(path: Path, rows: int) -> None:
 
 
 def document_epoch(path: Path, batch: int, chunk_rows: int, use=len) -> float:
-    """S0's loader with its bugs mended as little as needed to run here: slice, copy, cut."""
+    """The published loader with its bugs mended as little as needed to run here: slice, copy, cut."""
     seen = 0.0
     with h5py.File(path) as file:
         total = len(file["features"])
@@ -121,18 +121,18 @@ def main() -> None:
         write_file(path, args.rows)
         chunk_gib = args.rows * STEPS * FEATURES * 4 / 4 / 2**30
         chunk_rows = args.rows // 4
-        door = ChunkDataLoader(path, 128, chunk_size_gb=chunk_gib, device="cpu")
+        chunk_loader = ChunkDataLoader(path, 128, chunk_size_gb=chunk_gib, device="cpu")
         whole = ChunkDataLoader(path, 128, chunk_size_gb=64, device="cpu")
         times = in_turn(
             {
                 "document": lambda: document_epoch(path, 128, chunk_rows),
-                "chunk_data_loader": lambda: sum(len(features) for features, _ in door),
+                "chunk_data_loader": lambda: sum(len(features) for features, _ in chunk_loader),
                 "read_once": lambda: read_once(path),
                 "read_once_two_threads": lambda: read_once(path, 2),
                 "document_one_chunk": lambda: document_epoch(path, 128, args.rows),
                 "chunk_data_loader_one_chunk": lambda: sum(len(features) for features, _ in whole),
                 "document_summed": lambda: document_epoch(path, 128, chunk_rows, use=torch.sum),
-                "chunk_data_loader_summed": lambda: sum(float(x.sum()) for x, _ in door),
+                "chunk_data_loader_summed": lambda: sum(float(x.sum()) for x, _ in chunk_loader),
             },
             args.rounds,
         )

@@ -1,4 +1,4 @@
-"""S1 at full size: `stoker pack massspec` on 300,000 molecules, then random reads of spectra.
+"""Mass spectra at full size: `stoker pack massspec` on 300,000 molecules, then random reads of spectra.
 
     python benchmarks/massspec.py [--molecules 300000] [--jobs 2] [--keep FOLDER]
 
@@ -44,7 +44,7 @@ DOCUMENT_ROWS = 300_000
 PEER_ROWS = 20_000
 READS = 10_000
 
-# S1 and the house budget: what this run is judged by.
+# The published figures and our own budget: what this run is judged by.
 TARGETS = {
     "pack_seconds": 360,
     "peak_rss_mb": 1000,

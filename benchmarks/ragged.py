@@ -2,8 +2,8 @@
 
     python benchmarks/ragged.py [--molecules 300000] [--workers 8]
 
-Peers build each graph when it is asked for, in torch's DataLoader: from the MOL block with RDKit (what
-S1's lazy dataset does), and from the packed words with numpy. Needs rdkit and the MassBank sample.
+Peers build each graph when it is asked for, in torch's DataLoader: from the MOL block with RDKit (as a
+lazy dataset does), and from the packed words with numpy. Needs rdkit and the MassBank sample.
 """
 
 from __future__ import annotations

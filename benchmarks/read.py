@@ -88,7 +88,7 @@ def main() -> None:
 def random_rows(folder: Path, values: np.ndarray, store: object) -> dict[str, float]:
     """Time one random row in each layout."""
     layouts = {
-        "h5py, default chunks, gzip 4 (S1)": {"compression": "gzip", "compression_opts": 4},
+        "h5py, default chunks, gzip 4": {"compression": "gzip", "compression_opts": 4},
         "h5py, chunk of one row, gzip 4": {"compression": "gzip", "chunks": (1, 501)},
         "h5py, contiguous": {},
     }

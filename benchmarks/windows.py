@@ -106,7 +106,7 @@ class Materialised(torch.utils.data.Dataset):
 def document_chunks(
     path: Path, names: list[str], device: torch.device, count: int
 ) -> Iterable[dict]:
-    """S0's recipe: one big h5py slice, pin, copy, slice on the device."""
+    """The published chunk loader: one big h5py slice, pin, copy, slice on the device."""
     with h5py.File(path) as file:
         whole = {}
         for name in [*names, "targets"]:

@@ -157,7 +157,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
             {
                 "h5py, default chunks": (
                     "random_row_microseconds",
-                    "h5py, default chunks, gzip 4 (S1)",
+                    "h5py, default chunks, gzip 4",
                 ),
                 "h5py, chunk of one row": (
                     "random_row_microseconds",

@@ -164,5 +164,6 @@ def test_the_public_names_are_pinned():
     ]
     names = set(stoker.__all__) | set(stoker._HOMES)
     assert names <= set(dir(stoker))
+    assert not {"Any", "TYPE_CHECKING", "importlib"} & set(dir(stoker))
     for name in names:
         assert getattr(stoker, name) is not None

@@ -487,10 +487,10 @@ def test_predictions_are_also_in_samples_per_second():
 
 
 def test_without_workers_times_add_with_workers_the_slower_one_counts():
-    assert Pace(0.02, 0.01, lanes=0).step == pytest.approx(0.03)
-    assert Pace(0.02, 0.01, lanes=1).step == pytest.approx(0.02)
-    assert Pace(0.02, 0.01, lanes=4).step == pytest.approx(0.01)
-    assert Pace(0.02, 0.01, lanes=4, hand_over=0.002).step == pytest.approx(0.012)
+    assert Pace(0.02, 0.01, active_workers=0).step == pytest.approx(0.03)
+    assert Pace(0.02, 0.01, active_workers=1).step == pytest.approx(0.02)
+    assert Pace(0.02, 0.01, active_workers=4).step == pytest.approx(0.01)
+    assert Pace(0.02, 0.01, active_workers=4, hand_over=0.002).step == pytest.approx(0.012)
     assert Pace(0.0, 0.01, device_busy=0.008).saving(0.009).step == pytest.approx(0.008)
 
 

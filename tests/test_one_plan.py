@@ -20,8 +20,10 @@ from stoker.plan import Plan, make_plan
 from stoker.plan.facts import even_chunks
 from stoker.recipes.run import open_run, run_recipe
 from stoker.store.fields import Dense, FieldData
+from stoker.tune.trial import Effort, JobBench
 from stoker.units import GIB
 from store_makers import simple_shard, write_store
+from test_recipe_tabular import class_table
 
 ROW_BYTES = 4 * (6 + 2)
 
@@ -153,3 +155,49 @@ def test_train_its_log_and_its_loader_have_one_plan(tmp_path):
     logged = next(line["values"] for line in lines if line["event"] == "plan")
     names = ("tier", "chunk_rows", "num_slots", "slot_bytes")
     assert [logged[name] for name in names] == [getattr(expected, name) for name in names]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A table whose first 160 rows of 200 are for training, and these rows as a store of their own."""
+    folder = tmp_path_factory.mktemp("five")
+    fields = class_table(200)
+    split = Dense(np.repeat(np.arange(3, dtype="u1"), [160, 20, 20]))
+    first = {name: Dense(field.values[:160]) for name, field in fields.items()}
+    with write_store(folder / "store", [{**fields, "split": split}]) as store:
+        path = store.path
+    with write_store(folder / "alone", [first]) as alone:
+        return path, alone.path, 160
+
+
+@pytest.mark.usefixtures("one_thread")
+@settings(max_examples=4)
+@given(share=st.floats(0.3, 1.2), batch=st.integers(1, 48))
+def test_five_ways_in_have_one_plan(table, tmp_path_factory, share, batch):
+    """`Loader`, `ChunkDataLoader`, `stoker train`, `stoker tune` and the run log, for one budget and batch."""
+    path, alone, num_samples = table
+    with Loader(alone, batch, "cpu") as whole:
+        size_gb = share * whole.device_bytes / GIB
+    folder = tmp_path_factory.mktemp("run")
+    given = [
+        f"data.chunk_size_gb={size_gb!r}",
+        f"training.batch_size={batch}",
+        "training.max_steps=1",
+    ]
+    made = settings_for("tabular", path, folder / "run", *given)
+    with Loader(alone, batch, "cpu", data_bytes=int(size_gb * GIB)) as loader:
+        expected = layout(loader)
+        plan = loader.plan
+    assert expected == planned(plan, num_samples)
+    with ChunkDataLoader(alone, batch, size_gb, "cpu", shuffle=True) as chunks:
+        assert layout(chunks._loader) == expected
+    with open_run(made, device="cpu") as run:
+        with run.make_train_loader() as loader:
+            assert layout(loader) == expected
+        tried = JobBench(run, Effort(0.02, 2)).measure(made)
+    assert (tried.tier, tried.device_data_bytes) == (expected[0], expected[2])
+    run_recipe(made, device="cpu")
+    lines = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text().splitlines()]
+    logged = next(line["values"] for line in lines if line["event"] == "plan")
+    names = ("tier", "chunk_rows", "num_slots", "slot_bytes")
+    assert [logged[name] for name in names] == [getattr(plan, name) for name in names]

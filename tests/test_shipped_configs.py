@@ -131,6 +131,8 @@ def test_init_writes_a_complete_config_that_trains_as_it_is(
         assert name in drawn or whole.plain[name] == value
     # Every option is there, or the key that says it.
     names = set(re.findall(r"^ *#?(\w+):", text, re.M))
+    # Its comments are complete: they send nobody to a name of the source, nor to a document.
+    assert not re.search(r"[Ss]ee `|\bS[0-4]\b|the documents?\b", text)
     assert {entry.name for entry in fields(plain.recipe.Options)} <= names
     with pytest.raises(StokerError, match="exists"):
         app(["config", "init", recipe, "my.yaml"], standalone_mode=False)

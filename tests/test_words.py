@@ -17,6 +17,8 @@ RETIRED = re.compile(
     re.IGNORECASE,
 )
 ALLOWED = {("train/update.py", "rung")}  # a field of run logs that exist
+CODES = re.compile(r"\bS[0-4](?:-\d+)?\b(?!,? (?:or|bucket))")
+ROOT = PACKAGE.parent.parent
 MODULES = {
     "loader": {"rest", "takes"},
     "augment": {"dice"},
@@ -42,6 +44,27 @@ def test_no_retired_word_is_in_the_source():
         if words := retired_words(name, path.read_text(encoding="utf-8")):
             found[name] = words
     assert found == {}
+
+
+def test_no_retired_word_is_in_the_benchmarks_and_the_notes_for_contributors():
+    paths = [ROOT / "CONTRIBUTING.md", *(ROOT / "benchmarks").rglob("*.py")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in paths}
+    assert {
+        name: words for name, text in texts.items() if (words := retired_words(name, text))
+    } == {}
+
+
+def test_codes_of_the_documents_stand_in_their_room_and_on_their_page_only():
+    found = {}
+    folders = [PACKAGE, *(ROOT / name for name in ("benchmarks", "docs", "docs_build", "examples"))]
+    for path in (path for folder in folders for path in folder.rglob("*.*")):
+        ours = path.suffix in {".py", ".md", ".yaml"} and "compat" not in path.parts
+        if not ours or path.name == "documents.md":
+            continue
+        if codes := CODES.findall(path.read_text(encoding="utf-8")):
+            found[path.relative_to(ROOT).as_posix()] = codes
+    assert found == {}
+    assert CODES.findall("as S4 did (S0-12), on S3 or anything") == ["S4", "S0-12"]
 
 
 def test_the_rule_can_fail():

@@ -85,7 +85,8 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return every public name: those that are loaded on demand too."""
-    return sorted({*globals(), *_HOMES})
+    hidden = {"Any", "TYPE_CHECKING", "annotations", "importlib"}
+    return sorted({*globals(), *_HOMES} - hidden)
 
 
 def __getattr__(name: str) -> Any:

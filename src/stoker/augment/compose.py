@@ -259,17 +259,17 @@ class Compose(Positioned):
                     "compose.draw(32, (224, 224), 3, images.device)",
                 )
         known = isinstance(device, torch.device) and device in self._position
-        place = torch.device(device) if known else _placed(device)
+        target = torch.device(device) if known else _placed(device)
         sides = tuple(size) if isinstance(size, Sequence) else size
-        plan = self._plan(check_size("size", sides), channels, place)
-        backend = self._pick(place, torch.uint8, plan.program)
+        plan = self._plan(check_size("size", sides), channels, target)
+        backend = self._pick(target, torch.uint8, plan.program)
         staged = None
         if plan.num_staged:
             shape = (batch * num_batches, plan.num_staged, 8)
-            staged = torch.empty(shape, dtype=torch.float32, device=place)
+            staged = torch.empty(shape, dtype=torch.float32, device=target)
         with self._position.take_lock():
-            ids = self._check_ids(ids, batch * num_batches, place) if self.needs_ids else None
-            counter = self._position.on(place)
+            ids = self._check_ids(ids, batch * num_batches, target) if self.needs_ids else None
+            counter = self._position.on(target)
             table = backend.draw(plan.tape, counter, batch, num_batches, ids=ids, staged=staged)
         return Params(table, plan.program, plan.parts, staged)
 
@@ -544,8 +544,8 @@ def choose_backend(
 def _placed(device: torch.device | str) -> torch.device:
     """Return the device as tensors name it ("cuda" is the current GPU), if tensors can be there."""
     try:
-        place = torch.empty(0, device=torch.device(device)).device
-        if place.type == "meta":
+        made = torch.empty(0, device=torch.device(device)).device
+        if made.type == "meta":
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, TypeError, AssertionError) as error:  # torch has one for each way to fail
         raise InputError(
@@ -553,7 +553,7 @@ def _placed(device: torch.device | str) -> torch.device:
             "a device that torch can use here",
             "images.device",
         ) from error
-    return place
+    return made
 
 
 def _check_params(params: object) -> None:

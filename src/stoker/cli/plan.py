@@ -54,7 +54,7 @@ def plan(
         ranks_per_host: Processes with a GPU each that share this machine's RAM.
         optimizer: sgd, momentum, rmsprop, adagrad, adam, adamw.
         share: Most of the memory that data may take; 60% is the fallback.
-        table: Print the documents' table and counts, computed.
+        table: Print the published table of chunk and batch sizes by card, computed.
     """
     if store is None and not table:
         raise InputError(

@@ -72,19 +72,19 @@ def find_max_batch_size(
         InputError: Not even one sample fits, or an argument makes no sense.
     """
     _check(input_shape, max_batch, margin)
-    place = usable_device(device)
-    trials = _Trials(model, place, precision, margin)
+    target = usable_device(device)
+    trials = _Trials(model, target, precision, margin)
     trials.make_inputs = make_inputs or (
-        lambda size: torch.randn((size, *input_shape), device=place)
+        lambda size: torch.randn((size, *input_shape), device=target)
     )
     trials.make_loss = make_loss or default_loss
     trials.optimizer = optimizer
-    with _as_it_was(model, place, optimizer):
+    with _as_it_was(model, target, optimizer):
         best = largest_fitting(max_batch, lambda size: Ranks.current().all_of(trials.fits(size)))
         trials.gauge.release()
     if not best:
         raise InputError(
-            f"one sample of shape {tuple(input_shape)} does not fit on {place} with the model's weights, "
+            f"one sample of shape {tuple(input_shape)} does not fit on {target} with the model's weights, "
             f"gradients and optimizer state, {margin:.0%} left free.",
             "a model whose training step fits",
             "precision='bf16', an optimizer with less state, a smaller model, or a larger device",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from stoker import page
 from stoker.doctor.cases import milliseconds
 from stoker.doctor.findings import Consultation, Finding, Outcome, describe_changes
-from stoker.doctor.gains import Part, split_step, split_work
+from stoker.doctor.gains import StepShare, split_step, split_work
 from stoker.doctor.measurements import Measurements, TimelineSpan
 from stoker.measure.readings import Spread
 from stoker.page import Html
@@ -186,7 +186,7 @@ def _waterfall(measured: Measurements) -> Html:
     )
 
 
-def _waterfall_row(part: Part, left: float, share: float) -> str:
+def _waterfall_row(part: StepShare, left: float, share: float) -> str:
     wide = max(share * 100, _NARROW)
     left = min(left, 100 - wide)
     label = f'{page.escape(part.label)} <span class="quiet">{share:.0%}</span>'

@@ -4,8 +4,8 @@ Enters: `Measurements`. Leaves: a `Pace`, a `Gain` for a changed one, and the pa
 nothing; pure.
 
 Without workers a step loads and then computes: load + compute. With workers both happen side by side and
-the slower one sets the pace: max(load / lanes, compute), where `lanes` is how many loading processes'
-worth of work really ran at once. Where the loader was the slower one, the lanes are calibrated so that
+the slower one sets the pace: max(load / active_workers, compute), where `active_workers` is how many loading processes'
+worth of work really ran at once. Where the loader was the slower one, they are calibrated so that
 the formula gives the step that was measured.
 """
 
@@ -40,28 +40,32 @@ class Pace:
     Attributes:
         load: Seconds that one loading process needs for the batches of one step.
         compute: Seconds of a step without waiting for data.
-        lanes: Loading processes that work at once; 0 if the training process loads.
+        active_workers: Loading processes that work at once; 0 if the training process loads.
         device_busy: Seconds per step in which the device computes; no remedy on the host goes below.
         hand_over: Seconds for which a batch from a worker occupies the training process.
     """
 
     load: float
     compute: float
-    lanes: float = 1.0
+    active_workers: float = 1.0
     device_busy: float = 0.0
     hand_over: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        if self.lanes <= 0:
+        if self.active_workers <= 0:
             return max(self.load + self.compute, self.device_busy)
-        return max(self.load / self.lanes, self.compute + self.hand_over, self.device_busy)
+        return max(self.load / self.active_workers, self.compute + self.hand_over, self.device_busy)
 
-    def loading(self, seconds: float, lanes: float | None = None) -> Pace:
-        """Return the pace if loading costs `seconds` per step, optionally with other lanes."""
+    def loading(self, seconds: float, active_workers: float | None = None) -> Pace:
+        """Return the pace if loading costs `seconds` per step, optionally with other active workers."""
         return replace(
-            self, load=max(0.0, seconds), lanes=self.lanes if lanes is None else max(0.0, lanes)
+            self,
+            load=max(0.0, seconds),
+            active_workers=self.active_workers
+            if active_workers is None
+            else max(0.0, active_workers),
         )
 
     def saving(self, seconds: float) -> Pace:
@@ -83,11 +87,15 @@ def pace_of(measured: Measurements) -> Pace | None:
         else step
     )
     busy = measured.kernels.busy_share * step if measured.kernels else 0.0
-    load, lanes = _loading(measured, step, wait)
+    load, active_workers = _loading(measured, step, wait)
     # If the step is not starved, its waiting is the measured cost of the hand-over.
-    hand_over = hand_over_seconds(measured.loader) if lanes else 0.0
+    hand_over = hand_over_seconds(measured.loader) if active_workers else 0.0
     return Pace(
-        load, compute, lanes, busy, hand_over if is_starved(measured) else wait * bool(lanes)
+        load,
+        compute,
+        active_workers,
+        busy,
+        hand_over if is_starved(measured) else wait * bool(active_workers),
     )
 
 
@@ -141,7 +149,7 @@ def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> fl
 
 
 def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, float]:
-    """Return (seconds of loading per step, lanes)."""
+    """Return (seconds of loading per step, active workers)."""
     loader = measured.loader
     if loader is None:
         return wait, 0.0
@@ -158,8 +166,10 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
     load = load_seconds(loader)
     if load <= 0:
         return (step * loader.workers if is_starved(measured) else 0.0), float(loader.workers)
-    lanes = load / step if is_starved(measured) else max(load / step, float(loader.workers))
-    return load, lanes
+    active_workers = (
+        load / step if is_starved(measured) else max(load / step, float(loader.workers))
+    )
+    return load, active_workers
 
 
 def load_seconds(loader: LoaderFacts) -> float:
@@ -230,7 +240,7 @@ _SMALLEST_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
-class Part:
+class StepShare:
     """A part of the median step.
 
     Attributes:
@@ -244,7 +254,7 @@ class Part:
     kind: str
 
 
-def split_step(measured: Measurements) -> list[Part]:
+def split_step(measured: Measurements) -> list[StepShare]:
     """Return parts that add up to the median step; empty if no step was measured."""
     if measured.step_seconds is None:
         return []
@@ -254,11 +264,11 @@ def split_step(measured: Measurements) -> list[Part]:
     has_backward = any(part.label == "backward pass" for part in known)
     rest = "forward pass, loss and the rest" if has_backward else "the step itself"
     left = step - sum(part.seconds for part in known)
-    parts = [*([Part(rest, left, "compute")] if left > least else []), *known]
+    parts = [*([StepShare(rest, left, "compute")] if left > least else []), *known]
     return sorted(parts, key=lambda part: _ORDER.index(part.kind))
 
 
-def _fitted(parts: list[Part], step: float) -> list[Part]:
+def _fitted(parts: list[StepShare], step: float) -> list[StepShare]:
     """Return the parts scaled to fit into the step: medians of uneven steps can add up to more."""
     waits = sum(part.seconds for part in parts if part.kind == "wait")
     others = sum(part.seconds for part in parts if part.kind != "wait")
@@ -270,31 +280,33 @@ def _fitted(parts: list[Part], step: float) -> list[Part]:
     ]
 
 
-def _known_parts(measured: Measurements) -> list[Part]:
+def _known_parts(measured: Measurements) -> list[StepShare]:
     parts = []
     if measured.wait_seconds is not None:
-        parts.append(Part("waiting for data", measured.wait_seconds.median, "wait"))
+        parts.append(StepShare("waiting for data", measured.wait_seconds.median, "wait"))
     if measured.between_seconds is not None:
-        parts.append(Part("between the model's calls", measured.between_seconds, "load"))
+        parts.append(StepShare("between the model's calls", measured.between_seconds, "load"))
     loader = measured.loader
     if loader is not None and loader.kind == "stoker":
         batches = loader.batches_per_step
         if not measured.captured:  # a replayed step gathers by itself
-            parts.append(Part("gathering the batch", (loader.work.collate or 0) * batches, "load"))
-            parts.append(Part("augmenting it", (loader.work.transform or 0) * batches, "load"))
+            parts.append(
+                StepShare("gathering the batch", (loader.work.collate or 0) * batches, "load")
+            )
+            parts.append(StepShare("augmenting it", (loader.work.transform or 0) * batches, "load"))
     copied = sum(copy.seconds_per_step for copy in measured.copies)
-    parts.append(Part("copies for which the host waits", copied, "host"))
+    parts.append(StepShare("copies for which the host waits", copied, "host"))
     synced = sum(sync.seconds_per_step for sync in measured.syncs)
-    parts.append(Part("fetching values from the step", synced, "host"))
-    parts.append(Part("evaluation", measured.evaluation_seconds, "host"))
+    parts.append(StepShare("fetching values from the step", synced, "host"))
+    parts.append(StepShare("evaluation", measured.evaluation_seconds, "host"))
     calls = [*measured.host_calls, *measured.allocator.empty_cache]
-    parts.append(Part("housekeeping", sum(call.seconds_per_step for call in calls), "host"))
+    parts.append(StepShare("housekeeping", sum(call.seconds_per_step for call in calls), "host"))
     for label, spread in (
         ("backward pass", measured.backward_seconds),
         ("optimizer", measured.optimizer_seconds),
     ):
         if spread is not None:
-            parts.append(Part(label, spread.median, "compute"))
+            parts.append(StepShare(label, spread.median, "compute"))
     return parts
 
 

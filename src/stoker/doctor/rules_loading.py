@@ -86,7 +86,7 @@ def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
     decode = loader.work.decode
     if loader.kind == "stoker" or not decode:
         return None
-    kept = pace.loading(decode * loader.batches_per_step, lanes=case.cores)
+    kept = pace.loading(decode * loader.batches_per_step, active_workers=case.cores)
     times = pace.step / max(kept.step, 1e-9)
     if times < WORTHWHILE:
         return None

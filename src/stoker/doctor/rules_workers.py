@@ -60,10 +60,12 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     compute = max(pace.compute + hand_over_seconds(loader), pace.device_busy)
     # Processes never overlap perfectly: assume half of the loss that the present ones show.
     now = loader.workers * running_share(loader)
-    efficiency = (1 + min(1.0, pace.lanes / now)) / 2 if loader.workers else 0.95
-    lanes = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
-    likely = max(pace.load / (lanes * efficiency), compute, bound)
-    hopeful = max(pace.load / max(lanes, 1.0), pace.compute, pace.device_busy, bound * 0.95)
+    efficiency = (1 + min(1.0, pace.active_workers / now)) / 2 if loader.workers else 0.95
+    active_workers = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
+    likely = max(pace.load / (active_workers * efficiency), compute, bound)
+    hopeful = max(
+        pace.load / max(active_workers, 1.0), pace.compute, pace.device_busy, bound * 0.95
+    )
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 

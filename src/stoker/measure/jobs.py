@@ -138,7 +138,9 @@ def train_over(
     if isinstance(loader, Loader):
         loader.on_iteration = watch.timed
     epochs = max(1, math.ceil(most / max(1, len(loader))))
-    ready = run.with_settings(run.settings.changed({"training.epochs": epochs}))
+    # The watch alone ends it: a run of few steps, or one that may stop early, would leave nothing to time.
+    ends = {"training.epochs": epochs, "training.max_steps": None, "training.patience": 0}
+    ready = run.with_settings(run.settings.changed(ends))
     trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
     trouble = None
     try:

@@ -232,7 +232,7 @@ def _batch_reason(question: Question, tier: Tier, batch: int, top: int) -> str:
     if batch == question.facts.num_samples:
         return "all samples there are"
     if question.gpu is None:
-        return "no GPU to size it by: the documents' recommendation"
+        return "no GPU to size it by: the usual start"
     if batch == _SMALLEST_BATCH:
         return "the smallest that is chosen without being asked for"
     return f"{BATCH_PER_GB} per GiB of free GPU memory, in steps of 32"

@@ -30,9 +30,9 @@ from stoker.recipes.inference import (
     PredictReport,
     Trained,
     check_answers,
+    device_for,
     load_trained,
     make_judge,
-    place_of,
     predict_store,
     write_out,
 )
@@ -233,7 +233,7 @@ class _Answers:
         device: str | torch.device | None,
         given: Any,
     ) -> None:
-        self._device = place_of(trained, device)
+        self._device = device_for(trained, device)
         self._trained, self._reader, self._batch_size = trained, reader, batch_size
         is_path = isinstance(given, str | Path)
         self._input = quoted(given) if is_path else f"the {type(given).__name__}"

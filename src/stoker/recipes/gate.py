@@ -4,7 +4,7 @@ Enters: an open store, and the fields that training reads; a drawn split. Leaves
 `QualityError` with the gate's own findings and what to type; a split without an empty part. Costs: nothing for a packed
 store, which carries what the gate found; a plain HDF5 file is read once, at about 0.3 GB/s a core.
 
-S4's inputs reached 1e15 and were met with checks in every step, each of which makes the GPU wait. A
+Inputs that reach 1e15 are often met with checks in every step, each of which makes the GPU wait. A
 look before the first step finds the same, names the column and the rows, and costs no step anything.
 """
 
@@ -29,7 +29,7 @@ def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[F
     """Refuse a store whose values would ruin training; return the findings that only warn.
 
     A store of `stoker pack` carries the gate's findings; anything else is looked at now. NaN,
-    infinities and extremes (the 1e15 of S4) are refused. Values above 65,504 are infinite in float16:
+    infinities and extremes (such as 1e15) are refused. Values above 65,504 are infinite in float16:
     they are refused only where nothing scales them first.
 
     `scaled`: the model scales its inputs, in float32, before anything else.

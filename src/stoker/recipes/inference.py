@@ -217,7 +217,7 @@ def predict_store(
     """Write a prediction for every sample of a split, in the store's order."""
     recipe, out, told = trained.chosen.recipe, Path(out), progress or Silent()
     is_own = check_answers(trained, out, store_path)
-    place = place_of(trained, device)
+    target = device_for(trained, device)
     columns: list[str] = []
     with open_store(store_path) as store, contextlib.ExitStack() as stack:
         check_columns(store, trained.facts)
@@ -226,9 +226,9 @@ def predict_store(
         made, resized = _resizing(store, trained)
         notes += resized
         trained = replace(trained, made=made)
-        loader = stack.enter_context(_loader(store, trained, samples, batch_size, place))
+        loader = stack.enter_context(_loader(store, trained, samples, batch_size, target))
         told.start("predicting", len(samples), "samples")
-        rows = predict(made.model.to(place), loader, made.unpack, made.predict, repairer)
+        rows = predict(made.model.to(target), loader, made.unpack, made.predict, repairer)
         began = time.perf_counter()
         key, keyed = _own_keys(store, trained.facts)
         judge = make_judge(trained)
@@ -275,13 +275,13 @@ def check_answers(trained: Trained, out: Path, given: str | Path) -> bool:
     return is_own
 
 
-def place_of(trained: Trained, device: str | torch.device | None) -> torch.device:
+def device_for(trained: Trained, device: str | torch.device | None) -> torch.device:
     """Return the device that answers; int8 weights run on the CPU only."""
     is_int8 = "int8" in trained.loaded.identity
-    place = pick_device("cpu" if is_int8 and device is None else device)
-    if is_int8 and place.type != "cpu":
-        raise InputError(f"int8 weights on {place}.", "the CPU", "--device cpu")
-    return place
+    target = pick_device("cpu" if is_int8 and device is None else device)
+    if is_int8 and target.type != "cpu":
+        raise InputError(f"int8 weights on {target}.", "the CPU", "--device cpu")
+    return target
 
 
 def write_out(

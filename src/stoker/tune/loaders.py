@@ -80,17 +80,17 @@ def tune_loader(
         effort: How long each try is.
         machine: From `probe`.
     """
-    place = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     machine = machine or probe()
     cores = machine.cores_usable or 2
     start = first_workers(machine)
-    bench = _LoaderBench(make_loader, step, place, effort or Effort())
+    bench = _LoaderBench(make_loader, step, target, effort or Effort())
     choice = LoaderChoice(start, 2)
     workers = sorted({0, *(n for n in _doubling(start, max(start, 2 * cores)))})
     choice = bench.improve(choice, "num_workers", workers)
     if choice.num_workers:
         choice = bench.improve(choice, "prefetch_factor", [1, 2, 4, 8])
-    if place.type == "cuda":
+    if target.type == "cuda":
         choice = bench.improve(choice, "depth", [1, 2, 4])
     first, best = bench.known[LoaderChoice(start, 2)], bench.known[choice]
     gain = (best.rate or 0.0) / (first.rate or 1.0)

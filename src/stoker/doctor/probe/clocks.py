@@ -24,6 +24,7 @@ def memory() -> tuple[int | None, int | None]:
     """Return (resident bytes, bytes allocated on the GPU); no more often than every MEMORY_EVERY_SECONDS, please."""
     global _statm  # noqa: PLW0603
     try:
+        # The file stays open, since opening costs more than reading; a forked child must not read its parent's.
         if _statm[0] != os.getpid():
             _statm = (os.getpid(), os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC))
         resident: int | None = int(os.pread(_statm[1], 256, 0).split()[1]) * _PAGE
@@ -83,7 +84,7 @@ def _schedstat(thread: int, place: str) -> tuple[float, float]:
         try:
             file = os.open(f"/proc/{place}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            file = -1
+            file = -1  # remembered: a kernel without it is not asked again at each step
         _schedstats[thread] = file
     if file < 0:
         return 0.0, 0.0
@@ -118,6 +119,7 @@ def busy_seconds() -> float | None:
         for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
             name, *fields = line.split()
             if name in usable:
+                # Without idle and iowait. Guests are counted in user already.
                 user, nice, system, _, _, irq, softirq = map(int, fields[:7])
                 ticks += user + nice + system + irq + softirq
     except (OSError, ValueError, AttributeError):
@@ -132,6 +134,7 @@ def torch_facts() -> dict[str, Any]:
         return {}
     facts: dict[str, Any] = {"version": str(torch.__version__), "threads": torch.get_num_threads()}
     if uses_cuda(torch):
+        # Counters of torch's allocator, kept on the host. What others use of the GPU only the driver knows.
         stats = torch.cuda.memory_stats()
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         facts["cuda"] = device.name

@@ -29,11 +29,12 @@ def install(h5py: Any) -> None:
 
 def _timed_getitem(original: Any) -> Any:
     def __getitem__(self: Any, args: Any, *more: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if not recorder.watching:
+        if not recorder.watching:  # steps without these clocks give the time of a step
             return original(self, args, *more, **kwargs)
         began = time.perf_counter()
         values = original(self, args, *more, **kwargs)
         ended = time.perf_counter()
+        # The script has its values, whatever goes wrong from here on: a failure becomes a note.
         with recorder.guarded("h5py"):
             _note(self, args, getattr(values, "nbytes", 0), began, ended, sys._getframe(1))
         return values
@@ -101,14 +102,15 @@ def touched_bytes(facts: dict[str, Any], selection: Any, used: int, cache: dict[
         return used
     ranges = _chunk_ranges(selection, shape, chunks)
     if ranges is None:
-        return used
+        return used  # a mask or a region: unknown, so no waste is claimed
     chunk_bytes = int(math.prod(chunks, start=facts["itemsize"]))
     count = math.prod(len(one) for one in ranges)
     if count > _MOST_CHUNKS_LISTED:
-        return count * chunk_bytes
+        return count * chunk_bytes  # too many to list: all are taken as read
     room = _CACHE_BYTES // max(1, chunk_bytes)
     missed = 0
     for chunk in itertools.product(*ranges):
+        # Taken out and put in again, so that the oldest use is first: HDF5 evicts the least recently used.
         if cache.pop(chunk, cache) is not None:
             missed += 1
         if room:
@@ -134,7 +136,7 @@ def _chunk_ranges(selection: Any, shape: Any, chunks: Any) -> list[Any] | None:
             if stop <= start:
                 return None
             met = range(start, stop, step)
-            if step >= size:
+            if step >= size:  # chunks are skipped: list those that are met
                 ranges.append(sorted({place // size for place in met}))
             else:
                 ranges.append(range(met[0] // size, met[-1] // size + 1))

@@ -42,13 +42,13 @@ clocks at its ends and around its waits ran; torch's profiler had run before it 
 
 LONG = 3.0
 """A step is called long if it takes more than this many usual ones."""
-_FIRST_WATCHED, _FIRST_UNWATCHED, _WINDOW = 20, 36, 16
+_FIRST_WATCHED, _FIRST_UNWATCHED, _STRETCH = 20, 36, 16
 _PATTERN = 0b0110100110010110_1001011001101001
-_SHORT_STEP_SECONDS, _FEWER_FROM, _LONGER_WINDOW = 3e-3, 128, 4
-"""Of steps that are shorter than the first there are many: after that many, a quarter of them is timed, in windows that
-are so many times as long."""
+_SHORT_STEP_SECONDS, _FEWER_FROM, _LONGER_STRETCH = 3e-3, 128, 4
+"""Of steps that are shorter than the first there are many: after that many, a quarter of them is timed, in stretches
+that are so many times as long."""
 watching = True
-"""Whether calls are timed and threads sampled now: in some windows of steps (in a worker: of batches) they are, in
+"""Whether calls are timed and threads sampled now: in some stretches of steps (in a worker: of batches) they are, in
 others not, and the time of a step is taken from the others."""
 
 
@@ -56,15 +56,15 @@ def is_watched(number: int, usual_seconds: float = float("inf")) -> bool:
     """Return whether step or batch `number` is one in which calls are timed; of short ones fewer are."""
     if number < _FIRST_UNWATCHED:
         return number < _FIRST_WATCHED
-    window = number // _WINDOW
+    stretch = number // _STRETCH
     if usual_seconds < _SHORT_STEP_SECONDS and number >= _FEWER_FROM:
-        # Longer ones, so that the thread that samples every few ms meets them. Of two windows one is timed, by the
+        # Longer ones, so that the thread that samples every few ms meets them. Of two stretches one is timed, by the
         # pattern; here only if it is the first.
-        window //= _LONGER_WINDOW
-        if window % 2:
+        stretch //= _LONGER_STRETCH
+        if stretch % 2:
             return False
     # An uneven pattern: with an even one, work that repeats (an epoch, a checkpoint) could hide in one half.
-    return bool(_PATTERN >> (window % 32) & 1)
+    return bool(_PATTERN >> (stretch % 32) & 1)
 
 
 _SHORT_SECONDS, _READ_EVERY = 4e-3, 4
@@ -307,7 +307,7 @@ class Recorder:
         if (
             0 < self.num_unread < _READ_EVERY
             and seconds < _USUAL * self.usual_seconds
-            and self.num_steps >= _WINDOW  # before, no step is usual
+            and self.num_steps >= _STRETCH  # before, no step is usual
             and not self.wait_delay
         ):
             self.num_unread += 1
@@ -360,8 +360,8 @@ class Recorder:
                 self.evaluation,
             )
             self.rows.append(_new_tuple(Row, fields))
-            if self.num_steps % (_WINDOW // 2) == 0:
-                last = sorted(row.seconds for row in self.rows[-_WINDOW:])
+            if self.num_steps % (_STRETCH // 2) == 0:
+                last = sorted(row.seconds for row in self.rows[-_STRETCH:])
                 self.usual_seconds = last[len(last) // 2]
         if self.num_steps == WARM_UP:
             self.first_cpu = (time.process_time(), time.perf_counter())

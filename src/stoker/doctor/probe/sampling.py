@@ -13,11 +13,11 @@ A sample of the training thread tells whether it is inside the model, its backwa
 call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save`), or between them: "data" if a frame
 looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
 DataLoader brings is accounted for as well. Samples of a step that takes much longer than usual are counted apart, and
-also taken in windows in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
+also taken in stretches in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
 
 Python code that never waits gives its lock away every 5 ms only, so that code which runs for less would never be seen,
 and what waits would be seen too often. While it looks, the thread therefore asks for the lock after 0.2 ms; between the
-windows in which it looks, and in a forked child, the interval is the script's own.
+stretches in which it looks, and in a forked child, the interval is the script's own.
 
 The thread is a daemon and only reads other threads' frames. A failure becomes a note. It ends with the process;
 after a fork the child starts its own.
@@ -108,6 +108,7 @@ _OUTERMOST = tuple(os.sep + name for name in ("fetch.py", "dataloader.py"))
 def begin() -> None:
     """Start the sampling thread of this process; does nothing if it runs."""
     global _thread, _pid  # noqa: PLW0603
+    # Threads do not survive a fork: the process number tells a child that it has none yet.
     if _pid != os.getpid():
         _pid = os.getpid()
         with recorder.guarded("sampling"):
@@ -173,6 +174,7 @@ os.register_at_fork(after_in_child=lambda: _switch_fast(on=False))
 
 
 def _look() -> None:
+    # Asked again after the sleep: loading may have ended meanwhile. Collating is timed by its own wrapper.
     if not active_thread or collating or not recorder.watching:
         return
     frame = sys._current_frames().get(active_thread)
@@ -198,6 +200,7 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
     kind, line = describe_training(frame)
     if seen.evaluated is not None:
         kind = "timed"
+    # Samples wait until their step is over: if it turns out to be late, they are counted apart.
     if seen.looked_at != seen.num_steps:
         for kind_before, line_before, weight_before in seen.looks:
             if kind_before == "model" and line_before is not None:
@@ -231,6 +234,7 @@ def _looks_like_loading(frame: Any) -> bool:
 
 def describe_training(frame: Any) -> tuple[str, str | None]:
     """Return (what the training thread does, file:line of the user's innermost frame); see the module's text."""
+    # From the innermost frame outwards: the first that is torch's decides; the user's innermost line is kept.
     line, kind = None, "between"
     for _ in range(_DEEPEST):
         if frame is None:
@@ -296,6 +300,7 @@ def kind_of(code: Any, lineno: int) -> str:
 
 
 def _classify(code: Any, lineno: int) -> str:
+    # The library is surest, then the function's name, then the words on its line of source.
     filename = code.co_filename.replace(os.sep, "/")
     for part, kind in _LIBRARIES:
         if f"/{part.strip('/')}" in filename:
@@ -304,7 +309,7 @@ def _classify(code: Any, lineno: int) -> str:
         if words.search(code.co_name):
             return kind
     if places.is_foreign(code.co_filename):
-        return ""
+        return ""  # words in a library's source say little about the user's data
     source = linecache.getline(code.co_filename, lineno)
     for kind, words in _SOURCE:
         if words.search(source):

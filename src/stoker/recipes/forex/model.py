@@ -1,4 +1,4 @@
-"""The multi-timeframe network of S0: one LSTM per timeframe, pooled, fused by attention.
+"""The multi-timeframe network: one LSTM per timeframe, pooled, fused by attention.
 
 Enters: per timeframe a window `(batch, bars, features)` and its gap flags; with carried state also a
 dict of tensors. Leaves: a dict with `direction` (batch, 3) scores, and `scalp`, `swing` (pips) and
@@ -322,7 +322,7 @@ def _weigh(how: HeadWeights, timeframes: Sequence[str]) -> torch.Tensor:
     if len(timeframes) != 5:
         raise InputError(
             f"head_weights is 'document' for {len(timeframes)} timeframes ({', '.join(timeframes)}).",
-            "five timeframes, whose weights the document gives",
+            "five timeframes, for which fixed weights are known",
             "head_weights='mean'",
         )
     equal[1] = torch.tensor(_DOCUMENT_WEIGHTS["scalp"])

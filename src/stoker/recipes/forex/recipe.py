@@ -1,4 +1,4 @@
-"""The forex recipe: where the price goes over the next bars, and how far (S0, S4).
+"""The forex recipe: where the price goes over the next bars, and how far.
 
 Enters: a store of `stoker pack bars` (or any store with series and forward returns). Leaves: a `Job`.
 Costs: one read of the targets and of up to 200,000 rows per timeframe; seconds.
@@ -82,9 +82,9 @@ class ForexOptions(CheckedOptions):
         heads: Of both attentions; divides `d_model`.
         dropout: Between LSTM layers and in the attentions.
         ffn_factor: Width of the feed-forward part over `d_model`.
-        pooling: "attention" with a learned query (S0's fusion document), the "last" row (its phase
-            0), or the sum of both: the query alone cannot tell which bar is the last.
-        head_weights: "mean", or "document" for its fixed timeframe weights of scalp and swing.
+        pooling: "attention" with a learned query, the "last" row, or the sum of both:
+            the query alone cannot tell which bar is the last.
+        head_weights: "mean", or "document" for fixed timeframe weights of scalp and swing.
         gaps: "mask" what reaches over missing bars and flag it, only "flag" it, or "ignore" it.
         input_clip: Largest scaled input; None for no limit.
         label_gaps: "keep" samples whose label runs over missing bars, or "drop" them.

@@ -1,4 +1,4 @@
-"""The massspec recipes: from a molecule to its electron ionisation spectrum (S1, NEIMS).
+"""The massspec recipes: from a molecule to its electron ionisation spectrum (NEIMS).
 
 Enters: a store of `stoker pack massspec`. Leaves: a `Job`: "massspec" trains the fingerprint student,
 alone or beside a teacher that is given; "massspec-teacher" trains the GINE teacher. Costs: one read
@@ -128,7 +128,8 @@ class StudentOptions(MassSpecOptions):
 
     Attributes:
         teacher: A checkpoint of the recipe "massspec-teacher" to learn from as well.
-        distill_weights: Of the hard, soft and shape terms, see `stoker.recipes.massspec.models`.
+        distill_weights: Of the loss against the measured spectrum, against the teacher's softened
+            spectrum, and against the teacher's as it is, without a weight by mass.
         temperature_start: Of the first update.
         temperature_end: Of the last.
     """
@@ -150,7 +151,7 @@ class TeacherOptions(MassSpecOptions):
     """Of the recipe "massspec-teacher".
 
     Attributes:
-        num_layers: GINE layers; the documents have 8 of width 256, the default is lighter.
+        num_layers: GINE layers; the published teacher has 8 of width 256, the default is lighter.
         graph_width: Features per atom.
         drop_edge: Share of bonds that carry no message in a training step.
     """

@@ -7,7 +7,7 @@ that were averaged down, so its first stage has 64 times fewer keys than tokens.
 Shapes follow from the input's shape alone and nothing waits for the device. Normalisation is by token
 or by image, never over a batch, so accumulated batches equal one big batch.
 
-The documents' net is "MicroSegFormer + LMSA": overlapping patches, attention with spatial reduction,
+The published net is "MicroSegFormer + LMSA": overlapping patches, attention with spatial reduction,
 a convolution inside the feed-forward part instead of positions, an all-MLP decoder, and a light
 multi-scale attention on the joined map. This is built to that description, and is not their code.
 """
@@ -23,7 +23,7 @@ from stoker.errors import InputError
 Tensor = torch.Tensor
 Size = tuple[int, int]
 Four = tuple[int, int, int, int]
-MAX_PARAMETERS = 1_821_085  # the limit of the documents' task
+MAX_PARAMETERS = 1_821_085  # of the published net: ours may not be larger
 
 
 def to_tokens(maps: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The segmentation recipe: a class for every pixel (S3).
+"""The segmentation recipe: a class for every pixel.
 
 Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks` uint8
 (n, height, width), or both as encoded pictures of any size. Leaves: a `Job` for `MicroSegFormer`, augmented while
@@ -79,7 +79,7 @@ from stoker.train.predict import Predicted
 
 Tensor = torch.Tensor
 LEARNING_RATE = 8e-4
-"""Of AdamW (S3)."""
+"""Of AdamW."""
 
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")

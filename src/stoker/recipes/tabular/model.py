@@ -1,10 +1,10 @@
-"""Networks for rows and windows of numbers: an MLP, and a patch transformer after PatchTST (S4).
+"""Networks for rows and windows of numbers: an MLP, and a patch transformer after PatchTST.
 
 Enters: `(batch, features)` or `(batch, time, features)` of any number type, as stored. Leaves:
 `(batch, outputs)`: class scores, or values in units of the training targets' spread. Costs: MLP
 256-512-512-3 has 0.4 M parameters; the transformer (d 256, 3 layers) 2.4 M plus its patches and head.
 
-S4 clamped its outputs. A clamp has no gradient outside its bounds: an output that has run away stays
+Outputs are bounded softly. A clamp has no gradient outside its bounds: an output that has run away stays
 there, and the loss does not show it. `bound * tanh(x / bound)` bounds as well and pulls it back.
 """
 

@@ -1,4 +1,4 @@
-"""The tabular recipe: classes or values from rows or windows of numbers (S4).
+"""The tabular recipe: classes or values from rows or windows of numbers.
 
 Enters: a store with dense features `(n, F)` or `(n, T, F)`, or a series; a plain HDF5 file will do.
 Leaves: a `Job`. Costs: the quality gate's look (only where no pack has looked), one read of the
@@ -97,29 +97,31 @@ class TabularOptions(CheckedOptions):
         ffn_factor: Width of the feed-forward part over `d_model`.
         patch: Rows per patch.
         stride: Rows from one patch to the next.
-        channels: "mixed" or "independent"; see `PatchShape`.
+        channels: "mixed" embeds all columns of a patch together; "independent" runs every column by
+            itself with shared weights, for as many times the work as there are columns.
         dropout: In both networks.
-        init_gain: Gain of the Xavier initialisation (S4 used 0.5); None keeps torch's own.
+        init_gain: Gain of the Xavier initialisation, such as 0.5; None keeps torch's own.
         output_bound: Largest magnitude of an output: class scores, or values in units of the
-            training targets' spread (S4 used 10); None for no bound.
+            training targets' spread, such as 10; None for no bound.
         output_bound_mode: "soft" keeps gradients; "clamp" does not and is there to compare with.
         scale_inputs: Scale by median and quartiles of training rows, inside the model.
         input_tails: "log" passes scaled inputs through sign(x) log(1 + |x|), which keeps the order of values far out;
             "cut" leaves that to `input_clip` alone.
         input_clip: Largest scaled input; None for no limit.
-        input_ramps: Ramps that the MLP gets beside each column, between its quantiles in training rows (`Ramps`); fewer
+        input_ramps: Ramps that the MLP gets beside each column, between its quantiles in training rows; fewer
             where a table has many columns, 0 for none.
         class_weights: "none"; "balanced" by the training shares; or a weight per class.
         quiet_class: Name of the class that should raise no alarm, for the rate of false alarms; None finds one that is
             called benign, normal, negative or the like.
         loss: Of a regression: Huber with delta 1, or mean squares, of scaled targets.
-        split: See `split_samples`.
+        split: "store" as packed; "time" in order; "random"; "distinct" is random with equal rows on one
+            side; "auto" takes the first of these that can be right.
         ratios: Shares of train, val and test where the store has no split.
         embargo: Samples left out after a border in time; None is a window.
         batch_size: Samples per update, accumulation included, that the rate is scaled for; None
             leaves it as given.
         reference_batch: Samples per update at which the given rate is right.
-        lr_rule: "linear" (S4's batch grew 8 times, so should its rate), "sqrt", or "none".
+        lr_rule: How the rate grows with the samples per update: "linear", "sqrt", or "none".
         weight_decay: Of AdamW, on matrices only.
         warmup_share: Share of the updates in which the rate rises.
     """

@@ -176,7 +176,9 @@ class CapturedFunction:
             return SPARSE
         closures = [type(one).__name__ for one in self._state.optimizers if needed_argument(one)]
         if closures:
+            # LBFGS: how often the closure runs depends on its losses, and a graph has a fixed number of launches.
             return f"{closures[0]} runs its closure as often as it decides on the host"
+        # Launches of other threads are not part of a capture.
         if any(isinstance(module, torch.nn.DataParallel) for module in self._state.modules):
             return "DataParallel starts threads in the forward pass"
         if len({parameter.device for parameter in parameters}) > 1:
@@ -184,6 +186,7 @@ class CapturedFunction:
         if self._state.ranks.are_several:
             # One rank's short batch would leave the others waiting in a comparison.
             return "several processes train together, and only a Trainer knows the batches of all"
+        # A graph's tensors have fixed sizes: padding them would change what the step computes.
         ragged = (
             [c.field for c in self._loader.columns if c.kind == "ragged"] if self._loader else []
         )
@@ -278,10 +281,12 @@ class CapturedFunction:
         """Return the graph for batches of this shape, which becomes the first in the list."""
         for number, graph in enumerate(self._graphs):
             if graph.matches(batch):
+                # The last shape first: batches of one shape follow one another, and one comparison finds it.
                 if number:
                     self._graphs.insert(0, self._graphs.pop(number))
                 return graph
         made = _FunctionGraph(self, batch, self._state, self._loader, self._tell)
+        # Shapes that were given up stay in the list, so that they are not tried again; here they do not count.
         if sum(not graph.is_given_up for graph in self._graphs) >= MOST_GRAPHS:
             made.give_up(f"batches have more than {MOST_GRAPHS} shapes")
         del self._graphs[2 * MOST_GRAPHS :]
@@ -311,6 +316,7 @@ class _FunctionGraph(GraphedStep):
         self._owner, self._loader = owner, loader
         self.shape = self._given(batch)
         super().__init__(state, say)
+        # Sizes alone are kept from here on: the first batch itself would stay in memory as long as the graph.
         self.shape = map_tensors(lambda x: torch.empty_like(x, device="meta"), self.shape)
 
     def matches(self, batch: Any) -> bool:

@@ -48,12 +48,15 @@ class HostDraws(TorchFunctionMode):
         if func is not torch.rand or result.device.type != "cpu" or result.dtype not in _EXACT:
             return result
         self.made.append((result.shape, result.dtype))
+        # A subclass meets every operation on the draw, also in code that this mode no longer surrounds.
         draw = result.as_subclass(_Draw)
         draw.watch = self
         return draw
 
     def explains(self, before: dict[str, Any]) -> bool:
         """Whether these draws decide nothing and are all that the host has drawn since `before`, which it is set to."""
+        # The proof: drawing the same again from the same start must end at the same state. Other draws (numpy,
+        # Python's random, another function of torch) would leave it elsewhere.
         after = capture_host_rng()
         restore_rng(before)
         self.repeat()
@@ -82,6 +85,7 @@ class _Draw(torch.Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
+        # Anything but a known comparison counts as a decision: a wrong graph is worse than an eager step.
         if kwargs or not _has_one_outcome(func, args):
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, _Draw):

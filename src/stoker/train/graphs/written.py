@@ -41,6 +41,7 @@ class WrittenTensors:
         copies_all: bool = False,
     ) -> None:
         self._places = places
+        # A place may hold a weight itself: a copy would be a weight that no update reaches.
         own = {_memory(tensor) for tensor in state} if places else set()
         found = {
             id(tensor): tensor
@@ -64,6 +65,7 @@ class WrittenTensors:
         else:
             copies = [torch.empty_like(tensor) for tensor in self._copied]
             torch._foreach_copy_(copies, [tensor.detach() for tensor in self._copied])
+        # `detach` makes a new object over the same memory: references to it are the loop's, not the graph's.
         self._out = [tensor.detach() for tensor in self._lent]
         self._uses = self._count_uses()
         made = dict(zip(map(id, self._copied), copies, strict=True))
@@ -75,6 +77,7 @@ class WrittenTensors:
         """Take back what was lent before a replay changes it; return whether somebody keeps some of it."""
         if not self._out:
             return False
+        # Once the places let go of them, whoever still counts as a user is the loop, through the tensor or a view.
         for container, key, _ in self._places:
             put_in(container, key, None)
         return any(
@@ -96,5 +99,5 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    is_plain = tensor.layout == torch.strided
+    is_plain = tensor.layout == torch.strided  # sparse tensors have no storage of their own
     return tensor.untyped_storage().data_ptr() if is_plain else id(tensor)
