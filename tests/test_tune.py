@@ -477,7 +477,7 @@ def test_options_are_kept_only_where_they_pay(table, monkeypatch):
     settings = settings_for("tabular", table / "store", table / "run")
     tuned = tune_job(settings, device="cpu")
     assert [(tried.value, tried.is_kept) for tried in tuned.options] == [
-        ("63.5 MiB", True),
+        ("64.0 MiB", True),
         ("128.0 MiB", False),
         ("512.0 MiB", False),
     ]
