@@ -481,7 +481,7 @@ def test_options_are_kept_only_where_they_pay(table, monkeypatch):
         ("128.0 MiB", False),
         ("512.0 MiB", False),
     ]
-    assert tuned.changes == {"data.chunk_size_gb": 0.062}
+    assert tuned.changes == {"data.chunk_size_gb": 0.0625}
     assert tuned.gain == pytest.approx(2.0)
 
 
