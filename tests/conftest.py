@@ -21,7 +21,11 @@ from hypothesis.internal import charmap
 import forked_packers
 import kept_commands
 import warm_stoker
-from forked_workers import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
+from forked_workers import (
+    pytest_addoption,  # noqa: F401  a hook
+    pytest_runtestloop,  # noqa: F401  a hook
+    write_bytecode_ahead,
+)
 
 # Tests start hundreds of processes; told to keep no bytecode, each of them would compile stoker again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -145,6 +149,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # give, also in the processes that tests start.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.option.workers:
+        write_bytecode_ahead(config, REPOSITORY / "tests")
         # Whether there is a GPU is asked without starting CUDA, which no fork could use then.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         serving = warm_stoker.for_all_workers()

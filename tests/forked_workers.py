@@ -15,6 +15,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib.util
+import itertools
 import mmap
 import multiprocessing.connection
 import os
@@ -58,6 +60,34 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     run(session, number)
     return True
+
+
+def write_bytecode_ahead(config: pytest.Config, folder: Path) -> None:
+    """Rewrite the asserts of a fresh clone's tests in a fork, the last file first, until it meets this process.
+
+    To compile them takes as long as to collect them, and only one core would be busy with both.
+    """
+
+    def is_kept(file: Path) -> bool:
+        return any((folder / "__pycache__").glob(f"{file.stem}.*-pytest-*.pyc"))
+
+    files = sorted(folder.glob("test_*.py"), reverse=True)
+    if not files or is_kept(files[0]) or sys.dont_write_bytecode:
+        return
+    pid = _fork()
+    if pid:
+        config.add_cleanup(lambda: os.waitpid(pid, 0))
+        return
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for file in itertools.takewhile(lambda file: not is_kept(file), files):
+            spec = config.pluginmanager.rewrite_hook.find_spec(file.stem, [str(folder)])
+            module = importlib.util.module_from_spec(spec)
+            module.__dict__["__builtins__"] = {}  # it is written, and ends at its first import
+            with contextlib.suppress(Exception):
+                spec.loader.exec_module(module)
+    finally:
+        os._exit(0)
 
 
 IN_USE = "CUDA was in use when all was collected, and no fork could use it then"

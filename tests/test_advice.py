@@ -95,7 +95,14 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
     os.chdir(home)
 
 
-@pytest.mark.parametrize("area", AREAS)
+# They have 239 of 905 cases and take longest: most of them pack. All are typed in `make campaign`.
+SHORTENED = ("recipes", "sources")
+
+
+@pytest.mark.parametrize(
+    "area",
+    [pytest.param(area, marks=[pytest.mark.slow] * (area in SHORTENED)) for area in AREAS],
+)
 def test_what_an_error_says_to_type_is_not_refused_again(area, in_copy):
     failures, typed = [], set()
     for case in [*COMMANDS.get(area, ()), *PYTHON.get(area, ())]:
@@ -114,6 +121,12 @@ def test_what_an_error_says_to_type_is_not_refused_again(area, in_copy):
     assert not missing, "no case types the advice of:\n" + "\n".join(missing)
     done = {str(site) for site in there & typed} - left
     assert not done & {*UNTYPED, *PENDING}, "typed by now: take it out of advice_untyped.py"
+
+
+@pytest.mark.parametrize("area", SHORTENED)
+def test_every_third_advice_of_the_long_ones_is_not_refused_again(area, in_copy):
+    for case in [*COMMANDS.get(area, ()), *PYTHON.get(area, ())][::3]:
+        in_copy(case)
 
 
 def test_what_cannot_be_typed_has_a_reason_and_still_exists():

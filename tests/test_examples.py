@@ -63,7 +63,14 @@ def imported():
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
 
 
-@pytest.mark.parametrize("name", sorted(SAYS))
+# Their captured steps are those of captured_lightning.py and captured_loop.py; both frameworks have other examples.
+REPEATED = {"captured_accelerate.py", "captured_huggingface.py"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in sorted(SAYS)],
+)
 def test_example_runs_and_says_what_it_did(name, tmp_path, imported):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")

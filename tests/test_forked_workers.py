@@ -111,3 +111,28 @@ def test_nothing_is_forked_once_cuda_is_in_use(monkeypatch):
     monkeypatch.setattr(forked_workers, "run", None)
     assert forked_workers.pytest_runtestloop(session) is None
     assert "CUDA" in said[0]
+
+
+def test_asserts_of_a_fresh_clone_are_rewritten_in_a_fork_and_nothing_is_run(request, tmp_path):
+    for name in ("ahead_a", "ahead_b", "ahead_c"):
+        text = f"from pathlib import Path\nPath({str(tmp_path)!r}, {name!r}).touch()\nassert 1\n"
+        (tmp_path / f"test_{name}.py").write_text(text)
+    ends = []
+    config = SimpleNamespace(pluginmanager=request.config.pluginmanager, add_cleanup=ends.append)
+
+    def kept() -> list[str]:
+        return sorted(
+            path.name.partition(".")[0] for path in (tmp_path / "__pycache__").glob("*.pyc")
+        )
+
+    forked_workers.write_bytecode_ahead(config, tmp_path)
+    ends.pop()()
+    assert kept() == ["test_ahead_a", "test_ahead_b", "test_ahead_c"]
+    assert not list(tmp_path.glob("ahead_*")), "a module was run"
+    forked_workers.write_bytecode_ahead(config, tmp_path)
+    assert not ends, "all is there: no fork"
+    for path in (tmp_path / "__pycache__").glob("test_ahead_[ac].*"):
+        path.unlink()
+    forked_workers.write_bytecode_ahead(config, tmp_path)
+    ends.pop()()
+    assert kept() == ["test_ahead_b", "test_ahead_c"], "it ends where it meets the other process"
