@@ -153,27 +153,27 @@ def test_merged_results_keep_the_figures_of_each_run(tmp_path):
     assert [row["run"] for row in merged["result"]["rows"]] == [2, 1]
 
 
-def turns_of(values, cpu_ms=2.0, per_session=4):
+def rounds_of(values, cpu_ms=2.0, per_session=4):
     return [
         {"session": at // per_session, "ms": ms, "cpu_ms": cpu_ms} for at, ms in enumerate(values)
     ]
 
 
-def test_the_cost_of_the_probe_is_the_median_of_pairs_of_turns():
+def test_the_cost_of_the_probe_is_the_median_of_rounds():
     script = overhead.SCRIPTS["2 ms"]
-    alone = turns_of([2.0 * drift for drift in (1, 1.1, 1, 3, 1, 0.9)] * 4)
-    doctored = turns_of([1.05 * one["ms"] for one in alone], 2.2)
+    alone = rounds_of([2.0 * drift for drift in (1, 1.1, 1, 3, 1, 0.9)] * 4)
+    doctored = rounds_of([1.05 * one["ms"] for one in alone], 2.2)
     found = overhead.summarise(alone, doctored, [2.0, 2.02, 9.0], [], script)
     assert found["overhead"] == pytest.approx(0.05), "the drift of the machine is that of both"
     assert found["interval"] == pytest.approx([0.05, 0.05])
     assert found["sound"]
-    assert (found["sessions"], found["pairs"]) == (6, 24)
+    assert (found["sessions"], found["rounds"]) == (6, 24)
     assert found["cpu_overhead"] == pytest.approx(0.10)
     assert found["reported_error"] == pytest.approx(0.01)
     machine = {"probe": {"cpu": "x"}, "host": "y", "date": "today", "commit": "abc"}
     told = "\n".join(publish.overhead_section([{"machine": machine, "result": {"2 ms": found}}]))
     assert "| 2 ms | 2.00 ms | 2.10 ms | 5.0% (5.0% to 5.0%) | 8.0% |" in told
-    assert "24 pairs of turns of 6 pairs of processes" in told
+    assert "24 rounds of 6 pairs of processes" in told
     varied = zip(alone, (1, 1.2, 1, 1.3, 0.7, 1) * 4, strict=True)
     noisy = [{**one, "ms": one["ms"] * more} for one, more in varied]
     unsound = overhead.summarise(alone, noisy, [], [], script)
@@ -183,12 +183,12 @@ def test_the_cost_of_the_probe_is_the_median_of_pairs_of_turns():
 
 
 @pytest.mark.parametrize(
-    ("factor", "num_turns"), [(1.2, 24), (0.8, 24), (1.0, 20)], ids=("long", "short", "few")
+    ("factor", "num_rounds"), [(1.2, 24), (0.8, 24), (1.0, 20)], ids=("long", "short", "few")
 )
-def test_a_cost_is_not_sound_for_steps_of_another_length_or_few_processes(factor, num_turns):
+def test_a_cost_is_not_sound_for_steps_of_another_length_or_few_processes(factor, num_rounds):
     script = overhead.SCRIPTS["10 ms"]
-    alone = turns_of([10.0 * factor] * num_turns)
-    doctored = turns_of([10.2 * factor] * num_turns)
+    alone = rounds_of([10.0 * factor] * num_rounds)
+    doctored = rounds_of([10.2 * factor] * num_rounds)
     assert not overhead.summarise(alone, doctored, [], [], script)["sound"]
 
 
@@ -201,9 +201,10 @@ def test_the_interval_of_the_cost_is_as_wide_as_processes_differ():
     assert 0.01 < low <= 0.02 <= high < 0.03
 
 
-def test_a_step_of_a_turn_is_the_mean_of_all():
-    told = overhead.mean_step({"steps": [0.001] * 19 + [0.021], "cpu": 0.04})
-    assert told == {"ms": 2.0, "cpu_ms": 2.0}
+def test_a_step_of_a_round_is_the_mean_of_all():
+    turn = {"steps": [0.001] * 19 + [0.021], "cpu": 0.04}
+    told = overhead.mean_step([turn, {"steps": [0.004] * 20, "cpu": 0.04}])
+    assert told == {"ms": 3.0, "cpu_ms": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ doctor in turns; and whether the step that the doctor reports is the step withou
 
 First the size of the work is sought at which the bare step has its length on this machine. Then script and doctored
 script live at the same time on the same cores, and one of them is stopped by a signal, with all its threads: a turn is
-64 steps (of 2 ms: 256) of one, then of the other, in the order ABBA. So a machine whose speed drifts slows both. A turn
-has as many steps in which calls are timed as any other. After some seconds both start anew: where the memory of a
-process lies makes it faster or slower for all its life.
+16 steps (of 2 ms: 64) of one, then of the other. So a machine whose speed drifts, as rented ones do within a second,
+slows both. Four turns of each, in the order ABBABAAB, are a round: in each round calls are timed in the same share of
+the steps. After some seconds both start anew: where the memory of a process lies may make it faster or slower for all
+its life.
 
-The cost is the median over pairs of turns, by their whole time; its 95 % interval is that of a bootstrap over processes
-and over their pairs. Turns go on until the interval is as narrow as `Script.half_width`, or for `--seconds`; `sound`
-says that it is, and that the bare step had the length that was asked for. Beside it stand the mean, the best turns, the
-pairs that came first after a start, while the doctor samples more often, and the CPU time of all threads, which other
+The cost is the median over rounds, by their whole time; its 95 % interval is that of a bootstrap over processes and
+over their rounds. Rounds go on until the interval is as narrow as `Script.half_width`, or for `--seconds`; `sound`
+says that it is, and that the bare step had the length that was asked for. Beside it stand the mean, the best round, the
+rounds that came first after a start, while the doctor samples more often, and the CPU time of all threads, which other
 programs change less. Starting is not counted. The doctor writes its file once a second, whether its turn has come or
 not: the cost has twice a user's share of that.
 
@@ -50,8 +51,10 @@ from harness import RESULTS, machine_facts, machine_name  # noqa: E402
 
 LONGEST_SECONDS = 60.0
 """A process that takes longer to start, or for a turn, has failed."""
-FEWEST_SESSIONS, SESSION_SECONDS, FIRST_TURNS = 6, 8.0, 2
-"""How often both processes are started at least, how long their turns last, and how many pairs are the first ones."""
+ROUND = (0, 1, 1, 0)
+"""Which of both comes first in the turns of a round."""
+FEWEST_SESSIONS, SESSION_SECONDS, FIRST_ROUNDS = 6, 8.0, 2
+"""How often both processes are started at least, how long their turns last, and how many rounds are the first ones."""
 OFF_TARGET = 0.15
 """A bare step may be so much longer or shorter than asked for."""
 NUM_RESAMPLED = 2000
@@ -65,7 +68,7 @@ class Script(NamedTuple):
         target_ms: Length of the bare step; None if it is taken as it is.
         limit: Share of the step that the probe may cost; None if nothing was promised.
         half_width: Half the width of the interval up to which the cost is called sound.
-        turn_steps: Steps of a turn: whole windows of the probe, of which the same share is timed in each turn.
+        turn_steps: Steps of a turn: a window of the probe, in which all calls are timed or none.
     """
 
     text: str
@@ -145,11 +148,11 @@ for step in range({steps}):
         loss.item()
 """
 SCRIPTS = {
-    "2 ms": Script(HEAD + MODEL + LOADER, 2.0, 0.08, 0.025, 256),
-    "10 ms": Script(HEAD + MODEL + LOADER, 10.0, 0.03, 0.015, 64),
-    "2 ms, get_batch": Script(HEAD + MODEL + GET_BATCH, 2.0, 0.08, 0.025, 256),
-    "10 ms, get_batch": Script(HEAD + MODEL + GET_BATCH, 10.0, 0.03, 0.015, 64),
-    "GPT on a GPU": Script(HEAD + GPT, None, None, 0.02, 64),
+    "2 ms": Script(HEAD + MODEL + LOADER, 2.0, 0.08, 0.025, 64),
+    "10 ms": Script(HEAD + MODEL + LOADER, 10.0, 0.03, 0.015, 16),
+    "2 ms, get_batch": Script(HEAD + MODEL + GET_BATCH, 2.0, 0.08, 0.025, 64),
+    "10 ms, get_batch": Script(HEAD + MODEL + GET_BATCH, 10.0, 0.03, 0.015, 16),
+    "GPT on a GPU": Script(HEAD + GPT, None, None, 0.02, 16),
 }
 
 
@@ -253,6 +256,7 @@ class Runner:
             os.mkfifo(folder / name)
             self._pipes[name] = os.open(folder / name, os.O_RDWR)
         turns = {"STOPWATCH_TURNS": str(folder), "STOPWATCH_STEPS": str(steps)}
+        turns["STOPWATCH_FIRST"] = str(steps * len(ROUND))
         if len(cores) > 1:  # the script's own thread stays on one; the doctor's may take any
             turns["STOPWATCH_CORE"] = str(min(cores))
         words, env = command(script, folder, doctor, STEPS=str(1 << 40), **turns)
@@ -285,10 +289,11 @@ class Runner:
         self.wait()
         self.stop()
 
-    def turns(self) -> list[dict[str, float]]:
-        """Return milliseconds of a step, by the wall and on cores, of each turn but the first, which fills caches."""
-        lines = (self.folder / "turns").read_text().splitlines()
-        return [mean_step(json.loads(line)) for line in lines[1:]]
+    def rounds(self) -> list[dict[str, float]]:
+        """Return milliseconds of a step, by the wall and on cores, of each round but the first, which fills caches."""
+        turns = [json.loads(line) for line in (self.folder / "turns").read_text().splitlines()]
+        each = len(ROUND)
+        return [mean_step(turns[at : at + each]) for at in range(each, len(turns), each)]
 
     def end(self) -> None:
         """Let it end, so that the doctor writes its report."""
@@ -304,12 +309,13 @@ class Runner:
             os.close(pipe)
 
 
-def mean_step(turn: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds of a step of a turn: the mean of all, which has what the doctor does now and then."""
-    num = len(turn["steps"])
+def mean_step(turns: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return milliseconds of a step of some turns: the mean of all, which has what the doctor does now and then."""
+    steps = [seconds for turn in turns for seconds in turn["steps"]]
+    cpu = sum(turn["cpu"] for turn in turns)
     return {
-        "ms": round(sum(turn["steps"]) / num * 1e3, 4),
-        "cpu_ms": round(turn["cpu"] / num * 1e3, 4),
+        "ms": round(sum(steps) / len(steps) * 1e3, 4),
+        "cpu_ms": round(cpu / len(steps) * 1e3, 4),
     }
 
 
@@ -335,12 +341,12 @@ def reported_ms(folder: Path) -> float | None:
     return float(told["median"]) * 1e3 if told else None
 
 
-Turns = list[dict[str, float]]
+Rounds = list[dict[str, float]]
 
 
 def run_session(
     path: Path, folder: Path, script: Script, cores: set[int]
-) -> tuple[Turns, Turns, float | None]:
+) -> tuple[Rounds, Rounds, float | None]:
     """Start a script alone and under the doctor, let them take turns; return those, and the step that is reported."""
     runners = []
     try:
@@ -351,16 +357,15 @@ def run_session(
             one.wait()
         for one in runners:
             one.stop()
-        for one in runners:  # a turn that does not count
-            one.turn()
         until = time.monotonic() + SESSION_SECONDS
-        for count in itertools.count():
-            if count >= FIRST_TURNS + 2 and count % 2 == 0 and time.monotonic() > until:
+        for count in itertools.count():  # the first does not count
+            if count > FIRST_ROUNDS and time.monotonic() > until:
                 break
-            for one in runners if count % 2 == 0 else runners[::-1]:
-                one.turn()
+            for first in ROUND:
+                for one in (runners[first], runners[1 - first]):
+                    one.turn()
         runners[1].end()
-        alone, doctored = (one.turns() for one in runners)
+        alone, doctored = (one.rounds() for one in runners)
         return alone, doctored, reported_ms(folder / "doctored")
     finally:
         for one in runners:
@@ -378,8 +383,8 @@ def compare(
     began = time.monotonic()
     script = SCRIPTS[name]
     size, calibrated = calibrate(script, min(cores))
-    alone: Turns = []
-    doctored: Turns = []
+    alone: Rounds = []
+    doctored: Rounds = []
     told: list[float] = []
     kept: list[dict[str, float]] = []
     facts = {**size._asdict(), "calibrated_ms": calibrated}
@@ -388,8 +393,8 @@ def compare(
         path.write_text(source(script, size, 1 << 40))
         for number in itertools.count():
             *both, reported = run_session(path, Path(made) / str(number), script, cores)
-            for kept_turns, turns in zip((alone, doctored), both, strict=True):
-                kept_turns += [{"session": number, **turn} for turn in turns]
+            for all_rounds, rounds in zip((alone, doctored), both, strict=True):
+                all_rounds += [{"session": number, **one} for one in rounds]
             told += [reported] if reported is not None else []
             found = summarise(alone, doctored, told, kept, script)
             each = (time.monotonic() - began) / (number + 1)
@@ -437,10 +442,10 @@ def summarise(
     kept: Sequence[dict[str, float]],
     script: Script,
 ) -> dict[str, Any]:
-    """Return the median of the pairs of turns with its interval, and what else the turns say.
+    """Return the median of the rounds with its interval, and what else they say.
 
     Args:
-        alone: Turns of the bare script, with the number of their session.
+        alone: Rounds of the bare script, with the number of their session.
         doctored: Those under the doctor, in the same order.
         told: The steps that the doctor reported, in ms.
         kept: The step with CUPTI attached.
@@ -451,7 +456,7 @@ def summarise(
         pair = (after["ms"] / before["ms"] - 1, after["cpu_ms"] / before["cpu_ms"] - 1)
         sessions.setdefault(before["session"], []).append(pair)
     pairs = [pair for session in sessions.values() for pair in session]
-    first = [pair[0] for session in sessions.values() for pair in session[:FIRST_TURNS]]
+    first = [pair[0] for session in sessions.values() for pair in session[:FIRST_ROUNDS]]
     intervals = [
         interval_of_median([[pair[at] for pair in session] for session in sessions.values()])
         for at in range(2)
@@ -479,7 +484,7 @@ def summarise(
         "cpu_interval": list(intervals[1]),
         "reported_error": None if reported is None else reported / bare - 1,
         "sessions": len(sessions),
-        "pairs": len(pairs),
+        "rounds": len(pairs),
         "turns": {"alone": list(alone), "doctored": list(doctored), "cupti_kept": list(kept)},
     }
 

@@ -293,7 +293,7 @@ def overhead_section(documents: Sequence[Mapping[str, Any]]) -> list[str]:
         "## What the probe costs",
         "",
         "Steps alone and under the doctor, in short turns of two processes on the same cores, of which one is stopped.",
-        "The cost is the median of the pairs of turns, with its 95 % interval. And the step that the doctor reports,",
+        "The cost is the median of the rounds of turns, with its 95 % interval. And the step that the doctor reports,",
         "which is that of the windows in which it times nothing.",
         "",
     ]
@@ -328,9 +328,9 @@ def overhead_table(document: Mapping[str, Any]) -> list[str]:
         if "sessions" in row:
             low, high = (percent(one) for one in row["cpu_interval"])
             lines.append(
-                f"- {name}: {row['pairs']} pairs of turns of {row['sessions']} pairs of processes. Their CPU time is "
+                f"- {name}: {row['rounds']} rounds of {row['sessions']} pairs of processes. Their CPU time is "
                 f"{percent(row['cpu_overhead'])} apart ({low} to {high}), their mean {percent(row['mean_overhead'])}; "
-                f"the pairs right after a start are {percent(row['first_overhead'])}."
+                f"the rounds right after a start are {percent(row['first_overhead'])}."
             )
         elif "cpu_overhead" in row:
             lines.append(
