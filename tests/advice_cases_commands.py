@@ -230,6 +230,8 @@ COMMANDS: dict[str, list[Case]] = {
         Case([*BARS, "--split-at", "2020-10-02,2020-09-01"]),
         Case([*BARS, "--split-at", "a,b"]),
         Case([*BARS, "--tz", "Mars/Base"]),
+        Case(["pack", "bars", "spring_M5.csv", "made", "--windows", "M5=8", "--tz", "America/New_York"],
+             "open('spring_M5.csv', 'w').write(chr(10).join(f'2024-03-10 {h:02d}:{n:02d},1,2,0.5,1' for h in range(24) for n in range(0, 60, 5)))"),
         Case(["pack", "bars", "bad_M5.csv.gz", "made", "--windows", "M5=8"]),
         Case(["pack", "bars", "bars/EURUSD_M5.csv", "made", "--windows", "M5=8"],
              "p = Path('bars/EURUSD_M5.csv'); lines = p.read_text().splitlines(); p.write_text(chr(10).join([lines[0], *lines[900:], *lines[1:900]]))"),

@@ -507,6 +507,11 @@ def place(loader):
             TRAINING,
             at="torch.nn.L1Loss(reduction='sum')",
         ),
+        Case(
+            "Trainer(model, pairs, None, criterion, optimizer, config={'output_dir': 'runs/a'})",
+            TRAINING,
+            at="config={'output_dir': 'runs/a'}",
+        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         Case(
             "check_scheduler([first, second], False)",

@@ -250,7 +250,7 @@ class _Trial:
             raise NotTypedError(f"{line!r} is not run here")
         env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
-            ["bash", "-c", line], capture_output=True, text=True, env=env, timeout=60, check=False
+            ["bash", "-c", line], capture_output=True, text=True, env=env, timeout=200, check=False
         )
         if done.returncode:
             # `gzip -t` and `unzip -t` say no of a file that is damaged, which is their answer.

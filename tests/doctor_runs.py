@@ -35,7 +35,7 @@ def run_warm(names, steps, folder, crashing=frozenset()) -> dict[str, Measuremen
     os.close(write)
     with open(read) as said:  # noqa: PTH123
         lines = said.read().splitlines()
-    assert process.wait(60) == 0
+    assert process.wait(200) == 0
     processes = read_folder(folder)
     seen = {}
     for name, pid, status in (line.split() for line in lines):

@@ -67,6 +67,7 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
         monkeypatch.setattr(name, reached)
     # It shows samples of a store that is there, and can refuse nothing any more.
     monkeypatch.setattr("stoker.cli.pack._write_page", lambda result: {})
+    monkeypatch.setattr("stoker.cli.pack.print_result", lambda *given, **named: None)
     made = Workers.__init__
 
     def in_this_process(self: Workers, *args: Any, **named: Any) -> None:

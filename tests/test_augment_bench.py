@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,20 +144,21 @@ def test_timing_is_a_median_in_milliseconds_with_its_spread():
     assert Timing.of([0.5]).spread == 0
 
 
-def test_calls_are_timed_in_turns_and_take_what_they_take():
-    order = []
+def test_calls_are_timed_in_turns_and_take_what_they_take(monkeypatch):
+    order, now = [], 0.0
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def nap(name, seconds):
         def call():
+            nonlocal now
             order.append(name)
-            time.sleep(seconds)
+            now += seconds
 
         return call
 
     timings = bench.time_calls({"short": nap("s", 0.002), "long": nap("l", 0.03)}, CPU, 3)
-    assert 2.0 <= timings["short"].median_ms < timings["long"].median_ms
-    assert timings["long"].median_ms >= 30
-    assert timings["short"].repeats == 3
+    assert timings["short"] == Timing(pytest.approx(2.0), pytest.approx(0.0), 3)
+    assert timings["long"] == Timing(pytest.approx(30.0), pytest.approx(0.0), 3)
     turns = re.sub(r"(.)\1+", r"\1", "".join(order))
     assert turns.endswith("slslsl"), "a noisy moment hits both"
     assert order.count("s") > order.count("l"), "short calls are repeated within a measurement"

@@ -172,6 +172,7 @@ def test_everything_compiles(compiled):
     assert set(compiled.ptx) == {"sum_gray", "augment", "blur"}
 
 
+@pytest.mark.slow  # 8 s of CPU; its numbers are compared in the interpreter
 def test_contrast_compiles_as_one_pass_that_waits(compiled):
     run([*USUAL[:2], ColorJitter(0.2, 0.2), IMAGENET], size=(224, 224))
     assert set(compiled.ptx) == {"augment_held"}
@@ -202,11 +203,13 @@ def test_bytes_by_rows_note_a_row_that_does_not_exist_and_look_at_no_value(compi
     assert "convert_layout" not in compiled.tiles["augment"]
 
 
+@pytest.mark.slow
 def test_gray_images_large_blurs_and_crops_compile(compiled):
     run([RandomCrop(100), RandomBrightness(0.2), GaussianBlur(9)], channels=1, size=(120, 130))
     assert set(compiled.ptx) == {"augment", "blur"}
 
 
+@pytest.mark.slow  # 5 s of CPU; what is drawn is compared in the interpreter
 def test_drawing_compiles(compiled):
     tape = encode_tape(USUAL, (32, 32))
     fused.FusedBackend().draw(tape, philox.make_counter(0), 32)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -273,6 +273,18 @@ def test_zone_turns_the_brokers_clock_into_utc(tmp_path):
         read_bars(path, tz="Mars/Olympus")
     with pytest.raises(SourceError, match="their own offset"):
         read_bars(write(tmp_path, DIALECTS["iso T Z"]), tz="Europe/Athens")
+
+
+def test_times_that_a_zone_does_not_have_are_refused(tmp_path):
+    """Bars of every minute in UTC, read as New York's: 02:00 to 02:59 of that Sunday are in no clock there."""
+    start = datetime(2024, 3, 10, 1, 30, tzinfo=UTC)
+    times = [f"{start + timedelta(minutes=n):%Y-%m-%d %H:%M}" for n in range(120)]
+    path = write(tmp_path, "".join(f"{time},1.1,1.2,1.0,1.1,5\n" for time in times))
+    with pytest.raises(InputError, match=r"60 times, 2024-03-10 02:00:00 the first") as told:
+        read_bars(path, tz="America/New_York", sort=True)
+    assert told.value.fix == "--tz UTC"
+    assert len(read_bars(path, tz="UTC")) == 120
+    assert len(read_bars(path, tz="Europe/Berlin")) == 120
 
 
 def test_columns_that_cannot_be_are_named_with_the_reason(tmp_path):

@@ -58,7 +58,7 @@ def memory_of(imports: str, work: str, *words: object) -> tuple[int, str]:
         [sys.executable, "-c", "\n".join(script), *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     *lines, last = done.stdout.splitlines()

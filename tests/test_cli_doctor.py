@@ -289,7 +289,7 @@ def test_help_names_both_forms_and_costs_no_torch(folder):
         capture_output=True,
         text=True,
         env=ENV,
-        timeout=200,
+        timeout=2000,
         check=True,
     )
     assert "--config" in done.stdout
@@ -340,7 +340,7 @@ def test_a_call_is_edited_where_it_stands(tmp_path, monkeypatch, line, wanted):
     assert diff.startswith("--- a/train.py\n+++ b/train.py\n")
     assert wanted in diff.splitlines()
     done = subprocess.run(
-        ["patch", "-p1", "--quiet"], input=diff, text=True, cwd=tmp_path, check=True, timeout=20
+        ["patch", "-p1", "--quiet"], input=diff, text=True, cwd=tmp_path, check=True, timeout=200
     )
     assert done.returncode == 0
     compile(path.read_text(encoding="utf-8"), "train.py", "exec")

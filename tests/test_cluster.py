@@ -56,7 +56,7 @@ def lone_worker(address: str, *prefix: str):
         yield
     finally:
         process.kill()
-        process.wait(60)
+        process.wait(200)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,7 +110,7 @@ def killing_the_worker_on(file: Path, part: int):
     killer = threading.Thread(target=lambda: os.kill(pids(file, part)[1], signal.SIGKILL))
     killer.start()
     yield
-    killer.join(60)
+    killer.join(200)
 
 
 def wait_until(true, seconds: float = 60.0) -> None:
@@ -196,7 +196,7 @@ pack(source, {str(tmp_path / "s")!r}, PackOptions(cluster={address!r}))
     child, _ = pids(numbers, 0)
     os.kill(child, 0)  # alive
     process.kill()
-    process.wait(60)
+    process.wait(200)
     wait_until(lambda: not Path(f"/proc/{child}").exists(), 5)
     pack(NumbersSource(numbers, parts=1), tmp_path / "s", PackOptions(jobs=1))
     assert not list(tmp_path.glob("*.partial"))
@@ -258,7 +258,7 @@ def test_a_scheduler_that_does_not_answer_is_an_error_within_seconds(
         began = time.monotonic()
         with pytest.raises(InputError, match=f"no Dask scheduler answers at '{nobody}'") as caught:
             pack(NumbersSource(numbers), tmp_path / "s", PackOptions(cluster=nobody))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
     assert "dask scheduler, then dask worker" in caught.value.fix
     assert not list(tmp_path.glob("s*"))
     for words in ("nonsense", "http://127.0.0.1:1", "tcp://127.0.0.1"):
@@ -279,7 +279,7 @@ def test_other_versions_on_workers_are_refused(address, numbers, tmp_path, monke
 def test_a_worker_of_another_version_that_comes_later_refuses_its_task(address):
     task = cluster.Task(b"", None, None, "", "", "9.9.9")
     with distributed.Client(address) as client, pytest.raises(InputError, match=r"stoker 9\.9\.9"):
-        client.submit(cluster.build_on_worker, task).result(timeout=60)
+        client.submit(cluster.build_on_worker, task).result(timeout=200)
 
 
 def test_a_worker_that_does_not_see_an_input_is_named(address, numbers, tmp_path, monkeypatch):

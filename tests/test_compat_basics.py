@@ -57,7 +57,7 @@ def num_threads(prefix):
 
 
 def ended(prefix):
-    for _ in range(300):
+    for _ in range(6000):
         if not num_threads(prefix):
             return True
         time.sleep(0.01)

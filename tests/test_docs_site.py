@@ -491,6 +491,7 @@ def site(tmp_path_factory, pages) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_fetches_nothing(site, pages):
     for page in pages:
         text = (site / page.replace("README", "index")).with_suffix(".html").read_text("utf-8")
@@ -501,6 +502,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(site, pages):
         assert [one for one in fetched if re.match(r"(https?:)?//", one)] == [], page
 
 
+@pytest.mark.slow
 def test_translated_pages_say_their_language(site):
     assert '<html lang="en"' in (site / "index.html").read_text("utf-8")
     for code in LANGUAGES:

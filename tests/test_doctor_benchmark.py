@@ -153,28 +153,101 @@ def test_merged_results_keep_the_figures_of_each_run(tmp_path):
     assert [row["run"] for row in merged["result"]["rows"]] == [2, 1]
 
 
+def turns_of(values, cpu_ms=2.0, per_session=4):
+    return [
+        {"session": at // per_session, "ms": ms, "cpu_ms": cpu_ms} for at, ms in enumerate(values)
+    ]
+
+
 def test_the_cost_of_the_probe_is_the_median_of_pairs_of_turns():
-    alone = [{"ms": 2.0 * drift, "cpu_ms": 2.0} for drift in (1, 1.5, 1, 3, 1, 1)]
-    doctored = [{"ms": 1.05 * one["ms"], "cpu_ms": 2.2} for one in alone]
-    found = overhead.summarise(alone, doctored, 2.02, [])
+    script = overhead.SCRIPTS["2 ms"]
+    alone = turns_of([2.0 * drift for drift in (1, 1.1, 1, 3, 1, 0.9)] * 4)
+    doctored = turns_of([1.05 * one["ms"] for one in alone], 2.2)
+    found = overhead.summarise(alone, doctored, [2.0, 2.02, 9.0], [], script)
     assert found["overhead"] == pytest.approx(0.05), "the drift of the machine is that of both"
+    assert found["interval"] == pytest.approx([0.05, 0.05])
     assert found["sound"]
+    assert (found["sessions"], found["pairs"]) == (6, 24)
     assert found["cpu_overhead"] == pytest.approx(0.10)
     assert found["reported_error"] == pytest.approx(0.01)
-    varied = zip(alone, (1, 2, 1, 1.3, 0.7, 1), strict=True)
+    machine = {"probe": {"cpu": "x"}, "host": "y", "date": "today", "commit": "abc"}
+    told = "\n".join(publish.overhead_section([{"machine": machine, "result": {"2 ms": found}}]))
+    assert "| 2 ms | 2.00 ms | 2.10 ms | 5.0% (5.0% to 5.0%) | 8.0% |" in told
+    assert "24 pairs of turns of 6 pairs of processes" in told
+    varied = zip(alone, (1, 1.2, 1, 1.3, 0.7, 1) * 4, strict=True)
     noisy = [{**one, "ms": one["ms"] * more} for one, more in varied]
-    unsound = overhead.summarise(alone, noisy, None, [])
+    unsound = overhead.summarise(alone, noisy, [], [], script)
     assert not unsound["sound"]
-    row = {**unsound, "alone_ms": 2.0, "doctored_ms": 2.1}
-    machine = {"result": {"2 ms": row}}
-    assert "NOT SOUND" in "\n".join(publish.overhead_section(machine))
-    low, high = overhead.interval_of_median(range(20))
-    assert (low, high) == (5, 14), "of 20 values: the 6th and the 15th"
+    told = publish.overhead_section([{"machine": machine, "result": {"2 ms": unsound}}])
+    assert "NOT SOUND" in "\n".join(told)
 
 
-def test_a_step_of_a_turn_is_the_mean_without_the_slowest():
-    told = overhead.mean_step({"steps": [0.001] * 19 + [0.5], "cpu": 0.04})
-    assert told == {"ms": pytest.approx(1.0), "cpu_ms": pytest.approx(2.0)}
+@pytest.mark.parametrize(
+    ("factor", "num_turns"), [(1.2, 24), (0.8, 24), (1.0, 20)], ids=("long", "short", "few")
+)
+def test_a_cost_is_not_sound_for_steps_of_another_length_or_few_processes(factor, num_turns):
+    script = overhead.SCRIPTS["10 ms"]
+    alone = turns_of([10.0 * factor] * num_turns)
+    doctored = turns_of([10.2 * factor] * num_turns)
+    assert not overhead.summarise(alone, doctored, [], [], script)["sound"]
+
+
+def test_the_interval_of_the_cost_is_as_wide_as_processes_differ():
+    """Many turns of two processes that differ tell no more than two processes."""
+    apart = [[0.01] * 100, [0.05] * 100]
+    assert overhead.interval_of_median(apart) == (0.01, 0.05)
+    same = [[0.01, 0.02, 0.03] * 30] * 10
+    low, high = overhead.interval_of_median(same)
+    assert 0.01 < low <= 0.02 <= high < 0.03
+
+
+def test_a_step_of_a_turn_is_the_mean_of_all():
+    told = overhead.mean_step({"steps": [0.001] * 19 + [0.021], "cpu": 0.04})
+    assert told == {"ms": 2.0, "cpu_ms": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("per_layer", "per_position", "depth"), [(0.5, 0.5, 6), (1.0, 0.1, 4), (4.0, 0.03, 1)]
+)
+def test_the_size_of_the_work_is_sought(per_layer, per_position, depth):
+    def step_ms(size):
+        return size.depth * (per_layer + per_position * (size.length - 1))
+
+    size, found = overhead.seek_size(10.0, step_ms)
+    assert size.depth == depth
+    assert found == step_ms(size)
+    # A position more or less may be too much.
+    assert abs(found - 10.0) <= max(0.3, depth * per_position / 2)
+    size, found = overhead.seek_size(10.0, lambda size: 11.0)
+    assert (size, found) == (overhead.Size(1, 1), 11.0), "it cannot be shorter here"
+
+
+def test_a_result_is_named_after_its_machine(monkeypatch, tmp_path):
+    """On a machine without a GPU the name has the cores once; healthy scripts can come last."""
+    ran = []
+    words = (
+        "run.py --only gc_plain,healthy_plain --healthy-last --first none --state STATE --out OUT"
+    )
+    words = words.replace("STATE", str(tmp_path / "state")).replace("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", words.split())
+    monkeypatch.setattr(run, "machine_name", lambda: "cpu-2-cores-x86_64")
+    monkeypatch.setattr(run, "machine_facts", lambda: {"probe": {}})
+    monkeypatch.setattr(run.FORKS, "set_forkserver_preload", lambda names: None)
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+
+    def examine(case, *_):
+        ran.append(case.name)
+        return result(list(case.causes))
+
+    monkeypatch.setattr(run, "examine", examine)
+    run.main()
+    assert ran == ["gc_plain", "healthy_plain"]
+    told = json.loads((tmp_path / "doctor-cpu-2-cores-x86_64.json").read_text())["result"]
+    assert told["summary"]["num_scripts"] == 2
+    assert told["raw"]["gc_plain"]["seconds"] >= 0
+    run.main()
+    assert len(ran) == 2, "what was kept is not run again"
 
 
 def test_other_tools_name_a_cause_by_rules():

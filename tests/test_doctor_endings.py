@@ -309,7 +309,7 @@ def test_the_patch_is_one_for_git_and_patch(tmp_path, monkeypatch, tool, end):
     text = suggest_patch([no_workers(f"{path}:2"), no_workers()])
     assert "\n--- a/sub/train.py\n+++ b/sub/train.py\n" in text
     subprocess.run(
-        tool, input=text, text=True, cwd=tmp_path, check=True, timeout=60,
+        tool, input=text, text=True, cwd=tmp_path, check=True, timeout=200,
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
     )  # fmt: skip
     assert path.read_text() == f"import x\nloader = DataLoader(data, num_workers=2){end}"

@@ -192,6 +192,7 @@ def test_a_part_that_was_not_given_is_named(rows):
         trainer().validate(Judged(), datamodule=data)
 
 
+@pytest.mark.slow  # each imports Lightning; Accelerate's two processes are in `make test`
 def test_two_processes_share_the_epoch_and_resume_from_what_the_first_has_saved(rows, tmp_path):
     ranks = run_ranks("lightning", rows, tmp_path)
     whole = [rank["whole"] for rank in ranks]
@@ -353,7 +354,7 @@ def test_the_doctor_finds_a_loader_that_is_slow(tmp_path):
     assert any(found.name in line and "×" in line for line in lines)
     assert json.loads((tmp_path / "doctor.json").read_text())["findings"][0]["name"] == found.name
     assert DataLoader.__iter__ is torch_next, "the probe is taken out again"
-    for _ in range(200):
+    for _ in range(6000):
         left = [
             one.name
             for one in threading.enumerate()

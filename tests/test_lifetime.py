@@ -15,8 +15,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 SECONDS = 2.0
-"""What issue and documentation promise; a machine at a quarter of its speed gets four times that."""
-_SLACK = 4.0
+"""What issue and documentation promise; a busy machine gets fifteen times that, less than what they wait for sleeps."""
+_SLACK = 15.0
 
 
 def alive(pids) -> list[int]:
@@ -80,7 +80,7 @@ except main._EndedBySignal as ended:
     [
         ("command", signal.SIGKILL, False),
         pytest.param("command", signal.SIGKILL, True, marks=pytest.mark.slow),
-        ("command", signal.SIGTERM, False),
+        pytest.param("command", signal.SIGTERM, False, marks=pytest.mark.slow),
         pytest.param("command", signal.SIGHUP, False, marks=pytest.mark.slow),
         ("command", signal.SIGINT, True),
         ("script", signal.SIGKILL, False),
@@ -96,7 +96,7 @@ def test_workers_that_hang_in_c_end_with_the_pack(tmp_path, place, number, group
     pids = family(process.pid)
     assert len(pids) >= 4  # itself, two workers, the janitor
     (os.killpg if group else os.kill)(process.pid, number)
-    process.wait(60)
+    process.wait(200)
     assert process.returncode == -number
     wait_until(lambda: not alive(pids), SECONDS * _SLACK, f"left: {alive(pids)}")
     assert not list(place.iterdir())
@@ -125,7 +125,7 @@ def test_temporary_files_are_gone_however_a_process_ends(tmp_path, place, end):
     process = start(
         FILES.format(end=end), str(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
-    process.communicate(timeout=60)
+    process.communicate(timeout=200)
     wait_until(
         lambda: not list(place.iterdir()) and not list(tmp_path.glob(".*")),
         SECONDS * _SLACK,
@@ -142,7 +142,7 @@ def test_the_janitor_ends_and_holds_no_pipe_open(tmp_path, place):
     )
     process = start(script, stdout=subprocess.PIPE)
     began = time.monotonic()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=200)
     assert time.monotonic() - began < 30
     wait_until(lambda: not alive([int(out)]), SECONDS * _SLACK, "the janitor stays")
 
@@ -155,7 +155,7 @@ def test_what_a_script_left_running_after_a_normal_end_goes_on(tmp_path, place):
     )
     process = start(script, stdout=subprocess.PIPE)
     pid = int(process.stdout.readline())
-    process.wait(60)
+    process.wait(200)
     process.stdout.close()
     time.sleep(0.5)
     assert alive([pid])
@@ -199,11 +199,11 @@ def test_forked_children_of_the_command_end_with_it(tmp_path):
 
 def test_a_forked_child_does_not_keep_the_janitor_waiting(tmp_path, place):
     script = FILES.format(
-        end="pid = os.fork()\n    if pid == 0:\n        import time\n        time.sleep(20)\n"
+        end="pid = os.fork()\n    if pid == 0:\n        import time\n        time.sleep(100)\n"
         "        os._exit(0)\n    os.kill(os.getpid(), 9)"
     )
     process = start(script, str(tmp_path), stdout=subprocess.DEVNULL)
-    process.wait(60)
+    process.wait(200)
     wait_until(lambda: not list(place.iterdir()), SECONDS * _SLACK, "the folder stays")
 
 
@@ -213,7 +213,7 @@ def test_nohup_keeps_sighup_ignored():
         "from stoker.cli import main\nmain._end_well()\n"
         "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
     )
-    done = start(script, stdout=subprocess.PIPE).communicate(timeout=60)[0]
+    done = start(script, stdout=subprocess.PIPE).communicate(timeout=200)[0]
     assert done.strip() == b"True"
 
 
@@ -229,5 +229,5 @@ def test_a_command_that_is_ended_by_a_signal_says_so_to_its_shell(tmp_path, plac
     )
     wait_until(lambda: list(place.glob("stoker-inspect-*")), 60, "never began")
     process.send_signal(number)
-    assert process.wait(60) == -number
+    assert process.wait(200) == -number
     wait_until(lambda: not list(place.iterdir()), SECONDS * _SLACK, "files stay")

@@ -296,7 +296,7 @@ def test_an_error_in_the_feeder_keeps_its_traceback(store, monkeypatch):
         began = time.monotonic()
         with pytest.raises(MemoryError, match="planted") as caught:
             next(iter(loader))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60, "at once, not when a limit is over"
         assert "explode" in str(caught.traceback[-1])
 
 

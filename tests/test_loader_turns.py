@@ -156,7 +156,7 @@ def test_a_forked_child_has_threads_of_its_own(path, what, expected):
     child = context.Process(target=_in_child, args=(loader, what, theirs), daemon=True)
     child.start()
     try:
-        assert mine.poll(20), "the child hangs"
+        assert mine.poll(100), "the child hangs"
         assert mine.recv() == expected
     finally:
         child.kill()

@@ -106,7 +106,7 @@ def test_a_worker_that_dies_once_costs_nothing(numbers, tmp_path):
 
 @pytest.mark.parametrize("what", ["hang", "crash"])
 def test_a_row_that_hangs_or_crashes_is_refused_and_everything_else_packed(numbers, tmp_path, what):
-    source = NumbersSource(numbers, trouble=((1002, what),), row_limit_seconds=0.7)
+    source = NumbersSource(numbers, trouble=((1002, what),), row_limit_seconds=2.0)
     began = time.monotonic()
     result = pack(
         source, tmp_path / "s", PackOptions(jobs=1, on_bad="quarantine", bad_budget="10%")
@@ -114,7 +114,7 @@ def test_a_row_that_hangs_or_crashes_is_refused_and_everything_else_packed(numbe
     assert time.monotonic() - began < 60
     assert (contents(tmp_path / "s") == EXPECTED[EXPECTED != 1002]).all()
     assert [(refusal.line, refusal.reason) for refusal in result.refused] == [
-        (1002, "took longer than 0.7 s" if what == "hang" else "crashed the worker process twice")
+        (1002, "took longer than 2 s" if what == "hang" else "crashed the worker process twice")
     ]
     listed = [
         json.loads(line) for line in (tmp_path / "s" / "refused.jsonl").read_text().splitlines()
@@ -142,7 +142,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from packing_makers import NumbersSource
 from stoker.packing import PackOptions, pack
-source = NumbersSource(Path({file!r}), parts=4, trouble=((2001, "slow"), (3001, "slow")))
+source = NumbersSource(Path({file!r}), parts=4, trouble=((2001, "hang"),))
 pack(source, Path({out!r}), PackOptions(jobs=1))
 """
 
@@ -156,7 +156,7 @@ def test_a_killed_pack_resumes_where_it_was(numbers, tmp_path, sign):
     while len(built(numbers)) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(sign)
-    process.wait(30)
+    process.wait(200)
     assert not out.exists()
     source = NumbersSource(numbers, parts=4)
     pack(source, out, PackOptions(jobs=1))

@@ -123,7 +123,7 @@ def num_threads():
 
 
 def settled(collect=False):
-    for _ in range(200):
+    for _ in range(6000):
         if collect:
             # Again and again: it does nothing while another thread is inside a collection.
             gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
@@ -12,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -467,7 +469,7 @@ class FakeStore:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """Return what makes the heartbeats of some ranks in one process, and what they have said at the end."""
+    """Return what makes the heartbeats of some ranks in one process, what they said at the end, and their store."""
     store, made, said = FakeStore(), [], {}
     base = type("Base", (), {"clone": lambda self: None})()
     c10d = heartbeat.distributed.distributed_c10d
@@ -482,12 +484,12 @@ def watch(monkeypatch):
         made.append(found)
         return found
 
-    yield make, said
+    yield make, said, store
     for each in made:
         each.close()
 
 
-def wait_for(check, seconds=20.0):
+def wait_for(check, seconds=100.0):
     until = time.monotonic() + seconds
     while not check():
         assert time.monotonic() < until, "it did not happen"
@@ -495,25 +497,28 @@ def wait_for(check, seconds=20.0):
 
 
 def test_a_rank_that_gives_no_sign_of_life_is_named_by_all_others(watch):
-    make, said = watch
-    ranks = [make(rank, 3, 0.6) for rank in range(3)]
+    make, said, store = watch
+    ranks = [make(rank, 3, 2.0) for rank in range(3)]
     for each in ranks:
         each.mark("in the step", 1, 37)
-    time.sleep(0.3)
+    wait_for(lambda: b"batch 37" in store.values["beat/2"])
     ranks[2].close()  # its process stands still
-    for number in range(40):
-        ranks[0].mark("in the step", 1, 38 + number)
-        ranks[1].mark("in the step", 1, 38 + number)
-        time.sleep(0.05)
-    wait_for(lambda: len(said) == 2)
+    numbers = itertools.count(38)
+
+    def others_go_on() -> bool:
+        for number in (next(numbers),) * 2:
+            ranks[number % 2].mark("in the step", 1, number)
+        return len(said) == 2
+
+    wait_for(others_go_on)
     for words in said.values():
         assert "rank 2 (" in words
         assert f"process {os.getpid()}, epoch 1, batch 37, in the step) has given no sign" in words
 
 
 def test_a_rank_that_no_longer_moves_is_named(watch):
-    make, said = watch
-    ranks = [make(rank, 3, 0.5) for rank in range(3)]
+    make, said, _ = watch
+    ranks = [make(rank, 3, 2.0) for rank in range(3)]
     for each in (ranks[0], ranks[2], *ranks):
         each.mark("waiting for data", 0, 4)
     ranks[0].mark("in the step", 0, 4)
@@ -526,17 +531,30 @@ def test_a_rank_that_no_longer_moves_is_named(watch):
         assert "training.stall_seconds" in words
 
 
-def test_ranks_that_move_are_left_alone(watch):
-    make, said = watch
+def test_ranks_that_move_are_left_alone(watch, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(heartbeat.Heartbeat, "_watch", lambda self: None)  # this test looks itself
+    make, _, _ = watch
     ranks = [make(rank, 2, 1.0) for rank in range(2)]
-    for number in range(50):
+
+    def look() -> list[str | None]:
+        for each in ranks:
+            each._post()
+        return [each._find_verdict() for each in ranks]
+
+    for number in range(20):
         ranks[number % 2].mark("in the step", 0, number)
-        time.sleep(0.04)
-    assert not said
+        now += 0.9  # less than the limit; all together are 18 times as much
+        assert look() == [None, None]
+    now += 0.9
+    assert look() == [None, None]
+    now += 0.9
+    assert all("no rank has moved for 2 s" in words for words in look())
 
 
 def test_a_rank_that_leaves_word_is_quoted(watch):
-    make, _ = watch
+    make, _, _ = watch
     first, second = (make(rank, 2, 30) for rank in range(2))
     second.announce_exit("InputError: no such column")
     (words,) = first.find_lost(5)
@@ -592,7 +610,7 @@ def test_a_killed_rank_is_named_the_run_starts_again_and_goes_on(folder, tmp_pat
         wait_for(lambda: "resumed at epoch" in log.read_text(), 120)
         wait_for(lambda: log.read_text().count("recipe tabular on cpu") == 2, 30)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()
+        assert process.wait(200) == 0, log.read_text()
     finally:
         process.close()
     told = log.read_text()

@@ -356,6 +356,7 @@ def test_pictures_in_folders_of_their_class_are_evaluated(trained):
     assert json.loads(told)["evaluation"]["num_samples"] == 60
 
 
+@pytest.mark.slow  # an export takes seconds: tests/test_export.py has two
 def test_the_graph_answers_as_the_model_does(one_registry, trained):
     import onnx
     import onnxruntime

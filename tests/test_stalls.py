@@ -62,13 +62,13 @@ def test_a_loader_names_the_shard_that_its_threads_wait_for(tmp_path, monkeypatc
     answers, read = threading.Event(), OpenFile._read
 
     def silent(self, offset, out, dataset):
-        answers.wait(30)
+        answers.wait(200)
         read(self, offset, out, dataset)
 
     with Loader(tmp_path / "s", 50, "cpu", order="shuffled", data_bytes=800) as loader:
         monkeypatch.setattr(OpenFile, "_read", silent)
         said: list[str] = []
-        threading.Thread(target=lambda: (said.append(told.get(timeout=30)), answers.set())).start()
+        threading.Thread(target=lambda: (said.append(told.get(timeout=200)), answers.set())).start()
         numbers = np.concatenate([batch["x"].numpy() for batch in loader])
     assert "shard-00000.h5" in said[0]
     assert "still waiting for" in said[0]
@@ -80,7 +80,7 @@ def test_a_pack_names_the_input_that_it_waits_for(tmp_path, monkeypatch, told):
     build = ArraysSource.build
 
     def silent(self, part, context):
-        said.append(told.get(timeout=30))
+        said.append(told.get(timeout=200))
         return build(self, part, context)
 
     said: list[str] = []
@@ -101,20 +101,24 @@ def test_forked_children_have_no_watch_and_no_reads_of_their_parents(told):
 
 def test_warnings_as_errors_do_not_end_the_watch_and_the_process_ends_well():
     code = """
-import sys, time, warnings
+import sys, threading, time, warnings
 from stoker import stalls
 stalls.WAIT_SECONDS = 0.1
-warnings.showwarning = lambda message, *_: print(message, flush=True)
+told = threading.Event()
+def show(message, *_):
+    print(message, flush=True)
+    told.set()
+warnings.showwarning = show
 stalls.start_watch()
 with stalls.Waiting("a.h5"):
-    time.sleep(0.5)
+    told.wait(200)
 warnings.simplefilter("error")
 with stalls.Waiting("b.h5"):
     time.sleep(0.5)
 print(stalls._watch._thread.is_alive())
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200
     )
     first, last = done.stdout.splitlines()
     assert first.startswith("still waiting for a.h5")

@@ -277,7 +277,7 @@ def test_a_real_terminal_gets_no_escape_from_a_name(hostile):
             if not piece:
                 break
             seen += piece
-        process.wait(60)
+        process.wait(200)
     os.close(ours)
     text = seen.decode()
     assert "\\x1b]0;owned\\x07" in text

@@ -306,6 +306,8 @@ def test_a_loader_that_raises_in_the_middle_keeps_its_error(path):
 def test_wrong_arguments_are_named(path):
     with pytest.raises(InputError, match="there is no training setting 'epoch'"):
         make_trainer(path, epoch=3)
+    with pytest.raises(InputError, match=r"(?s)'output_dir'.*Try: run_dir='"):
+        make_trainer(path, output_dir="runs/a")
     with pytest.raises(InputError, match="precision is 'fp8'"):
         make_trainer(path, precision="fp8")
     with pytest.raises(
@@ -664,8 +666,7 @@ def test_a_second_ctrl_c_ends_at_once_and_what_was_saved_goes_on(
     steps = []
 
     def interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)  # handlers run between two bytecodes of the main thread
+        signal.raise_signal(signal.SIGINT)  # to this thread, whose handler has run when it returns
 
     forward = trainer.model.forward
 

@@ -119,7 +119,9 @@ def test_a_terminal_shows_rate_and_time_left(monkeypatch):
     assert text.endswith("\r\x1b[Kmemory ran out\n")
 
 
-def test_a_closed_stream_does_not_end_a_run(path, monkeypatch):
+@pytest.mark.parametrize("show_seconds", [0.0, 1e9])  # batches are counted, epochs are told
+def test_a_closed_stream_does_not_end_a_run(path, monkeypatch, show_seconds):
+    monkeypatch.setattr("stoker.train.history._SHOW_SECONDS", show_seconds)
     stream = io.StringIO()
     stream.close()
     monkeypatch.setattr("sys.stdout", stream)

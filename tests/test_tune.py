@@ -11,6 +11,7 @@ import math
 import os
 import random
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from stoker.measure.search import (
 )
 from stoker.recipes.run import open_run
 from stoker.store.fields import Dense
-from stoker.tune.job import tune_job
+from stoker.tune.job import _CHUNK_FACTORS, _chunk_sizes, tune_job
 from stoker.tune.loaders import LoaderChoice, _LoaderBench, first_workers, tune_loader
 from stoker.tune.trial import Effort, JobBench, Measured
 from stoker.units import GIB, format_bytes
@@ -476,11 +477,11 @@ def test_options_are_kept_only_where_they_pay(table, monkeypatch):
     settings = settings_for("tabular", table / "store", table / "run")
     tuned = tune_job(settings, device="cpu")
     assert [(tried.value, tried.is_kept) for tried in tuned.options] == [
-        ("63.5 MiB", True),
+        ("64.0 MiB", True),
         ("128.0 MiB", False),
         ("512.0 MiB", False),
     ]
-    assert tuned.changes == {"data.chunk_size_gb": 0.062}
+    assert tuned.changes == {"data.chunk_size_gb": 0.0625}
     assert tuned.gain == pytest.approx(2.0)
 
 
@@ -533,6 +534,16 @@ def test_a_batch_larger_than_the_data_with_drop_last_is_refused(table):
     )
     with pytest.raises(InputError, match="leaves no batch of 1000"):
         tune_job(settings, device="cpu", effort=QUICK)
+
+
+@pytest.mark.parametrize("now_bytes", [1, 1 << 20, 1_288_490, 16 << 20, 10_000_000_000, 1 << 41])
+def test_sizes_of_chunks_are_short_and_allowed_at_every_scale(now_bytes):
+    sizes = _chunk_sizes(now_bytes)
+    assert [size * GIB / now_bytes for size in sizes] == pytest.approx(_CHUNK_FACTORS, rel=5e-3)
+    settings = settings_for("tabular", "store", "run")
+    for size in sizes:
+        assert len(Decimal(repr(size)).normalize().as_tuple().digits) <= 3
+        assert settings.changed({"data.chunk_size_gb": size}).data.chunk_size_gb == size
 
 
 def test_chunks_are_tried_on_a_real_job(tmp_path, one_thread, monkeypatch):

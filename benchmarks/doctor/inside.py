@@ -3,10 +3,11 @@
     python benchmarks/doctor/inside.py "2 ms"          # or another script of overhead.py
     python benchmarks/doctor/inside.py "GPT on a GPU" --steps 800 --out FILE
 
-Enters: a script of overhead.py. Leaves: microseconds of CPU and wall time that the hooks add to a step, in the windows
-in which calls are timed and in those in which they are not, and the share of both by how many there are of each. A
-machine that others use varies by more between two processes than what is asked about; within one, the lower half of the
-steps in turns agrees to a few microseconds. While the hooks are off the sampling thread sleeps.
+Enters: a script of overhead.py, whose size is sought first. Leaves: microseconds of CPU and wall time that the hooks
+add to a step, in the windows in which calls are timed and in those in which they are not, and the share of both by how
+many there are of each. A machine that others use varies by more between two processes than what is asked about; within
+one, the lower half of the steps in turns agrees to a few microseconds. While the hooks are off the sampling thread
+sleeps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "src"), str(HERE)]
 
-from overhead import SCRIPTS, STEPS  # noqa: E402
+from overhead import SCRIPTS, calibrate, source  # noqa: E402
 
 from stoker.doctor import probe  # noqa: E402
 from stoker.doctor.probe import recorder  # noqa: E402
@@ -130,8 +131,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    text = SCRIPTS[asked.script].replace(str(STEPS), str(asked.steps))
-    result = compare(text, asked.steps)
+    script = SCRIPTS[asked.script]
+    size, _ = calibrate(script, None)
+    result = {**size._asdict(), **compare(source(script, size, asked.steps), asked.steps)}
     print(asked.script, {name: round(value, 3) for name, value in result.items()}, flush=True)
     if asked.out is not None:
         asked.out.write_text(json.dumps({asked.script: result}, indent=1) + "\n")

@@ -264,8 +264,11 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 def where(document: Mapping[str, Any]) -> str:
     """Return the machine of a result in words."""
     gpus = document["machine"]["probe"]["gpus"]
-    used = document["result"].get("gpu", False)
-    return f"On an {gpus[0]['name']}" if gpus and used else "On two cores, without a GPU"
+    if not gpus:
+        return "On two cores, without a GPU"
+    if document["result"].get("gpu"):
+        return f"On an {gpus[0]['name']}"
+    return f"On two cores of a machine with an {gpus[0]['name']}, which was hidden"
 
 
 def quantile(rows: Sequence[Mapping[str, Any]], part: float) -> float | None:
@@ -282,32 +285,54 @@ def doubt(row: Mapping[str, Any]) -> str:
     return f" ({low} to {high}{'' if row['sound'] else ': NOT SOUND, the machine varied'})"
 
 
-def overhead_section(document: Mapping[str, Any]) -> list[str]:
-    """Return the table of `overhead.py`."""
+def overhead_section(documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the tables of `overhead.py`, one for each machine; nothing without any."""
+    if not documents:
+        return []
     lines = [
         "## What the probe costs",
         "",
-        "Steps alone and under the doctor, in turns of 64 or 512 steps of two processes on the same cores (rows",
-        "without an interval: a process for each turn); the cost is the median of the pairs of turns. And the step",
-        "that the doctor reports, which is that of the windows in which it times nothing.",
+        "Steps alone and under the doctor, in short turns of two processes on the same cores, of which one is stopped.",
+        "The cost is the median of the pairs of turns, with its 95 % interval. And the step that the doctor reports,",
+        "which is that of the windows in which it times nothing.",
+        "",
+    ]
+    for document in documents:
+        lines += overhead_table(document)
+    return lines
+
+
+def overhead_table(document: Mapping[str, Any]) -> list[str]:
+    """Return the table of one machine."""
+    machine = document["machine"]
+    cpu = machine["probe"]["cpu"] or machine["host"]
+    lines = [
+        f"{cpu}, {machine['host']}, {machine['date']}, commit `{machine.get('commit')}`:",
         "",
         "| step | alone | under the doctor | cost | target | reported | its error |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    targets = {"2 ms": "8 %", "10 ms": "3 %"}
+    limits = {"2 ms": 0.08, "10 ms": 0.03}  # of older rows
     for name, row in document["result"].items():
         cells = (f"{row[key]:.2f} ms" for key in ("alone_ms", "doctored_ms"))
         told = f"{row['reported_ms']:.2f} ms" if row["reported_ms"] else "n/a"
+        limit = row.get("limit", limits.get(name))
         lines.append(
-            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])}{doubt(row)} | {targets.get(name, '')} "
-            f"| {told} | {percent(row['reported_error'])} |"
+            f"| {name} | {' | '.join(cells)} | {percent(row['overhead'])}{doubt(row)} "
+            f"| {percent(limit) if limit else ''} | {told} | {percent(row['reported_error'])} |"
         )
-    if any(row.get("note") for row in document["result"].values()):
-        lines.append("")
+    lines.append("")
     for name, row in document["result"].items():
         if row.get("note"):
             lines.append(f"{name}: {row['note']}")
-        if "cpu_overhead" in row:
+        if "sessions" in row:
+            low, high = (percent(one) for one in row["cpu_interval"])
+            lines.append(
+                f"- {name}: {row['pairs']} pairs of turns of {row['sessions']} pairs of processes. Their CPU time is "
+                f"{percent(row['cpu_overhead'])} apart ({low} to {high}), their mean {percent(row['mean_overhead'])}; "
+                f"the pairs right after a start are {percent(row['first_overhead'])}."
+            )
+        elif "cpu_overhead" in row:
             lines.append(
                 f"{name}: the best turns are {percent(row['best_overhead'])} apart, their CPU time "
                 f"{percent(row['cpu_overhead'])}."
@@ -466,7 +491,7 @@ def make_page(results: Path = RESULTS) -> dict[str, str]:
         rows = document["result"]["rows"]
         lines += result_section(path.stem, document)
         if not document["result"].get("gpu"):
-            ours = {row["case"]: row for row in rows}
+            ours |= {row["case"]: row for row in rows}
         pairs = [
             (row["case"], row["measured"], row["predicted"])
             for row in rows
@@ -476,8 +501,8 @@ def make_page(results: Path = RESULTS) -> dict[str, str]:
             document["result"]["summary"]["confusion"]
         )
         files[f"{PICTURES}/{path.stem}-gains.svg"] = scatter_svg(pairs)
-    for path in sorted(results.glob("doctor_overhead-*.json")):
-        lines += overhead_section(json.loads(path.read_text(encoding="utf-8")))
+    prices = sorted(results.glob("doctor_overhead-*.json"))
+    lines += overhead_section([json.loads(path.read_text(encoding="utf-8")) for path in prices])
     for path in sorted(results.glob("doctor_public-*.json")):
         lines += public_section(json.loads(path.read_text(encoding="utf-8")))
     for path in sorted(results.glob("doctor_matrix-*.json")):

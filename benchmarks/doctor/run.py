@@ -3,6 +3,7 @@
     python benchmarks/doctor/run.py                      # all scripts, one after the other: about half an hour
     python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
+    python benchmarks/doctor/run.py --seconds 1800 --healthy-last    # as many as begin within half an hour
 
 A script whose twin is not faster there has no planted cause on that machine. If the doctor's first advice for it is a
 larger batch, that is tried as well: a promise that is kept is no false alarm.
@@ -318,6 +319,9 @@ def main() -> None:
         "--only", default="", help="parts of the names of scripts to run, by commas"
     )
     parser.add_argument("--first", default="", help="names of scripts to begin with, by commas")
+    parser.add_argument(
+        "--healthy-last", action="store_true", help="run scripts with a cause before all others"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="scripts at once")
     parser.add_argument("--cores", type=int, default=2, help="cores of each script")
     parser.add_argument(
@@ -349,7 +353,9 @@ def main() -> None:
     until = time.monotonic() + asked.seconds
 
     asked.out.mkdir(parents=True, exist_ok=True)
-    on = machine_name() if asked.gpu else f"{asked.cores}-cores-{machine_name()}"
+    named = machine_name()
+    # Without a GPU the machine's name has its cores already.
+    on = named if asked.gpu or named.startswith("cpu-") else f"{asked.cores}-cores-{named}"
     facts, writing = machine_facts(), threading.Lock()
 
     def publish() -> dict[str, Any]:
@@ -379,6 +385,7 @@ def main() -> None:
         finally:
             free.put(cores)
             shutil.rmtree(folder, ignore_errors=True)
+        result["seconds"] = round(time.monotonic() - began, 1)
         kept.write_text(json.dumps(result))
         if "failure" in result["alone"][0]:
             print(f"--  {case.name}: {result['alone'][0]['failure'][-300:]}", flush=True)
@@ -386,7 +393,7 @@ def main() -> None:
         row = judge(case.name, result)
         gains = [row["predicted"], row["measured"]] if row["causes"] else []
         mark = "ok " if row["is_right"] else "NO "
-        took = f"{time.monotonic() - began:.0f} s"
+        took = f"{result['seconds']:.0f} s"
         print(mark, case.name, row["found"] or row["verdict"], *gains, took, flush=True)
         with writing:
             publish()
@@ -399,7 +406,9 @@ def main() -> None:
     ]
     # Mixed, so that a run that is cut short has some of every kind.
     random.Random(1).shuffle(wanted)
-    wanted.sort(key=lambda case: case.name not in asked.first.split(","))
+    first = asked.first.split(",")
+    late = asked.healthy_last
+    wanted.sort(key=lambda case: (case.name not in first, late and not case.causes))
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(run, wanted))
     print(json.dumps(publish(), indent=1))

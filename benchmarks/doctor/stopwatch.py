@@ -6,9 +6,11 @@ A script whose updates no optimizer makes (a replayed CUDA graph) calls `sys.sto
 `STOPWATCH_LONGEST` ends the script after so many seconds of updates, if there were `LEAST` of them: long steps need no
 more. `STOPWATCH_LOCK` names a file of which one script at a time holds the lock from its first update to its last; the
 next ones import torch, wake the GPU, make their data and load their kernels meanwhile.
-`STOPWATCH_TURNS` names a folder with two pipes, `done` and `go`: from update `LEAST` on the script stands still until
-it is told to go, makes `STOPWATCH_STEPS` updates, and so on until the pipe says that it ends. The seconds of each
-turn's updates, and its CPU time, are a line in the file `turns` there.
+`STOPWATCH_TURNS` names a folder with two pipes, `done` and `go`: after `STOPWATCH_STEPS` updates and one, which the
+doctor does not count, and at least `LEAST`, the script stands still until it is told to go, makes `STOPWATCH_STEPS`
+updates, and so on until the pipe says that it ends. The seconds of each turn's updates, and its CPU time, are a line in
+the file `turns` there. Standing still for the first time, the thread moves to the core `STOPWATCH_CORE`, if given, and
+threads that the doctor has begun by then keep all of the cores of the script.
 `run_forked` is the same in a process that was forked with torch already imported, which saves its seconds.
 """
 
@@ -50,8 +52,10 @@ def take_turns():
     place = os.environ.get("STOPWATCH_TURNS")
     if place is None or len(times) < LEAST or os.getpid() != main_process:
         return False
-    if stood and len(times) - stood[-1] < int(os.environ["STOPWATCH_STEPS"]):
+    if (len(times) - 1) % int(os.environ["STOPWATCH_STEPS"]):
         return False
+    if not stood and "STOPWATCH_CORE" in os.environ:
+        os.sched_setaffinity(0, {int(os.environ["STOPWATCH_CORE"])})
     await_gpu()
     times[-1] = time.perf_counter()
     if stood:

@@ -185,7 +185,8 @@ def test_the_table_is_the_references(seed, epoch, step, stream, batch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "num_batches"), [(1, 3), (300, 2), pytest.param(1100, 1, marks=repeats)]
+    ("batch", "num_batches"),
+    [pytest.param(1, 3, marks=repeats), (300, 2), pytest.param(1100, 1, marks=repeats)],
 )
 def test_a_table_drawn_by_many_programs_is_the_references(batch, num_batches):
     tape = encode_tape(EVERYTHING, (29, 33))
@@ -437,7 +438,8 @@ def test_contrasts_mean_is_right_to_1e_6_and_the_same_each_time(channels, config
 
 @pytest.mark.parametrize("geometry", [True, False])
 @pytest.mark.parametrize(
-    ("channels", "dtype"), [(3, torch.uint8), (3, torch.float32), (1, torch.uint8)]
+    ("channels", "dtype"),
+    [(3, torch.uint8), pytest.param(3, torch.float32, marks=repeats), (1, torch.uint8)],
 )
 def test_contrast_in_one_pass_is_the_references(geometry, channels, dtype):
     size, tiles = (19, 27), fused.Config(16, 16, 16, 16)
@@ -544,7 +546,7 @@ def test_rows_that_do_not_exist_are_the_same_in_both_backends(dtype, ops):
     assert torch.equal(labels, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.uint8, pytest.param(torch.float32, marks=repeats)])
 def test_rows_that_exist_set_no_fault(dtype):
     program, table = drawn([RandomRotation(15)], (5, 6), 3, 3)
     faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)

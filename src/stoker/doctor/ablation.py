@@ -127,7 +127,7 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
 
 
 def _joined(timed: Sequence[Timed]) -> Timed:
-    """Return the laps of all rounds as one; history and phases are those of the first."""
+    """Return the laps of all rounds as one; history and phases (whose times are a round's own) are the first's."""
     return replace(timed[0], laps=tuple(lap for each in timed for lap in each.laps))
 
 
@@ -172,8 +172,8 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
         step_seconds=Spread.of(seconds),
         wait_seconds=Spread.of(waits),
         compute_seconds=Spread.of(a - b for a, b in zip(seconds, waits, strict=True)),
-        backward_seconds=_phase(together, "backward", batches),
-        optimizer_seconds=_phase(together, "optimizer", 1),
+        backward_seconds=_phase(rounds, "backward", batches),
+        optimizer_seconds=_phase(rounds, "optimizer", 1),
         loader=loader,
         kernels=kernels,
         allocator=allocator,
@@ -223,8 +223,11 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
-def _phase(timed: Timed, kind: str, batches: int) -> Spread | None:
-    found = Spread.of(end - start for name, start, end in timed.phases if name == kind)
+def _phase(rounds: Sequence[_Round], kind: str, batches: int) -> Spread | None:
+    """Return the seconds of a phase in all rounds, as those of a step are: one round may have been disturbed."""
+    found = Spread.of(
+        end - start for each in rounds for name, start, end in each.together.phases if name == kind
+    )
     if found is None or batches == 1:
         return found
     return Spread(found.median * batches, found.low * batches, found.high * batches, found.count)

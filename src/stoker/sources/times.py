@@ -152,7 +152,8 @@ def to_utc(local_ns: Array, zone: str) -> Array:
     """Turn wall-clock nanoseconds of an IANA zone ("Europe/Athens") into UTC.
 
     The hour that autumn repeats is read as its first pass, and after a step back within it as its second: times are
-    expected in their order, or all the other way round. One that spring skips moves on.
+    expected in their order, or all the other way round. The hour that spring skips cannot be: such a clock is another
+    one.
     """
     try:
         info = ZoneInfo(zone)
@@ -170,6 +171,14 @@ def to_utc(local_ns: Array, zone: str) -> Array:
         np.array([_offset_ns(wall.replace(fold=fold)) for wall in walls], np.int64)[back]
         for fold in (0, 1)
     )
+    skipped = local_ns[second > first]
+    if len(skipped):
+        first_one = str(np.datetime64(int(skipped[0]), "ns").astype("M8[s]")).replace("T", " ")
+        raise InputError(
+            f"{len(skipped):,} times, {first_one} the first, do not exist in {zone}: its clocks skip that hour.",
+            "the zone of the clock that wrote the times",
+            "--tz UTC",
+        )
     return local_ns - np.where(_second_pass(local_ns, second < first), second, first)
 
 

@@ -207,8 +207,11 @@ class EpochLines:
         if not self._is_shown or now - self._updated < _SHOW_SECONDS:
             return
         self._updated = now
-        stream = self._stream or sys.stdout
-        if not stream.isatty():
+        try:
+            is_terminal = (self._stream or sys.stdout).isatty()
+        except ValueError:  # it was closed, which must not end a run
+            return
+        if not is_terminal:
             return
         rate = self._done / max(now - self._epoch_began, 1e-9)
         left = (self._total - self._done) / max(rate, 1e-9)

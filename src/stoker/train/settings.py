@@ -258,10 +258,14 @@ def _unknown_name(name: Any, known: Sequence[str]) -> InputError:
             "names of one section",
             "config=resolve(load_config('my.yaml')), or the section's names alone",
         )
-    if name in SYNONYMS:
-        near = [SYNONYMS[name].rpartition(".")[2]]
-    else:
-        near = difflib.get_close_matches(str(name), known, n=1)
+    if SYNONYMS.get(name) == "run.dir":
+        return InputError(
+            f"there is no training setting {name!r}: the folder is an argument of its own.",
+            "run_dir= of the Trainer, beside config=",
+            "run_dir='runs/first'",
+        )
+    near = [one for one in [SYNONYMS.get(name, "").rpartition(".")[2]] if one in known]
+    near = near or difflib.get_close_matches(str(name), known, n=1)
     return InputError(
         f"there is no training setting {name!r}.", ", ".join(known), near[0] if near else known[0]
     )

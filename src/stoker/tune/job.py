@@ -310,8 +310,11 @@ def _shaped(settings: Settings, shape: UpdateShape) -> Settings:
 
 
 def _chunk_sizes(now_bytes: int) -> list[float]:
-    """Return sizes of all slots together, in GiB as in a config."""
-    return [round(now_bytes * factor / GIB, 3) for factor in _CHUNK_FACTORS]
+    """Return sizes of all slots together, in GiB as in a config.
+
+    Three significant digits: three decimals would make 0 of half a MiB, which no config accepts.
+    """
+    return [float(f"{now_bytes * factor / GIB:.3g}") for factor in _CHUNK_FACTORS]
 
 
 def _show(key: str, value: Any) -> str:

@@ -44,6 +44,7 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 MOST_COMPARED = 1000
+"""Entries of containers that are looked at from one variable or attribute on; what holds more is data, no setting."""
 _MOST_HELPERS = 200
 _BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
 _LIBRARY = sysconfig.get_path("stdlib")
@@ -52,6 +53,26 @@ _LENGTH, _ITEM, _DRAWN, _BYTES = object(), object(), object(), object()
 _DEPTH, _MOST_BYTES = 3, 4096
 """Levels of containers that are looked into, and the largest array that is compared at every replay."""
 _HOST = torch.device("cpu")
+_CLEAR = frozenset(
+    {
+        *(
+            bool,
+            int,
+            float,
+            str,
+            bytes,
+            NoneType,
+            dict,
+            list,
+            tuple,
+            deque,
+            np.ndarray,
+            torch.Tensor,
+        ),
+        *(torch.nn.Parameter, FunctionType, MethodType, ModuleType),
+    }
+)
+"""Types whose objects can be asked what they are."""
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
     {
@@ -144,6 +165,7 @@ class HostNumbers:
         device: torch.device | None = None,
     ) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
+        self._left = MOST_COMPARED
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._called: set[int] = set()
         self._named: frozenset[str] = frozenset()
@@ -194,7 +216,15 @@ class HostNumbers:
                 self._take(f"{variable} of {name}" if name else variable, container, key)
 
     def _look_into(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
-        self._look(name, vars(owner), depth, attributes_read(owner, self._named))
+        if self._may_look(vars(owner)):
+            self._look(name, vars(owner), depth, attributes_read(owner, self._named))
+
+    def _may_look(self, container: Any) -> bool:
+        """Whether so many entries may still be looked at; they are then counted."""
+        if len(container) > self._left:
+            return False
+        self._left -= len(container)
+        return True
 
     def _look(
         self, name: str, container: Any, depth: int = _DEPTH, only: Collection[str] | None = None
@@ -207,6 +237,10 @@ class HostNumbers:
 
     def _take(self, name: str, container: Any, key: Any, depth: int = _DEPTH) -> None:
         value = read_place(container, key)
+        if is_opaque(value):
+            return
+        if depth == _DEPTH:
+            self._left = MOST_COMPARED
         if _is_number(value):
             self._found[id(container), key] = (name, container, key)
         elif isinstance(value, np.ndarray):
@@ -221,7 +255,8 @@ class HostNumbers:
                 return
             what = "entries" if isinstance(value, deque) else "length"
             self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
-            self._look(name, value, depth - 1)
+            if self._may_look(value):
+                self._look(name, value, depth - 1)
         elif depth and is_plain_object(value):
             self._look_into(name, value, depth - 1)
         elif depth and is_plain_object(value, may_be_called=True) and id(value) not in self._called:
@@ -236,13 +271,12 @@ class HostNumbers:
         """Return the name of one that has another value than at first, or None."""
         try:
             is_same = all(get(container) == then for container, get, then in self._groups)
-        except (KeyError, IndexError):  # it is gone
+            is_same = is_same and all(
+                read_place(container, key) == then for container, key, then in self._rest
+            )
+        except Exception:  # noqa: BLE001 (gone, or something else now that compares in its own way)
             is_same = False
-        if is_same and all(
-            read_place(container, key) == then for container, key, then in self._rest
-        ):
-            return None
-        return self.name_difference(self.values(), self._values)
+        return None if is_same else self.name_difference(self.values(), self._values)
 
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
         """Return the name of the first that differs between two results of `values`, or None."""
@@ -255,7 +289,7 @@ class HostNumbers:
 
     def _name_differences(self, some: list[Any], others: list[Any]) -> Iterator[str]:
         for (name, _, _), one, other in zip(self._places, some, others, strict=True):
-            if one is not other and one != other:
+            if one is not other and not _equals(one, other):
                 yield name
 
     def put_back(self) -> None:
@@ -280,6 +314,14 @@ class HostNumbers:
                 container.cell_contents = value
             elif read_place(container, key) is not value:
                 container[key] = value
+
+
+def _equals(one: Any, other: Any) -> bool:
+    """Whether two values are equal; an array of several numbers equals no number."""
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001 (the comparison of somebody's own class)
+        return False
 
 
 class _Entries(tuple[Any, ...]):
@@ -357,6 +399,22 @@ def read_place(container: Any, key: Any) -> Any:
         return None
 
 
+def is_opaque(value: Any) -> bool:
+    """Whether an object cannot be asked what it is: a weak proxy of something gone, one that loads itself and fails.
+
+    A step that names it may still be captured. What it hides is not followed.
+    """
+    if type(value) in _CLEAR:
+        return False
+    try:
+        isinstance(value, Mapping)  # asks for its `__class__`
+        for name in ("__dict__", "__self__", "__func__", "func", "__module__"):
+            getattr(value, name, None)
+    except Exception:  # noqa: BLE001 (somebody's own code may raise anything)
+        return True
+    return False
+
+
 def slots_of(value: Any) -> list[str]:
     """Return the attributes of an object of somebody's own that has slots instead of a dict."""
     kind = type(value)
@@ -423,6 +481,12 @@ def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
 
     They are of its closure, globals, defaults and attributes; of a `functools.partial` also the arguments.
     """
+    for place in _variables_around(function):
+        if not is_opaque(read_place(*place[1:])):
+            yield place
+
+
+def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(function, functools.partial):
         yield from (("an argument", function.args, place) for place in range(len(function.args)))
         yield from ((name, function.keywords, name) for name in function.keywords)
@@ -451,6 +515,8 @@ def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any, Any]]:
     """Yield the attributes that code names of a module or class of somebody's own: `config.BETA`, `Settings.beta`."""
+    if is_opaque(value):
+        return
     is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
     is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
     if (is_file or is_class) and _package(value) not in _FOREIGN:
@@ -544,6 +610,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
                 enter(read_place(container, name), names)
 
     def enter(value: Any, names: Mapping[str, None], depth: int = 0) -> None:
+        if is_opaque(value):
+            return
         if isinstance(value, FunctionType | MethodType | functools.partial):
             function = getattr(value, "func", value)
             if _is_own(getattr(function, "__func__", function)):

@@ -55,6 +55,7 @@ from stoker.train.graphs.replay_check import (
     spread,
 )
 from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
+from stoker.train.graphs.structure import Structure
 from stoker.train.graphs.written import WrittenTensors
 from stoker.train.oom import is_oom
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded
@@ -129,7 +130,7 @@ class GraphedStep:
         self._held = HeldTensors(())
         self._held_values: list[Any] = []
         self._replaced: list[Replaced] = []
-        self._watched = WatchedTensors()
+        self._watched, self._structure = WatchedTensors(), Structure()
         self._places: list[tuple[Any, Any, Any]] = []
         self._written, self._copies_all = WrittenTensors(), False
         self._num_warm = self._num_checked = self._num_replays = 0
@@ -205,6 +206,9 @@ class GraphedStep:
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
             self._renew("parameters were frozen or thawed")
+            return self._run_eagerly(work)
+        if self._structure.has_changed():
+            self._renew("layers, parameters or hooks of the model are others")
             return self._run_eagerly(work)
         changed = self._numbers.find_change()
         if changed is not None:
@@ -338,10 +342,15 @@ class GraphedStep:
             )
             for each in state.optimizers
         ]
-        modules, code = state.changed_modules(), state.code()
-        self._numbers = HostNumbers(modules, code, state.device)
-        held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
-        before, watched = held.values(), WatchedTensors(modules, code)
+        try:
+            modules, code = state.changed_modules(), state.code()
+            self._numbers = HostNumbers(modules, code, state.device)
+            held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
+            before, watched = held.values(), WatchedTensors(modules, code)
+            structure = Structure(modules, state.optimizers)
+        except Exception as error:  # noqa: BLE001 (somebody's own objects are asked for what they hold)
+            self._refusal = f"what the step names cannot be examined ({describe_failure(error)})"
+            return self._refusal
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
         self._refusal, handled = "", sys.exception()
         constants = (
@@ -370,6 +379,8 @@ class GraphedStep:
                 gc.enable()
         watched.leave_replaced()
         self._watched = watched
+        # A step that changes the structure itself is compared like any other.
+        self._structure = Structure() if structure.has_changed() else structure
         # The capture ran the host's part of a step that was not computed.
         self._numbers.put_back()
         self._replaced = kept.replacements()
@@ -685,7 +696,8 @@ class GraphedStep:
         self._graph = self._static = self._loss = self._host_draws = self._constants = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
-        self._watched, self._written, self._places = WatchedTensors(), WrittenTensors(), []
+        self._watched, self._structure = WatchedTensors(), Structure()
+        self._written, self._places = WrittenTensors(), []
         self._num_warm = self._num_checked = self._num_replays = 0
         self._next_check = _FIRST_RECHECK
         self._worst, self.active = 0.0, False

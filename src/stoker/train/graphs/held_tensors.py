@@ -9,22 +9,23 @@ replay for every tensor that is watched; the rest at a capture.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_, itemgetter
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from stoker.train.batches import iterate_tensors
 from stoker.train.graphs.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
     attributes_read,
+    is_opaque,
     is_plain_object,
     named_in_step,
     names_in,
@@ -33,7 +34,8 @@ from stoker.train.graphs.frozen import (
     surroundings,
 )
 
-_DEPTH = 3
+_DEPTH, _DEEPEST = 3, 20
+_MOST_VISITED = 3000
 _LEAVE = object()
 """A value that is left as it is."""
 
@@ -55,7 +57,8 @@ class HeldTensors:
         for module in (inner for root in modules for inner in root.modules()):
             # Parameters, buffers and submodules are in tables of their own, which the step's state follows.
             for name in vars(module).keys() - MODULE_TABLES:
-                self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
+                if not is_opaque(vars(module)[name]):
+                    self._places.append((f"{type(module).__name__}.{name}", vars(module), name))
             code[id(type(module).forward)] = type(module).forward
         code |= {id(function): function for function in functions}
         for function in code.values():
@@ -141,7 +144,7 @@ class WatchedTensors:
         self._places: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         for name, container, key in places:
             only, value = read.get(id(container)), read_place(container, key)
-            if only is not None and key not in only:
+            if is_opaque(value) or (only is not None and key not in only):
                 continue
             # Of torch's own modules only tensors are watched, not the dicts and functions that torch keeps there.
             is_watched = id(container) not in of_torch and _may_be_replaced(value)
@@ -226,23 +229,40 @@ def put_in(container: Any, key: Any, value: Any) -> None:
         setattr(container, key, value)
 
 
-def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from value.parameters()
-        yield from value.buffers()
-    elif depth < _DEPTH:
-        inner: Iterable[Any] = ()
-        if isinstance(value, dict):
-            inner = list(value.values())
-        elif isinstance(value, list | tuple):
-            inner = value
-        elif is_plain_object(value, may_be_called=True):
-            inner = list(vars(value).values())
-        for each in itertools.islice(inner, MOST_COMPARED):
-            yield from tensors_in(each, depth + 1)
+    return _walk(value, _entries, _DEPTH)
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return value
+    return list(vars(value).values()) if is_plain_object(value, may_be_called=True) else ()
+
+
+def _walk(
+    value: Any, entries: Callable[[Any], Iterable[Any]], depth: int
+) -> Iterator[torch.Tensor]:
+    """Yield the tensors inside of a value, those nearest to it first; each container is entered once.
+
+    After some thousand entries the rest is data, which would take seconds to go through.
+    """
+    level = [] if is_opaque(value) else [value]
+    left, entered = _MOST_VISITED, set[int]()
+    for _ in range(depth + 1):
+        following: list[Any] = []
+        for each in level:
+            if isinstance(each, torch.Tensor):
+                yield each
+            elif id(each) not in entered:
+                entered.add(id(each))
+                inner = (one for one in entries(each) if not is_opaque(one))
+                following += itertools.islice(inner, left - len(following))
+        level, left = following, left - len(following)
 
 
 def containers_around(
@@ -254,15 +274,20 @@ def containers_around(
     with the containers inside of them. A large one is data, not something that a step changes.
     """
     found: dict[int, tuple[str, Any]] = {}
+    left = MOST_COMPARED
 
     def look(name: str, value: Any, depth: int = 0, in_object: bool = False) -> None:
-        if isinstance(value, torch.optim.Optimizer):
-            return  # what it keeps is known
+        nonlocal left
+        if depth == 0:
+            left = MOST_COMPARED
+        if is_opaque(value) or isinstance(value, torch.optim.Optimizer):  # what that keeps is known
+            return
         if not in_object and is_plain_object(value, may_be_called=True):
             value, in_object = vars(value), True
-        is_container = isinstance(value, dict | list | deque) and len(value) <= MOST_COMPARED
+        is_container = isinstance(value, dict | list | deque) and len(value) <= left
         if not is_container or id(value) in found or depth > _DEPTH:
             return
+        left -= len(value)
         found[id(value)] = name, value
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             look(f"{name}.{key}", inner, depth + 1, in_object)
@@ -291,14 +316,29 @@ def holds_tensors(value: Any) -> bool:
 
 def hides_tensors(value: Any) -> bool:
     """Whether tensors are in an object, where a replay cannot put others."""
-    return bool({*map(id, _tensors_anywhere(value))} - {*map(id, iterate_tensors(value))})
+    return bool({*map(id, _tensors_anywhere(value))} - {*map(id, _nested_tensors(value))})
 
 
 def _tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers and objects, torch's own among them, such as a distribution."""
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | type):
+    if is_opaque(value) or isinstance(
+        value, torch.nn.Module | torch.optim.Optimizer | type | ModuleType
+    ):
         return
     yield from tensors_in(value)
-    yield from iterate_tensors(value)
+    yield from _nested_tensors(value)
     if not isinstance(value, torch.Tensor) and not is_plain_object(value, may_be_called=True):
-        yield from iterate_tensors(list(getattr(value, "__dict__", {}).values()))
+        yield from _nested_tensors(list(getattr(value, "__dict__", {}).values()))
+
+
+def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a nested value of mappings, lists and tuples."""
+    return _walk(value, _items, _DEEPEST)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        # What somebody's own mapping raises, of a file that is closed say, is its own affair.
+        with contextlib.suppress(Exception):
+            return list(value.values())
+    return value if isinstance(value, list | tuple) else ()

@@ -18,6 +18,7 @@ import torch
 from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.graphs.frozen import (
     HostNumbers,
+    is_opaque,
     is_plain_object,
     is_torchs_own,
     with_helpers,
@@ -28,6 +29,7 @@ from stoker.train.graphs.held_tensors import (
     holds_tensors,
     tensors_in,
 )
+from stoker.train.graphs.structure import HOOKS, PARAMETER_HOOKS, STEP_HOOKS
 from stoker.train.ranks import Ranks
 
 _OF_TORCH = frozenset(
@@ -38,8 +40,6 @@ _OF_TORCH = frozenset(
     }
 )
 """Attributes that torch and its schedulers give an optimizer."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _DEPTH = 6
 _Kept = tuple[Any, Any, frozenset[str]]
 """A dict or a list, a shallow copy of it, and keys of it that are left alone."""
@@ -108,18 +108,18 @@ class StepState:
 
         With the functions of somebody's own that these and forward passes call.
         """
-        owners: list[tuple[Any, tuple[str, ...]]] = [(one, _STEP_HOOKS) for one in self.optimizers]
+        owners: list[tuple[Any, tuple[str, ...]]] = [(one, STEP_HOOKS) for one in self.optimizers]
         for module in (inner for root in self.modules for inner in root.modules()):
-            owners.append((module, _HOOKS))
+            owners.append((module, HOOKS))
             own = module._parameters.values()
-            owners += [(p, ("_backward_hooks", "_post_accumulate_grad_hooks")) for p in own]
+            owners += [(p, PARAMETER_HOOKS) for p in own]
         tables = (getattr(owner, name, None) for owner, names in owners for name in names)
         hooks = (hook for table in tables if table for hook in table.values())
         return with_helpers(self.modules, [*self.functions, *hooks])
 
     def changed_modules(self) -> list[torch.nn.Module]:
         """Return the modules, and those that hooks of the optimizers use, such as a moving average of the weights."""
-        tables = (getattr(one, name, None) for one in self.optimizers for name in _STEP_HOOKS)
+        tables = (getattr(one, name, None) for one in self.optimizers for name in STEP_HOOKS)
         hooks = [hook for table in tables if table for hook in table.values()]
         known = {id(inner) for root in self.modules for inner in root.modules()} if hooks else set()
         others = (one for one in used_objects(*hooks) if isinstance(one, torch.nn.Module))
@@ -143,7 +143,7 @@ class StepState:
             (f"{key} of {owner}", value)
             for owner, entries in named
             for key, value in entries.items()
-            if isinstance(value, bool | int | float)
+            if issubclass(type(value), bool | int | float)  # asks the object nothing
         ]
         counts += [
             (f"the entries of {name}", [one if _is_number(one) else id(one) for one in held])
@@ -246,7 +246,7 @@ class KeptObjects:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | None)
+    return issubclass(type(value), bool | int | float | str | type(None))
 
 
 def _is_other(one: Any, other: Any) -> bool:
@@ -276,10 +276,9 @@ def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]
             look(value, depth + 1)
 
     def look(value: Any, depth: int) -> None:
-        if (
-            isinstance(value, torch.Tensor | str | bool | int | float | type(None))
-            or depth > _DEPTH
-        ):
+        if depth > _DEPTH or is_opaque(value):
+            return
+        if isinstance(value, torch.Tensor | str | bool | int | float | type(None)):
             return
         if isinstance(value, torch.optim.Optimizer):
             keep(value.state, dict(value.state), depth)
@@ -449,10 +448,11 @@ def used_objects(*functions: Any) -> list[Any]:
             used = inspect.getclosurevars(inner)
             values += [*used.nonlocals.values(), *used.globals.values()]
             values += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+        values = [value for value in values if not is_opaque(value)]
         owners = [getattr(value, "__self__", None) for value in values]  # of bound methods
         values += [
             *owners,
             *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
         ]
-        found.update((id(value), value) for value in values)
+        found.update((id(value), value) for value in values if not is_opaque(value))
     return list(found.values())
