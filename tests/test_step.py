@@ -11,7 +11,7 @@ from torch import nn
 
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
-from stoker.train.buffers import Buffers
+from stoker.train.activations import Buffers
 from stoker.train.losses import NonFiniteError
 from stoker.train.step import fill_momentum, make_guarded
 from stoker.train.trainer import Trainer

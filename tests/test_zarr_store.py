@@ -189,6 +189,13 @@ def test_what_cannot_be_read_is_left_aside_by_name(facts, words, table):
         assert set(store.fields) == {"x", "deep/y"}
 
 
+def test_an_empty_group_is_listed_with_a_command_for_folders(tmp_path):
+    write_group(tmp_path / "empty")
+    with pytest.raises(StoreError, match="holds no numeric array") as caught:
+        open_store(tmp_path / "empty")
+    assert caught.value.fix == f"ls {tmp_path / 'empty'}"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("numcodecs") is not None, reason="numcodecs is here")
 def test_blosc_says_what_to_install(tmp_path):
     write_array(tmp_path / "b.zarr", np.arange(9), (9,))

@@ -75,8 +75,6 @@ def _warn(text: str) -> None:
 
 
 class _Watch:
-    """The thread that looks."""
-
     def __init__(self) -> None:
         self._tell: Callable[[str], object] = _warn
         self._thread: threading.Thread | None = None

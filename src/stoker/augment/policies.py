@@ -73,7 +73,6 @@ class _Policy(Stage):
         ignore_index: int,
         apply: Apply,
     ) -> Pair:
-        """Apply the ops in turn."""
         name, channels = type(self).__name__, images.shape[1]
         if channels not in (1, 3):
             raise InputError(

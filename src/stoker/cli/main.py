@@ -328,6 +328,9 @@ def _meant(context: Any, option: str | None, typed: list[str]) -> str:
         from stoker.config.tree import key_schemas
 
         name = option.lstrip("-").replace("-", "_")
+        last = [each.name for each in context.command.params if each.param_type_name == "argument"]
+        if last[-1:] == [name] or (name == "out" and typed[0] == "pack"):
+            return command("stoker", *_as_argument(option, typed))
         keys = [key for key in key_schemas() if key.rpartition(".")[2] == name]
         key = SYNONYMS.get(name) or (LAYOUTS.get(keys[0], keys[0]) if keys else None)
         if key and "--set" in known:
@@ -360,6 +363,14 @@ def _meant(context: Any, option: str | None, typed: list[str]) -> str:
         )
         return command("stoker", "pack", kind, *typed[1:])
     return ""
+
+
+def _as_argument(option: str, typed: list[str]) -> list[str]:
+    """Return the words with the value of an option behind all others, without the option's name."""
+    at = next(at for at, word in enumerate(typed) if word.partition("=")[0] == option)
+    _, joined, value = typed[at].partition("=")
+    rest = [*typed[:at], *typed[at + (1 if joined else 2) :]]
+    return [*rest, value if joined else next(iter(typed[at + 1 :]), option.lstrip("-").upper())]
 
 
 def _with_option(lacks: str, typed: list[str]) -> str:

@@ -152,7 +152,7 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
 
     from stoker.runs.telemetry import BUSY_FOOTNOTE
 
-    parts = [styled(_clock(snapshot), "italic")]
+    parts = [styled(f"stoker monitor  {_clock(snapshot)}", "italic")]
     if snapshot.gpus:
         heads = [styled(head, "bold") for head in _HEADS]
         rows = [heads, *(_cells(gpu) for gpu in snapshot.gpus)]
@@ -197,7 +197,7 @@ def _aligned(rows: list[list[Text]], left: tuple[int, ...]) -> list[Text]:
 
 
 def _clock(snapshot: Snapshot) -> str:
-    return f"stoker monitor  {local_time(snapshot.time):%Y-%m-%d %H:%M:%S}"
+    return f"{local_time(snapshot.time):%Y-%m-%d %H:%M:%S}"
 
 
 def _targets_line() -> str:
@@ -313,7 +313,7 @@ def _absence(run: RunNow) -> str:
 
 def one_line(snapshot: Snapshot) -> str:
     """Return a snapshot as one line, for a pipe or a log."""
-    parts = [_clock(snapshot).removeprefix("stoker monitor  ")]
+    parts = [_clock(snapshot)]
     for gpu in snapshot.gpus:
         share = gpu.memory_share
         memory = "n/a" if share is None else f"{share:.0%}"

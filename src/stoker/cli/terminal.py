@@ -108,7 +108,6 @@ def _console_kind() -> Any:
             super().__init__(markup=False, emoji=False, highlight=False, **options)
 
         def print(self, *lines: Any, **options: Any) -> None:
-            """Print, as rich does."""
             with _named(STDERR if self.stderr else STDOUT):
                 super().print(*lines, **options)
 
@@ -190,7 +189,6 @@ def _make_bars() -> Any:
         """Done, of how many, and how many a second."""
 
         def render(self, task: Any) -> Text:
-            """Draw the column."""
             total = f"/{task.total:,.0f}" if task.total else ""
             speed = task.finished_speed or task.speed
             rate = f"  {speed:,.0f}/s" if speed else ""

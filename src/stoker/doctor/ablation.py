@@ -85,7 +85,6 @@ class _Memory:
         self.on_device: list[int] = []
 
     def look(self) -> None:
-        """Take one reading of each."""
         self.host.append(self._process.memory_info().rss)
         if self._device.type == "cuda":
             self.on_device.append(torch.cuda.memory_allocated(self._device))
@@ -103,8 +102,6 @@ class _Memory:
 
 
 class _Round(NamedTuple):
-    """One measurement of every part."""
-
     together: Timed
     loader: Timed
     step: Timed

@@ -140,7 +140,6 @@ def _make_profiler(plan: Schedule, on_gpu: bool) -> profile:
 
 
 def _export(profiler: profile, out: Path) -> None:
-    """Write the trace atomically."""
     try:
         with writing(out, is_trace) as temporary, temporary_folder() as folder:
             plain = folder / "trace.json"

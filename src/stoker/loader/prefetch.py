@@ -148,6 +148,7 @@ class Prefetcher:
         if self._engine is None:
             return iter(self.loader)
         self._join_stopped()
+        # An engine knows the stream of the thread that iterates; slabs outlive an epoch, since pinning is slow.
         engine = self._engine()
         stager = self._idle.pop() if self._idle else Stager()
         stager.engine = engine
@@ -290,9 +291,10 @@ class _Batches(Iterator[Any]):
         self._holding = False
         self._ended = False
         self._num_taken = 0
-        weakref.finalize(self, fetcher.stop)
+        weakref.finalize(self, fetcher.stop)  # after a `break` nobody calls close()
 
     def __next__(self) -> Any:
+        # Asking for the next batch says that the last one is used: what is queued until now is the work on it.
         if self._holding:
             self._holding = False
             self._course.used.append(self._engine.mark_user())
@@ -349,6 +351,7 @@ class _Source:
         Raises:
             StopIteration: There is none.
         """
+        # Before the loader goes on: it may fill the memory again that it had pinned and lent.
         self._stager.settle()
         course = self._course
         try:
@@ -362,6 +365,7 @@ class _Source:
                 f"raised while stoker.prefetch took batch {course.num_pulled} from {name}"
             )
             raise
+        # Now, and not when the consumer takes the batch: by then the loader is further.
         state = self.take_state()
         if course.num_pulled >= self._depth + 2:
             # Wait for the consumer's work on an old batch, whose memory this one can then reuse. Otherwise a

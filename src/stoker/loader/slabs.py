@@ -145,6 +145,7 @@ class CudaEngine:
         stream = torch.cuda.current_stream(self._device)
         for mark in marks:
             stream.wait_event(mark)  # type: ignore[arg-type]
+        # Made on the copy stream: without this the allocator could hand the memory out while the consumer reads it.
         for tensor in tensors:
             tensor.record_stream(stream)
 
@@ -209,6 +210,7 @@ class Stager:
 
         Memory that its owner had pinned is copied from directly: call `settle` before it is overwritten.
         """
+        # The last batch is the best guess for this one: a slab is replaced between batches, not within one.
         self._grow(self._batch_bytes)
         self._batch_bytes = 0
         tensors: list[torch.Tensor] = []
@@ -219,7 +221,9 @@ class Stager:
         if tensors:
             marks.append(self.engine.mark_copies())
             self._seal(marks[0])
-            if self._borrowed:
+            if (
+                self._borrowed
+            ):  # kept alive until its copy is done: the owner may drop the batch at once
                 self._lent = marks[0]
         if at_home:
             marks.append(self.engine.mark_user())
@@ -245,7 +249,7 @@ class Stager:
         if leaf.device.type != "cpu":
             at_home.append(self.engine.move(leaf))
             return at_home[-1]
-        source = leaf.resolve_conj().resolve_neg()
+        source = leaf.resolve_conj().resolve_neg()  # lazy views: their bytes are not their values
         if not _is_dense(source):
             source = source.contiguous()
         target = self.engine.empty_like(source)
@@ -274,6 +278,7 @@ class Stager:
         """Return up to `wanted` free bytes of the current slab, or of the next one when it is full."""
         slab = self._slabs[self._current]
         if slab is not None and slab.free is None:
+            # A small rest is left unused: many small copies cost more than the bytes that they would save.
             if slab.memory.nbytes - slab.used < min(wanted, _SMALL_PIECE_BYTES):
                 self._seal(self.engine.mark_copies())
                 slab = self._open()
@@ -346,7 +351,7 @@ def map_batch(batch: Any, move: Callable[[Any], Any]) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return move(batch)
-    if isinstance(batch, type):
+    if isinstance(batch, type):  # a class has a function `to`, but nothing to move
         return batch
     if callable(getattr(batch, "to", None)):
         return move(batch)
@@ -378,6 +383,7 @@ def _with_items(
         held = dict(made.items())
     except Exception:  # noqa: BLE001  a user's class may raise anything
         return moved
+    # Looked at once more: a class that computes its items would hand out the old ones, on the wrong device.
     changed = [key for key, value in moved.items() if value is not items[key]]
     is_right = held.keys() == moved.keys() and all(held[key] is moved[key] for key in changed)
     return made if is_right else moved

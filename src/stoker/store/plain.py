@@ -173,8 +173,7 @@ def select(
     }
     own = own_rows(file, arrays, matrices, prefix)
     taken = choose(path, inside, sizes, chosen, prefix, own, foreign)
-    look = command("h5ls", "-r", path) if path.is_file() else command("ls", path)
-    bounds.MEMBERS.check(len(taken), str(path), look, StoreError)
+    bounds.MEMBERS.check(len(taken), str(path), _listing(path), StoreError)
     fields: dict[str, FieldInfo] = {}
     paths: dict[str, str] = {}
     for name in taken:
@@ -257,8 +256,13 @@ def _no_arrays(path: Path, aside: Sequence[str] = ()) -> StoreError:
     return StoreError(
         f"{path} holds no numeric array.",
         f"at least one dataset of numbers, for example 'features'{here}",
-        command("h5ls", "-r", path),
+        _listing(path),
     )
+
+
+def _listing(path: Path) -> str:
+    """Return what to type to see what is in a file, or in a folder of Zarr."""
+    return command("h5ls", "-r", path) if path.is_file() else command("ls", path)
 
 
 def _chosen_fields(

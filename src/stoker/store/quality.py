@@ -227,8 +227,6 @@ def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Findin
 
 
 class _Column:
-    """The findings of one column."""
-
     def __init__(self, stats: TableStats, column: int) -> None:
         self._stats = stats
         self._values = stats.values

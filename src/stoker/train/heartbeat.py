@@ -54,7 +54,6 @@ class _RankStatus:
     moved_at: float = 0.0
 
     def update(self, found: dict[str, Any], now: float) -> None:
-        """Record a heartbeat."""
         if found["beat"] != self.beat:
             self.beat, self.beat_at = found["beat"], now
         if found["count"] != self.count:
@@ -254,17 +253,14 @@ class _ProcessHeartbeat:
         self._heartbeat = heartbeat
 
     def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
-        """See `Heartbeat.mark`."""
         if self._heartbeat is not None:
             self._heartbeat.mark(doing, epoch, batch)
 
     def announce_exit(self, words: str) -> None:
-        """See `Heartbeat.announce_exit`."""
         if self._heartbeat is not None:
             self._heartbeat.announce_exit(words)
 
     def find_lost(self, seconds: float) -> list[str]:
-        """See `Heartbeat.find_lost`."""
         return [] if self._heartbeat is None else self._heartbeat.find_lost(seconds)
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ import torch
 
 from stoker.errors import InputError
 from stoker.train.accumulation import Accumulation, scale_gradients
+from stoker.train.activations import Buffers
 from stoker.train.batches import map_tensors
-from stoker.train.buffers import Buffers
 from stoker.train.parallel import Parallel, gather_whole, is_spread
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks

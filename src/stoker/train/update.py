@@ -28,9 +28,8 @@ import torch
 from stoker.errors import EXIT_OURS, StokerError
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE
 from stoker.report import Note, Topic
-from stoker.train.activations import checkpoint_activations, choose_blocks
+from stoker.train.activations import Buffers, Copies, checkpoint_activations, choose_blocks
 from stoker.train.batches import Work, iterate_tensors
-from stoker.train.buffers import Buffers, Copies
 from stoker.train.oom import (
     Circumstances,
     LowerLevel,

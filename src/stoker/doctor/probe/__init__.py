@@ -6,10 +6,10 @@ for scripts whose Python has no stoker: there these files are the package `_stok
 each other by `from . import`.
 
 Files: `recorder.py` keeps and writes measurements, `places.py` finds file and line, `clocks.py` reads the
-kernel, `hooks.py` waits for imports, `loading.py` times the DataLoader and its workers, `sampling.py` looks at
-what loading code is doing, `steps.py` times optimizer steps, `fetching.py` synchronisations and copies,
-`operators.py` runs a few steps under torch's profiler, `hdf5.py` times h5py,
-`temporaries.py` notes temporary folders. `entry/` starts the probe.
+kernel, `hooks.py` waits for imports and notes temporary folders, `loading.py` times the DataLoader and its
+workers, `sampling.py` looks at what loading code is doing, `steps.py` times optimizer steps, `fetching.py`
+synchronisations and copies, `operators.py` runs a few steps under torch's profiler, `hdf5.py` times h5py.
+`entry/` starts the probe.
 
 Contract: the probe never changes what the script computes, prints or raises.
 
@@ -28,7 +28,7 @@ from functools import partial
 
 def start(folder: str) -> None:
     """Start the probe in this process. It changes nothing until torch or h5py is imported."""
-    from . import fetching, hdf5, hooks, loading, operators, recorder, steps, temporaries
+    from . import fetching, hdf5, hooks, loading, operators, recorder, steps
 
     recorder.begin(folder)
     # The profiler's library prints to stderr when it starts and stops. It reads this variable once.
@@ -43,5 +43,5 @@ def start(folder: str) -> None:
         hooks.when_imported("torch", recorder.get().start_flusher)
     hooks.when_imported("torch._dynamo.trace_rules", hooks.hide_from_compiler)
     hooks.when_imported("h5py", hdf5.install)
-    hooks.when_imported("multiprocessing.util", partial(temporaries.install, folder=folder))
+    hooks.when_imported("multiprocessing.util", partial(hooks.note_temporaries, folder=folder))
     hooks.watch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.abc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -75,3 +76,29 @@ def hide_from_compiler(trace_rules: Any) -> None:
     """Make torch.compile skip the probe's files, as it skips the C functions that they replace."""
     trace_rules.SKIP_DIRS.append(f"{Path(__file__).resolve().parent}/")
     trace_rules._recompile_re()
+
+
+def note_temporaries(util: Any, folder: str) -> None:
+    """Write the path of each temporary folder of the module `multiprocessing.util` to `folder`/temporary-NAME.
+
+    A process that ends by itself removes its folder. One that the doctor, or a signal to all of them, has killed
+    cannot: whoever removes the doctor's folder removes those too (`ownership.remove_leftover`).
+    """
+    original = util.get_temp_dir
+    noted: set[str] = set()
+
+    @functools.wraps(original)
+    def get_temp_dir() -> Any:
+        path = original()
+        try:
+            if path not in noted:
+                noted.add(path)
+                name = str(Path(folder, f"temporary-{Path(path).name}"))
+                file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(file, os.fsencode(path))
+                os.close(file)
+        except Exception:  # noqa: BLE001  the script must not see what the probe cannot do
+            pass
+        return path
+
+    util.get_temp_dir = get_temp_dir

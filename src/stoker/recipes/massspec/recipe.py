@@ -241,7 +241,6 @@ class _SpectrumRecipe(Recipe):
         return torch.cat([spectra for _, spectra in parts]).numpy()
 
     def make_judge(self, options: MassSpecOptions, facts: Facts) -> Judge:
-        """Return the similarities of spectra."""
         return SpectrumJudge(options.mass_power)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
