@@ -477,11 +477,11 @@ def test_options_are_kept_only_where_they_pay(table, monkeypatch):
     settings = settings_for("tabular", table / "store", table / "run")
     tuned = tune_job(settings, device="cpu")
     assert [(tried.value, tried.is_kept) for tried in tuned.options] == [
-        ("63.5 MiB", True),
+        ("64.0 MiB", True),
         ("128.0 MiB", False),
         ("512.0 MiB", False),
     ]
-    assert tuned.changes == {"data.chunk_size_gb": 0.062}
+    assert tuned.changes == {"data.chunk_size_gb": 0.0625}
     assert tuned.gain == pytest.approx(2.0)
 
 
