@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,9 @@ def in_copy(template, tmp_path, monkeypatch) -> Iterator[Any]:
             finally:
                 os.chdir(home)
                 sys.path[:] = path  # a recipe of one's own is looked for in the folder
+                for name in [*sys.modules]:  # what a case has put in the place of a library
+                    if isinstance(sys.modules[name], SimpleNamespace):
+                        del sys.modules[name]
                 restore(template, copy)
 
     yield type_case
