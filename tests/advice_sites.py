@@ -37,7 +37,6 @@ PROGRAMS = [
     "expand",
     "mkdir",
     "chmod",
-    "h5ls",
     "ssh",
     "pip",
     "python",
@@ -50,7 +49,7 @@ PROGRAMS = [
     "command",
 ]
 # Where several ways are named in one advice, or words behind a way say what it does.
-_BETWEEN = re.compile(r"[,;] or |; |, then |, and (?=\w+\()|, (?=leave )")
+_BETWEEN = re.compile(r"[,;] or |; (?!from h5py )|, then |, and (?=\w+\()|, (?=leave )")
 _BEHIND = re.compile(
     r"(?:, which |,? (?:where|for|with|in|shows|as|before|first|there|again|to|names|prints|of|at|instead|beside) "
     r"|,? (?:first|there|again)$| \((?=[a-zA-Z-])|  |, its default$|, in this order$"

@@ -40,7 +40,6 @@ _LOOKS = (
     "head",
     "gzip",
     "unzip",
-    "h5ls",
     "file",
     "fuser",
     "dd",
@@ -245,6 +244,7 @@ class _Trial:
             "gunzip",
             "sed",
             "python",
+            "python3",
             "mv",
         ):
             raise NotTypedError(f"{line!r} is not run here")
@@ -257,7 +257,7 @@ class _Trial:
             if re.match(r"(gzip|unzip) -t", line) and "No such file" not in done.stderr:
                 return None
             return RuntimeError(f"exit {done.returncode}: {done.stderr}")
-        if line.partition(" ")[0] in _LOOKS:
+        if line.partition(" ")[0] in _LOOKS or "visititems(print)" in line:
             return None
         return self.run(self.case.wrong, fresh=isinstance(self.case.wrong, str))
 

