@@ -49,7 +49,7 @@ PROGRAMS = [
     "command",
 ]
 # Where several ways are named in one advice, or words behind a way say what it does.
-_BETWEEN = re.compile(r"[,;] or |; (?!from h5py )|, then |, and (?=\w+\()|, (?=leave )")
+_BETWEEN = re.compile(r"[,;] or |; |, then |, and (?=\w+\()|, (?=leave )")
 _BEHIND = re.compile(
     r"(?:, which |,? (?:where|for|with|in|shows|as|before|first|there|again|to|names|prints|of|at|instead|beside) "
     r"|,? (?:first|there|again)$| \((?=[a-zA-Z-])|  |, its default$|, in this order$"
@@ -135,7 +135,12 @@ def ways_of(text: str) -> list[str]:
     whole = text.removeprefix("for example ")
     if re.fullmatch(r"[\w.+-]+ or [\w.+-]+", whole):  # two values of a config
         return whole.split(" or ")
-    ways = (_BEHIND.sub("", way).strip() for way in _BETWEEN.split(whole))
+    # What stands between the quotes of `python3 -c '...'` is code, whatever is in it.
+    code = re.search(r"(?<= -c )'[^']*'", whole)
+    sign = "CODE-IN-QUOTES"
+    plain = whole.replace(code[0], sign) if code else whole
+    split = (_BEHIND.sub("", way).strip() for way in _BETWEEN.split(plain))
+    ways = (way.replace(sign, code[0]) if code else way for way in split)
     # A word alone is a value where it is the whole advice, and else what was left of a sentence.
     return [
         way
