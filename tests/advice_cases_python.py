@@ -512,6 +512,24 @@ def place(loader):
             TRAINING,
             at="config={'output_dir': 'runs/a'}",
         ),
+        *(
+            Case(
+                f"TrainerOf({given})",
+                TRAINING
+                + "; store = dataset.float()[:, None], dataset.float()[:, None]; model = torch.nn.Linear(1, 1); pairs = Loader(store, 4, 'cpu')"
+                + "; TrainerOf = lambda **others: Trainer(model, **{'train_loader': pairs, 'criterion': criterion, 'optimizer': torch.optim.SGD(model.parameters())} | others)",
+                at=given,
+            )
+            for given in ("schedulr=None", "output_dir='runs/b'", "lr=0.1", "batch_size=4")
+        ),
+        Case(
+            "Trainer(model, pairs, None, criterion, optimizer, callbacks=[])",
+            TRAINING,
+        ),
+        *(
+            Case(f"Trainer(model, pairs, None, criterion, optimizer, {given})", TRAINING, at=given)
+            for given in ("epochs=3", "max_steps=2")
+        ),
         Case("check_steps(slow)", TRAINING, at="slow"),
         Case(
             "check_scheduler([first, second], False)",

@@ -12,6 +12,8 @@ UNTYPED: dict[str, str] = {
     "store/hdf5.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "sources/tables/layout.py: f\"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}\"": "writes another file; test_foreign.py types it",
     "loader/slabs.py: f'shuffle={device}'": "it replaces an argument without a name; test_loader_habits.py reaches it",
+    "train/arguments.py: fix": "two lines of the user's; test_trainer_arguments.py types what they hold",
+    "train/arguments.py: typed": "two lines of the user's; test_trainer_arguments.py types what they hold",
     "train/checks.py: f'model = {model.__name__}(...)' if is_class else 'model = torch.nn.Linear(8, 1)'": "what a model is made of, only its user knows; test_stranger_trainer.py reaches it",
     "train/step.py: f'targets{changed} in unpack=' if pair is None else f'Trainer(..., unpack=lambda batch: ({pair[0]}, {pair[1]}{changed}))'": "test_stranger_trainer.py types it for each form of a batch",
     "sources/images/masks.py: 'exchange --images and --masks, or --mask-map keep'": (

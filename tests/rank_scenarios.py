@@ -78,14 +78,14 @@ def stop_early(folder: Path, ranks: Ranks, name: str, **options) -> dict:
 
     def note(work):
         loss = inner(work)
-        taken.append([trainer._epoch, *trainer._train.loader.samples[work.positions].tolist()])
+        taken.append([trainer._at.epoch, *trainer._train.loader.samples[work.positions].tolist()])
         if len(taken) == 12 and ranks.rank == ranks.world_size - 1:
             os.kill(os.getpid(), 15)
         return loss
 
     trainer._update.add = note
     history = trainer.fit()
-    return {"ended": history.ended, "taken": taken, "epoch": trainer._epoch}
+    return {"ended": history.ended, "taken": taken, "epoch": trainer._at.epoch}
 
 
 def go_on(folder: Path, ranks: Ranks, name: str, **options) -> dict:
@@ -95,7 +95,7 @@ def go_on(folder: Path, ranks: Ranks, name: str, **options) -> dict:
     inner = trainer._update.add
 
     def note(work):
-        taken.append([trainer._epoch, *trainer._train.loader.samples[work.positions].tolist()])
+        taken.append([trainer._at.epoch, *trainer._train.loader.samples[work.positions].tolist()])
         return inner(work)
 
     trainer._update.add = note
@@ -221,7 +221,7 @@ def foreign_goes_on(folder: Path, ranks: Ranks) -> list[bool]:
         model = make_model()
 
         def loss(outputs, wanted):
-            seen.extend((trainer._epoch, int(number)) for number in wanted[:, 1])
+            seen.extend((trainer._at.epoch, int(number)) for number in wanted[:, 1])
             if len(seen) == stop_at:
                 os.kill(os.getpid(), 15)
             return LOSS(outputs, wanted[:, :1])

@@ -113,7 +113,7 @@ def train_foreign(kind, seed, stop_at=None, resume=False, device="cpu", noise=0.
 
     def stop(position):
         original(position)
-        if stop_at == (trainer._epoch, position):
+        if stop_at == (trainer._at.epoch, position):
             raise KeyboardInterrupt  # saves nothing, as little as `kill -9` does
 
     trainer._after_batch = stop

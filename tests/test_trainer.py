@@ -415,7 +415,7 @@ def test_a_signal_near_the_end_of_an_epoch_loses_and_repeats_nothing(path, tmp_p
 
     def stop(position):
         original(position)
-        if first._epoch == 1 and position == at:
+        if first._at.epoch == 1 and position == at:
             os.kill(os.getpid(), signal.SIGTERM)
 
     first._after_batch = stop

@@ -61,11 +61,11 @@ def kill_at(trainer, epoch, position):
 
     def die_after(at):
         after(at)
-        if (trainer._epoch, at) == (epoch, position):
+        if (trainer._at.epoch, at) == (epoch, position):
             raise KilledError
 
     def die_in_validation():
-        if trainer._epoch == epoch and position > BATCHES:
+        if trainer._at.epoch == epoch and position > BATCHES:
             raise KilledError
         return validate()
 
@@ -133,10 +133,10 @@ def test_a_checkpoint_from_before_there_was_a_tally_goes_on(path, tmp_path):
     state = trainer.state_dict()
     state["tally"]["num_samples"] = 7
     trainer.load_state_dict(state)
-    assert trainer._tally.num_samples == 7
+    assert trainer._at.tally.num_samples == 7
     del state["tally"]
     trainer.load_state_dict(state)
-    assert trainer._tally.num_samples == 0
+    assert trainer._at.tally.num_samples == 0
 
 
 # -- a signal in validation ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ numbers, as they work on positions elsewhere, so all their guarantees hold: each
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -318,7 +318,7 @@ class Mixture:
         )
 
 
-def mix(shares: Mapping[str | Store, float], *, per_batch: bool = False) -> Mixture:
+def mix(shares: Mapping[str | Store, float], *others: Any, per_batch: bool = False) -> Mixture:
     """Join stores with the same fields, so that a `Loader` draws a share of its samples from each.
 
     `Loader(mix({"wiki/": 0.7, "code/": 0.3}), 64)` is an epoch of as many samples as there are, 70 % of them from
@@ -327,17 +327,12 @@ def mix(shares: Mapping[str | Store, float], *, per_batch: bool = False) -> Mixt
 
     Args:
         shares: Store, or its path, to its share; they are divided by their sum.
+        *others: Shares beside a list of stores, as others' functions take them, are refused with what to type.
         per_batch: Whether every batch holds the shares.
     """
     given: Any = shares  # code without types hands over a list, or one path
-    if not isinstance(given, Mapping):
-        listed = [given] if isinstance(given, str | Path) else list(given)
-        paths = [str(each.path if isinstance(each, Store) else each) for each in listed[:4]]
-        raise InputError(
-            f"mix was given a {type(shares).__name__}.",
-            "a dict of each store, or its path, and its share",
-            f"mix({dict.fromkeys(paths, 1)})",
-        )
+    if not isinstance(given, Mapping) or others:
+        raise _no_shares(given, others)
     values = np.array([float(share) for share in shares.values()])
     if not len(values) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
         raise InputError(
@@ -351,3 +346,18 @@ def mix(shares: Mapping[str | Store, float], *, per_batch: bool = False) -> Mixt
     joined = join_stores(stores)
     store_of = np.repeat(np.arange(len(stores)), counts)
     return Mixture(joined, names, values / values.sum(), per_batch, store_of)
+
+
+def _no_shares(given: Any, others: tuple[Any, ...]) -> InputError:
+    """Return the error for stores that were not given as a dict, such as a list of stores and one of shares."""
+    listed = list(given) if isinstance(given, list | tuple | set) else [given]
+    beside = list(others[0]) if others and isinstance(others[0], Iterable) else []
+    told = beside if len(beside) == len(listed) else [1] * len(listed)
+    paths = [each.path if isinstance(each, Store) else each for each in listed[:4]]
+    if all(isinstance(each, str | Path) for each in paths):
+        fix = f"mix({dict(zip(map(str, paths), told, strict=False))})"
+    else:
+        fix = "stoker.pack_from(SAMPLES, 'store'), then mix({'store': 1})"
+    kinds = " and a ".join(type(each).__name__ for each in (given, *others))
+    allowed = "a dict of each store, or its path, and its share"
+    return InputError(f"mix was given a {kinds}.", allowed, fix)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from stoker.display import printable
+from stoker.display import printable, table_html
 from stoker.report import Note, Topic
 from stoker.units import format_seconds
 
@@ -284,6 +284,21 @@ class History:
     step_losses: array[float] = field(default_factory=lambda: array("d"))
     ended: str = "done"
     told: list[Note] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"History({', '.join(f'{name} {value}' for name, value in self._summary())})"
+
+    def _repr_html_(self) -> str:
+        return table_html("History", self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        losses = [report.train_loss for report in self.epochs] or self.step_losses[-1:].tolist()
+        return [
+            ("epochs", f"{len(self.epochs):,}"),
+            ("loss", " to ".join(f"{loss:.4g}" for loss in dict.fromkeys(losses[:1] + losses[-1:]))),
+            *((name, f"{value:.4g}") for name, value in (self.epochs[-1].metrics if self.epochs else {}).items()),
+            ("ended", self.ended),
+        ]  # fmt: skip
 
     @property
     def losses(self) -> list[float]:

@@ -17,7 +17,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from stoker.errors import InputError, StokerError
 from stoker.loader.slabs import usable_device
 from stoker.report import INCIDENTS, Note, Progress, RunEnd, Topic
 from stoker.train.activations import checkpoint_activations
+from stoker.train.arguments import Answers, check_arguments, check_fit
 from stoker.train.batches import Feed, Unpack, Work
 from stoker.train.checks import (
     check_given,
@@ -75,13 +77,7 @@ class _RollBackError(Exception):
         self.finding = finding
 
 
-class _Lines(NamedTuple):
-    """The part of a logger that `log_gpu_stats` uses."""
-
-    info: Callable[[str], None]
-
-
-class Trainer(Configured, Resumable):
+class Trainer(Configured, Resumable, Answers):
     """Trains a model; see the module's text.
 
     Args:
@@ -102,6 +98,7 @@ class Trainer(Configured, Resumable):
         progress: Is told about epochs, batches and notes.
         scheduler_interval: "update" or "epoch": after which of them the scheduler is stepped. By default after
             every update; after an epoch where its `step` needs the metric (`ReduceLROnPlateau`).
+        **others: What others' trainers take is refused with what to type.
     """
 
     def __init__(
@@ -122,7 +119,9 @@ class Trainer(Configured, Resumable):
         identity: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         scheduler_interval: Interval | None = None,
+        **others: Any,
     ) -> None:
+        check_arguments(others)
         criterion, optimizer = check_given(model, criterion, optimizer)
         found = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
         rates = [float(rate) for rate in found if rate is not None]  # some choose it themselves
@@ -204,6 +203,10 @@ class Trainer(Configured, Resumable):
             self._update.give_way,
             self.ranks,
         )
+
+    def __repr__(self) -> str:
+        name, at, most = type(self.model).__name__, self._at.epoch, self.settings.epochs
+        return f"Trainer({name} on {self.device}, {at} of {most} epochs)"
 
     # -- setting up ------------------------------------------------------------------------
 
@@ -304,14 +307,6 @@ class Trainer(Configured, Resumable):
     def _precision(self) -> PrecisionChoice:
         return self._update.step.parts.precision
 
-    @property
-    def _epoch(self) -> int:
-        return self._at.epoch
-
-    @property
-    def _tally(self) -> EpochTally:
-        return self._at.tally
-
     def note(self, note: Note) -> None:
         """Keep a decision with its reason, show it, and write it to the run's log."""
         self.history.told.append(note)
@@ -324,7 +319,7 @@ class Trainer(Configured, Resumable):
 
     # -- running ---------------------------------------------------------------------------
 
-    def fit(self, *, resume: bool = False, quiet: bool = False) -> History:
+    def fit(self, *given: Any, resume: bool = False, quiet: bool = False, **others: Any) -> History:
         """Train for `config.epochs`; return what happened.
 
         Prints a line per epoch, and what goes wrong, unless the trainer was given a `progress`.
@@ -332,7 +327,10 @@ class Trainer(Configured, Resumable):
         Args:
             resume: Continue from the run folder's latest checkpoint, if there is one.
             quiet: Print nothing.
+            *given: Refused with what to type, as are `others`: the number of epochs belongs to `config`.
+            **others: See `given`.
         """
+        check_fit(given, others)
         settings, shutdown, at = self.settings, self._shutdown, self._at
         shutdown.forget()
         self.history.ended = "done"
@@ -770,7 +768,7 @@ class Trainer(Configured, Resumable):
             torch.cuda.empty_cache()
         every = settings.log_gpu_stats_every_n_batches
         if every and position % every == 0:
-            log_gpu_stats(_Lines(self._progress.say), self.device)
+            log_gpu_stats(SimpleNamespace(info=self._progress.say), self.device)
         every = settings.checkpoint_every_steps
         # Between two batches of an update its gradients would be lost: the checkpoint waits for it.
         if (

@@ -194,6 +194,10 @@ class CapturedFunction:
             return f"ragged fields ({', '.join(ragged)}) have another size in every batch"
         return None
 
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__qualname__", type(self._step).__name__)
+        return f"CapturedFunction({name}, {self.reason})"
+
     @property
     def reason(self) -> str:
         """How steps run, and why: "captured ..." or "eager: ..."."""
