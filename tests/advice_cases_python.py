@@ -368,6 +368,7 @@ PYTHON: dict[str, list[Case]] = {
             into="Loader",
         ),
         Case("stoker.prefetch(3, 'cpu')", SERIES + "; loader = [torch.zeros(2)]"),
+        Case("stoker.prefetch('store')", SERIES, at="stoker.prefetch('store')"),
         Case("plan_store_lanes(plain, 2)", SERIES, at="plan_store_lanes(plain, 2)"),
         Case("select_samples(plain, 'train')", SERIES, at="select_samples(plain, 'train')"),
         Case(
@@ -627,7 +628,22 @@ def place(loader):
             env={"STOKER_CACHE": "cache"},
         ),
     ],
-    "packing": _refused(
+    "packing": [
+        Case("stoker.pack('table.csv', 'made', target='label')", SAMPLES, then="pack was given"),
+        Case("stoker.pack('tabel.csv', 'made')", SAMPLES, at="tabel.csv", then="pack was given"),
+        Case(
+            "stoker.pack({'x': x}, 'made')",
+            SAMPLES,
+            fill={"SAMPLES": "{'x': [1, 2]}"},
+            at="stoker.pack({'x': x}, 'made')",
+        ),
+        Case(
+            "stoker.pack(source, 'made', target='label')",
+            SAMPLES
+            + "; from stoker.sources.tables import TableSource; source = TableSource(('table.csv',), target='label')",
+        ),
+    ]
+    + _refused(
         SAMPLES,
         "stoker.pack_from([{'x': np.arange(3)}], 'made', ragged='x')",
         "stoker.pack_from(iter([1, 2]), 'made', options=PackOptions(cluster='tcp://x'))",

@@ -9,14 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from stoker import PackOptions, open_store, pack_from
+from stoker import PackOptions, open_store, pack, pack_from
 from stoker.errors import InputError, QualityError
 from stoker.loader.loader import Loader
 from stoker.packing import driver
 from stoker.sources import dataset as dataset_source
 from stoker.sources.samples import collect
+from stoker.sources.tables import TableSource
 from stoker.store.fields import Dense, Ragged
 
 HERE = PackOptions(jobs=1)
@@ -134,6 +135,16 @@ def test_a_store_is_kept_while_its_dataset_is_the_same(tmp_path):
     assert not pack_from(iter([1, 2]), tmp_path / "stream").reused
 
 
+def test_tensors_are_known_by_their_values_wherever_they_lie(tmp_path):
+    made = [TensorDataset(torch.arange(400.0).reshape(200, 2), torch.zeros(200)) for _ in "123"]
+    assert not pack_from(made[0], tmp_path / "store", options=HERE).reused
+    assert pack_from(made[1], tmp_path / "store", options=HERE).reused
+    made[2].tensors[1][51] = -1  # none of those that are looked at
+    assert not pack_from(made[2], tmp_path / "store", options=HERE).reused
+    other = TensorDataset(made[0].tensors[0].reshape(200, 1, 2), made[0].tensors[1])
+    assert not pack_from(other, tmp_path / "store", options=HERE).reused
+
+
 class Broken(Items):
     def __getitem__(self, i):
         if i in (7, 150):
@@ -225,3 +236,22 @@ def test_collected_samples_are_dense_or_ragged_and_nothing_is_lost(rows, dtype):
         assert all(
             np.array_equal(one, sample["v"]) for one, sample in zip(found, samples, strict=True)
         )
+
+
+def test_pack_is_told_of_files_and_samples_what_takes_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "photos").mkdir()
+    for source, options, fix in (
+        ("a b.csv", {"target": "y"}, "stoker pack table 'a b.csv' out --target y"),
+        ([tmp_path / "a b.csv"], {}, f"stoker pack table '{tmp_path}/a b.csv' out"),
+        ("photos", {}, "stoker pack images photos out"),
+        ("a_b.csv", {}, "'a b.csv'"),
+        ({"x": np.zeros(3)}, {}, "stoker.pack_from(SAMPLES, 'out')"),
+        ([], {}, "stoker.pack_from(SAMPLES, 'out')"),
+        (TableSource(("a b.csv",)), {"target": "y"}, "leave target out"),
+    ):
+        with pytest.raises(InputError, match="pack was given") as caught:
+            pack(source, "out", **options)
+        assert caught.value.fix == fix
+    assert not (tmp_path / "out").exists()

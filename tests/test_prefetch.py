@@ -614,6 +614,7 @@ class Ordered(list):
     ("make", "words"),
     [
         (lambda: prefetch(5, "cpu"), "cannot be iterated"),
+        (lambda: prefetch("a.h5"), "the path 'a.h5'"),
         (lambda: prefetch(Ordered([]), "cpu"), "already on their device"),
         (lambda: prefetch([], "cpu", depth=0), "depth is 0"),
         (lambda: prefetch([], "cpu", depth=1.5), "depth is 1.5"),
@@ -627,6 +628,14 @@ def test_bad_input_says_what_is_allowed(make, words):
         make()
     assert caught.value.allowed
     assert caught.value.fix
+
+
+def test_the_device_is_the_first_gpu_or_the_cpu():
+    wanted = "cuda:0" if torch.cuda.is_available() else "cpu"
+    batches = [torch.arange(3.0)] * 2
+    with prefetch(batches) as loader:
+        assert str(loader.device) == wanted
+        assert [batch.tolist() for batch in loader] == [[0.0, 1.0, 2.0]] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -159,7 +159,7 @@ class Loader(Habits):
         )
         if on_broken != "stop" and self._mixture is None:
             self._tolerate_damage()
-        self.device = pick_device(device)
+        self.device = usable_device(device)
         if world_size is None:
             tell_of_ranks()
         batch_size, seed, rank, world_size, num_slots = (
@@ -789,10 +789,3 @@ def _reopened(
     loader.as_tuple = as_tuple
     loader.load_state_dict(state)
     return loader
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the device asked for; the first GPU when none is named, else the CPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return usable_device(device)

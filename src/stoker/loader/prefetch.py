@@ -36,6 +36,7 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
 from typing import Any, Protocol, Self
 
 import torch
@@ -57,7 +58,7 @@ _JOIN_SECONDS = 30.0
 
 def prefetch(
     loader: Iterable[Any],
-    device: str | int | torch.device,
+    device: str | int | torch.device | None = None,
     *,
     depth: int = 2,
     background: bool = True,
@@ -67,7 +68,8 @@ def prefetch(
     Args:
         loader: A torch DataLoader or any iterable. Leave its `pin_memory` off: pinning there costs
             a thread and a pinned allocation per batch that this saves.
-        device: "cuda", "cuda:1" or "cpu". On the CPU batches are handed on unchanged.
+        device: "cuda", "cuda:1" or "cpu"; the first GPU by default, else the CPU. On the CPU batches are handed on
+            unchanged.
         depth: Batches on the device ahead of the one you work on.
         background: Fetch in a thread. A dataset without worker processes then runs beside your own
             code, and where both draw from torch's, numpy's or Python's global generator their draws
@@ -105,17 +107,25 @@ class Prefetcher:
     def __init__(
         self,
         loader: Any,
-        device: str | int | torch.device,
+        device: str | int | torch.device | None = None,
         *,
         depth: int = 2,
         background: bool = True,
         engine: Callable[[], CudaEngine] | None = None,
     ) -> None:
+        if isinstance(loader, str | PurePath):
+            raise InputError(
+                f"prefetch was given the path {str(loader)!r}.",
+                "a torch DataLoader, or any iterable of batches; a file is read by a Loader",
+                f"stoker.Loader({str(loader)!r}, batch_size=128)",
+            )
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise InputError(
                 f"prefetch was given {type(loader).__name__}, which cannot be iterated.",
                 "a torch DataLoader, or any iterable of batches",
-                f"stoker.prefetch(loader, {str(device)!r})",
+                "stoker.prefetch(loader)"
+                if device is None
+                else f"stoker.prefetch(loader, {str(device)!r})",
             )
         if hasattr(loader, "order_digest"):
             raise InputError(

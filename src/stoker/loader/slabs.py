@@ -36,8 +36,10 @@ _SMALL_PIECE_BYTES = 4 << 10
 _ALIGNMENT = 256
 
 
-def usable_device(device: str | int | torch.device) -> torch.device:
-    """Return a CPU or CUDA device that exists here, with its index."""
+def usable_device(device: str | int | torch.device | None = None) -> torch.device:
+    """Return a CPU or CUDA device that exists here, with its index; of None the first GPU, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(device, bool):  # as `DataLoader(dataset, 64, True)`
         raise InputError(
             f"{device} is no device, which is the third argument of a Loader.",

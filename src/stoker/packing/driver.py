@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.bounds import require_disk
-from stoker.display import quoted, table_html
+from stoker.display import command, look_for, quoted, table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
@@ -35,6 +35,7 @@ from stoker.sources.contract import Part, PartContext, Preparation, Source, make
 from stoker.sources.dataset import samples_source
 from stoker.sources.fingerprint import difference, fingerprint
 from stoker.stalls import Waiting, start_watch
+from stoker.store.hdf5 import PACKED_BY
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
 from stoker.store.repairs import parse_repair
@@ -148,14 +149,25 @@ def pack(
     out: str | Path,
     options: PackOptions | None = None,
     progress: Progress | None = None,
+    **others: Any,
 ) -> PackResult:
     """Make the store `out` from `source`, or find that it is up to date.
 
+    Args:
+        source: A `Source`; files of the kinds that `stoker pack` knows are packed by that command.
+        out: The folder of the store.
+        options: How to pack.
+        progress: Is told how far it is.
+        **others: Refused with what to type, as a `source` that is a path is.
+
     Raises:
+        InputError: The source is no `Source`.
         SourceError: An input cannot be read as what it was said to be.
         QualityError: The data was refused; nothing was replaced.
         StoreError: The disk is full, read-only, or in use by another packer.
     """
+    if others or not hasattr(source, "prepare"):
+        raise _no_source(source, out, others)
     options, progress, out = options or PackOptions(), progress or Silent(), Path(out)
     began = time.perf_counter()
     start_watch()
@@ -179,6 +191,24 @@ def pack(
         manifest, refused, inspection = _make(source, options, work, provenance, progress)
     seconds = time.perf_counter() - began
     return PackResult(out, manifest, False, reason, seconds, refused, inspection)
+
+
+def _no_source(source: Any, out: str | Path, others: Mapping[str, Any]) -> InputError:
+    """Return the error for files or samples that were handed to `pack`, or for options of `stoker pack`."""
+    paths = list(source) if isinstance(source, list | tuple) else [source]
+    given = f"pack was given a {type(source).__name__}"
+    given += f" and {', '.join(others)}." if others else "."
+    allowed = "a Source, and PackOptions; files are packed by the command `stoker pack`, Python samples by pack_from"
+    if hasattr(source, "prepare"):
+        return InputError(given, allowed, f"leave {next(iter(others))} out")
+    if not paths or not all(isinstance(path, str | Path) for path in paths):
+        return InputError(given, allowed, f"stoker.pack_from(SAMPLES, {str(out)!r})")
+    options = (word for name, value in others.items() for word in (f"--{name}", value))
+    if not Path(paths[0]).exists():
+        return InputError(given, allowed, look_for(Path(paths[0])))
+    kind = "images" if Path(paths[0]).is_dir() else PACKED_BY.get(Path(paths[0]).suffix.lower())
+    fix = command("stoker", "pack", kind or "arrays", *paths, out, *options)
+    return InputError(given, allowed, fix)
 
 
 def pack_from(

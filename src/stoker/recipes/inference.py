@@ -22,7 +22,8 @@ from stoker.augment import Compose
 from stoker.augment.geometry import Resize
 from stoker.display import command, look_in, nearest, quoted
 from stoker.errors import InputError, StokerError
-from stoker.loader.loader import Loader, pick_device
+from stoker.loader.loader import Loader
+from stoker.loader.slabs import usable_device
 from stoker.loader.splits import select_samples
 from stoker.ownership import check_output
 from stoker.recipes.catalogue import (
@@ -278,7 +279,7 @@ def check_answers(trained: Trained, out: Path, given: str | Path) -> bool:
 def device_for(trained: Trained, device: str | torch.device | None) -> torch.device:
     """Return the device that answers; int8 weights run on the CPU only."""
     is_int8 = "int8" in trained.loaded.identity
-    target = pick_device("cpu" if is_int8 and device is None else device)
+    target = usable_device("cpu" if is_int8 and device is None else device)
     if is_int8 and target.type != "cpu":
         raise InputError(f"int8 weights on {target}.", "the CPU", "--device cpu")
     return target

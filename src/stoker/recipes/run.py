@@ -29,7 +29,8 @@ from stoker.display import meant_path, quoted
 from stoker.errors import InputError, StoreError
 from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.gather import Augments
-from stoker.loader.loader import Loader, pick_device
+from stoker.loader.loader import Loader
+from stoker.loader.slabs import usable_device
 from stoker.loader.splits import draw_samples
 from stoker.machine import probe
 from stoker.plan import FALLBACK_SHARE, GPU_SHARE, Plan, make_plan
@@ -163,7 +164,7 @@ def open_run(
             "recipe.store in the config, or --store",
             f"{chosen.recipe.pack_command}, then --store OUT",
         )
-    place = pick_device(device)
+    place = usable_device(device)
     where = settings.recipe.store
     if as_url(where) is None and not find_store(Path(where)).exists():
         meant = meant_path(Path(where))

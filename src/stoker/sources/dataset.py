@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -266,10 +267,17 @@ def samples_source(
 
 
 class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles code without what differs between two runs of a script: the order of the sets that it compares with."""
+    """Pickles without what differs between two runs of a script: addresses of tensors, the order of sets in code."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return code as its parts, for a digest alone: nobody unpickles it."""
+        """Return code and tensors as their parts, for a digest alone: nobody unpickles it."""
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(obj, torch.Tensor):
+            with contextlib.suppress(
+                RuntimeError, TypeError
+            ):  # sparse, quantized: as torch pickles them
+                values = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                return bytes, (str(obj.dtype), tuple(obj.shape), values)
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
         sets = (sorted(map(repr, each)) for each in obj.co_consts if isinstance(each, frozenset))
@@ -280,12 +288,13 @@ class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 def _lasting(samples: Any, code: bytes) -> bytes:
     """Return the pickle of a dataset, the same in every run of a script.
 
-    A class of the script itself is pickled whole, under a number that each process draws anew: by those bytes an
-    interrupted pack could never go on, and a finished one would be done again.
+    A class of the script itself is pickled whole, under a number that each process draws anew, and torch pickles a
+    tensor with its address: by those bytes an interrupted pack could never go on, and a finished one would be done
+    again.
     """
     drawn = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     numbers = [n.encode() for n in drawn.values() if n.encode() in code]
-    if not numbers:
+    if not numbers and b"torch.storage" not in code:
         return code
     file = io.BytesIO()
     _LastingPickler(file).dump(samples)

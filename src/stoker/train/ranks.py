@@ -218,10 +218,10 @@ def join(
         InputError: There is no GPU for this rank, or ranks run different versions.
         RankLostError: Another rank was lost.
     """
-    from stoker.loader.loader import pick_device
+    from stoker.loader.slabs import usable_device
 
     if not is_launched() or distributed.is_initialized():
-        yield Ranks.current(), pick_device(device)
+        yield Ranks.current(), usable_device(device)
         return
     # Every optimizer imports it. If it is imported while a group exists, it keeps that group for ever; the
     # group's threads then live when the interpreter shuts down, and may abort it after all work is done.
@@ -348,9 +348,9 @@ def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
 def _device_of_rank(device: str | torch.device | None) -> torch.device:
     """Return the GPU of this rank's local number; the CPU if the user asked for it or there is no GPU."""
     if torch.device(device or "cuda").type != "cuda" or not torch.cuda.is_available():
-        from stoker.loader.loader import pick_device
+        from stoker.loader.slabs import usable_device
 
-        return pick_device(device)
+        return usable_device(device)
     if device is not None and torch.device(device).index is not None:
         raise InputError(
             f"the device is {device}, and several processes share the work.",

@@ -127,7 +127,7 @@ class Trainer(Configured, Resumable, Answers):
         rates = [float(rate) for rate in found if rate is not None]  # some choose it themselves
         self.settings, unread = read_config(config, rates)
         self.ranks = Ranks.current()
-        self.device = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = usable_device(device)
         self.model, norms = share_statistics(
             move_model(model, self.device), self.ranks, self.device
         )

@@ -80,7 +80,7 @@ def tune_loader(
         effort: How long each try is.
         machine: From `probe`.
     """
-    target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = usable_device(device)
     machine = machine or probe()
     cores = machine.cores_usable or 2
     start = first_workers(machine)
