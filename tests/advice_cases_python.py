@@ -419,6 +419,14 @@ PYTHON: dict[str, list[Case]] = {
     + [
         Case("Loader('store', 16, sampels=None)", at="sampels=None"),
         Case("Loader('store', 16, qqq=None)"),
+        Case("Loader('store', 16, samples=10)", at="10"),
+        Case("Loader(x, y, 64)", MEMORY, at="Loader(x, y, 64)"),
+        Case(
+            "Loader([x, y], 64)",
+            MEMORY + "",
+            at="Loader([x, y], 64)",
+        ),
+        Case("Loader(loader, 64)", "loader = Loader('store', 16)", at="Loader(loader, 64)"),
         Case("Loader(['one', 'two'], 1)", MEMORY, at="['one', 'two']"),
         Case("Loader({'x': x}, 1)", "x = np.float32(3)"),
         Case("Loader(iter([1]), 16)", "dataset = [1, 2]", at="Loader(iter([1]), 16)"),

@@ -259,3 +259,69 @@ def test_nothing_to_load_is_said(tmp_path):
         Loader(tmp_path / "a.h5", 2, "cpu", rows=0)
     with pytest.raises(InputError, match="epoch_samples is 0"):
         Loader(np.arange(9), 2, "cpu", epoch_samples=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "typed"),
+    [
+        ({"split": "train"}, "samples='train'"),
+        ({"indices": [1, 2]}, "samples=[1, 2]"),
+        ({"columns": ["labels"]}, "fields=['labels']"),
+        ({"random_state": 3}, "seed=3"),
+        ({"subset": np.arange(1000)}, "samples=..."),
+    ],
+)
+def test_the_names_of_others_are_answered_with_ours(path, given, typed):
+    with pytest.raises(InputError, match="has no argument") as caught:
+        Loader(path, 8, "cpu", **given)
+    assert caught.value.fix == typed
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(10, 10), (np.int64(50), 50), (0.8, 40)])
+def test_a_count_or_a_share_of_samples_is_answered_with_what_takes_them(path, samples, expected):
+    with pytest.raises(InputError, match="1-D whole numbers") as caught:
+        Loader(path, 8, "cpu", samples=samples)
+    with Loader(path, 8, "cpu", samples=eval(caught.value.fix)) as loader:
+        assert len(loader.samples) == expected
+
+
+def test_arrays_that_are_given_apart_or_in_a_list_are_no_samples(monkeypatch):
+    x, y = torch.randn(100, 4), torch.arange(100)
+    for given in (lambda: Loader(x, y, 64), lambda: Loader([x, y], 64)):
+        with pytest.raises(InputError) as caught:
+            given()
+        with eval(caught.value.fix, {"Loader": Loader, "x": x, "y": y}) as loader:
+            assert next(iter(loader))[1].tolist() == list(range(64))
+    monkeypatch.setattr(arguments, "_told", set())
+    with pytest.warns(UserWarning, match="a list of 2 arrays of 100 rows for 2 samples"):
+        Loader([x, x], 1).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for samples in ([x[:2], x[:2]], [x] * 20, [1.0, 2.0], [x.numpy()[0, 0]] * 3):
+            Loader(samples, 1).close()
+
+
+def test_a_loader_in_a_loader_is_answered_with_its_store(path):
+    with (
+        Loader(path, 8, "cpu") as loader,
+        pytest.raises(InputError, match="given a Loader") as caught,
+    ):
+        Loader(loader, 8)
+    with Loader(path, 8, "cpu") as loader, eval(caught.value.fix) as other:
+        assert len(other.samples) == 50
+
+
+def test_a_batch_says_what_it_has_instead_of_an_attribute(path):
+    with Loader(path, 8, "cpu") as loader:
+        batch = next(iter(loader))
+    for name, words in (
+        ("labels", r"batch\['labels'\] is the field"),
+        ("cuda", "its tensors are on cpu already"),
+        ("nothing", "no attribute 'nothing'$"),
+    ):
+        assert not hasattr(batch, name)
+        with pytest.raises(AttributeError, match=words):
+            getattr(batch, name)
+    again = pickle.loads(pickle.dumps(batch))
+    assert again["labels"].tolist() == batch["labels"].tolist()
+    assert again.step == batch.step

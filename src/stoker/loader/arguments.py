@@ -71,6 +71,16 @@ _SAMPLERS = {
     "WeightedRandomSampler": "weights=sampler.weights",
     "DistributedSampler": "rank=sampler.rank, world_size=sampler.num_replicas",
 }
+_MEANT = {
+    "samples": "split subset indices idx index sample_ids rows_to_load",
+    "fields": "columns keys names variables datasets",
+    "batch_size": "bs batchsize batch batch_sz",
+    "seed": "random_seed random_state rng",
+    "store": "dataset data path file filename h5",
+    "world_size": "num_replicas num_ranks",
+    "group": "key h5_group",
+}
+_RENAMED = {word: name for name, words in _MEANT.items() for word in words.split()}
 _OWN_ORDER = "loader.set_epoch(epoch) begins another epoch, and loader.samples are its samples"
 _ATTRIBUTES = {
     "dataset": "len(loader.samples) counts its samples, and loader.store holds them",
@@ -79,10 +89,13 @@ _ATTRIBUTES = {
     "drop_last": "len(loader) counts its batches",
     "collate_fn": "batches are gathered as tensors; next(iter(loader)) shows one",
     "generator": "its draws are those of the seed= that it was made with",
+    "shuffle": "its order is named by repr(loader)",
+    "to": "its batches are on the device= that it was made with, loader.device",
+    "reset": "each `for batch in loader` is an epoch from its first batch, and loader.set_epoch(0) begins anew",
 }
 
 _OF_THE_LOOP = frozenset({"epochs", "num_epochs", "max_epochs", "max_steps", "num_steps"})
-_MOST_TYPED = 20
+_MOST_TYPED, _LONGEST_TYPED, _FEW_ARRAYS = 20, 60, 8
 
 _told: set[str] = set()
 
@@ -112,8 +125,17 @@ def tell_of_ranks() -> None:
             )
 
 
-def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Answer keywords that a Loader does not have: a note where they are needless, else an error."""
+def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: Any) -> None:
+    """Answer keywords that a Loader does not have: a note where they are needless, else an error.
+
+    `batch_size` is looked at too: it is the second of two arrays in `Loader(x, y, 64)`.
+    """
+    if getattr(batch_size, "shape", ()):
+        raise InputError(
+            f"batch_size is a {type(batch_size).__name__} of shape {tuple(batch_size.shape)}.",
+            "several arrays as one tuple or dict, then a number of samples",
+            "Loader((x, y), 64)",
+        )
     for name in given:
         if name in _NEEDLESS:
             tell_once(f"stoker.Loader needs no {name}: {_NEEDLESS[name]}")
@@ -128,12 +150,18 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
                 "one pass over a Loader is an epoch; the loop or the Trainer counts them",
                 f"leave {name} out",
             )
-        near = nearest(name, (*known, *_NEEDLESS))
+        near = _RENAMED.get(name) or nearest(name, (*known, *_NEEDLESS))
         raise InputError(
             f"a Loader has no argument {name!r}.",
             ", ".join(known),
-            f"{near}={given[name]!r}" if near else f"leave {name} out",
+            f"{near}={_typed(given[name])}" if near else f"leave {name} out",
         )
+
+
+def _typed(value: Any) -> str:
+    """Return a value as it is typed, three dots for what is long."""
+    shown = repr(value)
+    return shown if len(shown) <= _LONGEST_TYPED else "..."
 
 
 def _instead(name: str, value: Any) -> str:
@@ -345,6 +373,14 @@ def _from_memory(data: Any) -> Opened:
             "one store, or several with their shares",
             f"mix({dict.fromkeys(map(str, data[:4]), 1)})",
         )
+    if isinstance(data, list):
+        _check_list(data)
+    if isinstance(data, Habits):
+        raise InputError(
+            "a Loader was given a Loader.",
+            "a store, a file, arrays or a Dataset; a Loader is iterated as it is",
+            "Loader(loader.store, 64)",
+        )
     if isinstance(data, bytes):
         raise InputError(
             "a Loader was given bytes.", "a path as text", f"Loader({os.fsdecode(data)!r}, 64)"
@@ -376,6 +412,28 @@ def _from_memory(data: Any) -> Opened:
         f"a Loader was given {type(data).__name__}.",
         "a store folder, an HDF5 file, arrays or tensors (a tuple or a dict of them), or a Dataset",
         "Loader({'features': x, 'targets': y}, 64)",
+    )
+
+
+def _check_list(data: Sequence[Any]) -> None:
+    """Tell that a list of a few long arrays is taken for samples, or refuse it where these could be none."""
+    few = 1 < len(data) <= _FEW_ARRAYS
+    if not few or not all(
+        isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in data
+    ):
+        return
+    lengths = {len(each) for each in data}
+    if len(lengths) > 1 or min(lengths) <= len(data):
+        return
+    what, typed = f"a list of {len(data)} arrays of {min(lengths):,} rows", "Loader((x, y), 64)"
+    if len({(str(each.dtype), tuple(each.shape)) for each in data}) > 1:
+        raise InputError(
+            f"{what} and different kinds.",
+            "a list of samples, or a tuple with an array for each field",
+            typed,
+        )
+    tell_once(
+        f"stoker.Loader takes {what} for {len(data)} samples; a tuple, {typed}, has an array for each field"
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -45,6 +45,16 @@ class Batch(dict[str, torch.Tensor]):
     valid: torch.Tensor | None = None
     _samples: Array = np.empty(0, np.int64)
     _num_together: int | None = None
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            instead = ""
+            if name in self:
+                instead = f": batch[{name!r}] is the field"
+            elif name in ("to", "cuda", "cpu", "pin_memory") and self:
+                instead = f": its tensors are on {next(iter(self.values())).device} already"
+            raise AttributeError(f"a Batch has no attribute {name!r}{instead}")
 
     def __missing__(self, name: str) -> torch.Tensor:
         near = nearest(name, self)

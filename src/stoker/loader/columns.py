@@ -167,11 +167,11 @@ def check_samples(samples: Array | str | slice | None, store: Store) -> Array:
             raise InputError(f"{store.name} has no samples.", "1 or more", look)
         raise InputError("no samples were asked for.", "1 or more", "look at what chose them")
     if samples.ndim != 1 or samples.dtype.kind not in "iu":
-        raise InputError(
-            f"samples are {samples.dtype} {samples.shape}.",
-            "1-D whole numbers",
-            "np.flatnonzero(mask)",
-        )
+        fix = "np.flatnonzero(mask)"
+        if not samples.ndim:  # a count, or a share
+            is_count = samples.dtype.kind in "iu" and samples > 0
+            fix = f"slice({samples})" if is_count else f"split_randomly({store.num_samples}).train"
+        raise InputError(f"samples are {samples.dtype} {samples.shape}.", "1-D whole numbers", fix)
     allowed = f"rising, without repeats, from 0 to {store.num_samples - 1}"
     outside = samples[(samples < 0) | (samples >= store.num_samples)]
     if len(outside):

@@ -152,7 +152,7 @@ class Loader(Habits):
         **others: Any,
     ) -> None:
         self._closed = False
-        check_keywords(others, _KEYWORDS)
+        check_keywords(others, _KEYWORDS, batch_size)
         start_watch()
         self.store, form, self._owns_store, self._mixture = open_data(
             store, group, rows, as_tuple if fields is None else fields
