@@ -207,9 +207,9 @@ class Building:
         if given is None:
             return NO_STRUCTURE, _no_structure(self.source)
         context.guard(row)
-        mol = read_structure(given[0], given[1])
-        if isinstance(mol, Refusal):
-            return "RDKit", mol.reason
+        mol = read_structure(*given)
+        if isinstance(mol, str):
+            return "RDKit", mol
         try:
             packed = pack_molecule(mol)
             if wrong := mismatch(mol, record.meta, where, packed.mol_weight):

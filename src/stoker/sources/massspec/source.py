@@ -161,10 +161,9 @@ class MassSpecSource(Options):
         index = None
         if self.structures in ("auto", "mol"):
             place = self.mol_dir or made.structures
-            index = MolIndex(place) if place is not None else None
-        in_place = index is not None and index.path == made.structures
+            index = MolIndex(place, place == made.structures) if place is not None else None
         ranges = split_msp(made.path, self.molecules_per_part)
-        survey = _survey(made.path, ranges, index, in_place, self.structures)
+        survey = _survey(made.path, ranges, index, self.structures)
         kinds = self._kinds(survey)
         wanted = [KINDS.index(kind) for kind in kinds]
         usable = ((survey.rows >= 0) | survey.own) & np.isin(survey.kinds, wanted)
@@ -297,11 +296,7 @@ class MassSpecSource(Options):
 
 
 def _survey(
-    msp: Path,
-    ranges: Sequence[MspRange],
-    index: MolIndex | None,
-    in_place: bool,
-    structures: Structures,
+    msp: Path, ranges: Sequence[MspRange], index: MolIndex | None, structures: Structures
 ) -> _Survey:
     # Eight bytes and two a record: a library may have millions.
     rows, own, kinds = array("q"), bytearray(), bytearray()
@@ -313,7 +308,7 @@ def _survey(
         first, lines = len(rows), RefusalList()
         for batch in read_range(msp, piece):
             for record in batch.records:
-                row = index.find(record.meta, in_place) if index is not None else -1
+                row = index.find(record.meta) if index is not None else -1
                 rows.append(row)
                 # Only asked where no MOL file was found.
                 may_own = row < 0 and structures != "mol"
