@@ -200,7 +200,7 @@ def encoded_fields(pictures: list[Encoded]) -> dict[str, FieldData]:
 
 
 def encoded_facts(pictures: list[Encoded]) -> dict[str, Any]:
-    """Return what `merged_facts` adds up for one part: bytes, pixels, smallest and largest size."""
+    """Return what `merge_encoded` adds up for one part: bytes, pixels, smallest and largest size."""
     sizes = np.array([picture.size for picture in pictures], dtype=np.int64).reshape(-1, 2)
     return {
         "bytes": sum(len(picture.data) for picture in pictures),

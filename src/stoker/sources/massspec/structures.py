@@ -31,14 +31,8 @@ def healed(text: str) -> tuple[str, bool]:
     lines = text.splitlines()
     if len(lines) < 5 or not lines[3].strip():
         return text, False  # nothing that could end: the parser says what is wrong with it
-    stop = next(
-        (
-            number
-            for number, line in enumerate(lines[3:], 3)
-            if line[:1] == ">" or line[:4] == "$$$$"
-        ),
-        len(lines),
-    )
+    ends = (n for n, line in enumerate(lines) if n > 2 and line.startswith((">", "$$$$")))
+    stop = next(ends, len(lines))
     while stop > 4 and not lines[stop - 1].strip():
         stop -= 1
     return "\n".join([*lines[:stop], _END, *lines[stop:]]), True
@@ -55,14 +49,14 @@ def own_structure(meta: Mapping[str, str]) -> tuple[str, StructureForm] | None:
     return None
 
 
-def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float | None = None) -> str:
+def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float) -> str:
     """Return how a structure contradicts its record, with both values; empty when it does not.
 
-    `where` says where the structure is from; `mass` is its monoisotopic mass, where that is known.
+    `where` says where the structure is from; `mass` is its monoisotopic mass.
     """
     written = str(meta.get("formula") or "")
     # The usual case, without RDKit's formula (13 µs): no two formulas have masses as close as this.
-    if mass is not None and abs(_formula_mass(written) - mass) < _SAME_MASS:
+    if abs(_formula_mass(written) - mass) < _SAME_MASS:
         return ""
     found = toolkit().formula(mol) if written else ""
     if written and written == found:  # Hill order, as most records write it
@@ -74,7 +68,6 @@ def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float | None =
         if elements(found) in (given, elements(re.sub(r"\d[+-]\Z", "", written))):
             return ""
         return f"{where} is {found}, and the record says {meta['formula']}"
-    mass = toolkit().exact_mass(mol) if mass is None else mass
     if exact := _number(meta.get("exact_mass")):
         if abs(mass - exact) <= 0.1:
             return ""
