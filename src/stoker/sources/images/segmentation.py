@@ -94,19 +94,6 @@ class SegmentationSource(PictureFolder):
         table = [self.mask_colors] if self.mask_colors else []
         return [*folders, *table, *self._list_files()]
 
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return {
-            **super().options(),
-            "mask_suffix": self.mask_suffix,
-            "image_suffix": self.image_suffix,
-            "mask_prefix": self.mask_prefix,
-            "mask_map": list(self.mask_map),
-            "mask_colors": str(self.mask_colors) if self.mask_colors else None,
-            "mask_orientation": self.mask_orientation,
-            "class_names": list(self.class_names),
-        }
-
     @property
     def _takes_values(self) -> bool:
         """Whether the values of masks are classes, and the user has not said so."""

@@ -108,15 +108,16 @@ class PictureFolder(PlainSource):
         parse_lists(self.lists)
 
     def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return {
-            "size": list(self.size),
-            "channels": self.channels,
-            "range": list(self.value_range) if self.value_range else None,
-            "first_frame": self.first_frame,
-            "lists": list(self.lists),
-            **({"keep_encoded": asdict(self.keep_encoded)} if self.keep_encoded else {}),
-        }
+        """Everything that changes the store: all fields but the folders."""
+        told: dict[str, Json] = {}
+        for name, value in asdict(self).items():
+            if name not in ("folder", "images", "masks"):
+                plain = list(value) if isinstance(value, tuple) else value
+                told[name] = str(value) if isinstance(value, Path) else plain
+        told["range"] = told.pop("value_range")
+        if told["keep_encoded"] is None:  # as stores that are older than it have it
+            del told["keep_encoded"]
+        return told
 
     def _list_files(self) -> list[Path]:
         return [path for _, path in parse_lists(self.lists)]
@@ -333,18 +334,10 @@ class ImagesSource(PictureFolder):
         """The folder, the CSV and the lists."""
         return [self.folder, *([self.labels] if self.labels else []), *self._list_files()]
 
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return {
-            **super().options(),
-            "labels": str(self.labels) if self.labels else None,
-            "label_column": self.label_column,
-        }
-
     def _find(self) -> Found:
         """List the pictures, and find the class and the split of each."""
         listing = list_pictures(self.folder)
-        if not listing.pictures and not listing.top_folders:
+        if not listing.pictures and not listing.folders:
             raise _no_classes(listing)
         if not listing.pictures:
             raise no_pictures(listing)

@@ -17,7 +17,7 @@ import itertools
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -83,14 +83,43 @@ def as_msp(path: Path, scratch: Path) -> Converted:
 
     A plain MSP is returned as it is; byte ranges need an uncompressed one.
     """
+    ignored: Counter[str] = Counter()
     if path.is_dir():
-        return _convert_folder(path, scratch)
-    plain = _uncompressed(require_file(path, "the spectrum library"), scratch)
-    form = format_of(plain, path)
-    if form == "msp":
-        _refuse_other(plain, path)
-        return Converted(plain)
-    return _convert([(plain, path, form)], path, scratch)
+        named = _spectrum_files(path, ignored)
+    else:
+        named = [require_file(path, "the spectrum library")]
+    plain = {each: _uncompressed(each, scratch) for each in named}
+    forms = {each: format_of(plain[each], each) for each in named}
+    if forms == {path: "msp"}:
+        _refuse_other(plain[path], path)
+        return Converted(plain[path])
+    made = Converted(scratch / f"converted-{_name_of(named)}.msp", ignored=ignored)
+    counts: Counter[SpectrumFormat] = Counter()
+
+    def batches() -> Iterator[SpectrumBatch]:
+        for each, form in forms.items():
+            if form == "msp":
+                spectra = _read_again(plain[each], each, made)
+            else:
+                spectra = _taken(_READERS[form][1](plain[each], each), each, made)
+            for batch in spectra:
+                counts[form] += len(batch.records)
+                yield batch
+
+    # Written again when a pack is resumed: what was refused is found on the way.
+    with (
+        writing(made.path, always) as temporary,
+        temporary.open("x", encoding="utf-8", newline="\n") as stream,
+    ):
+        write_msp(batches(), stream)
+    words = {form: word for form, (word, _) in _READERS.items()}
+    made.notes = [
+        f"{count:,} records of {words.get(form, 'MSP')} read from {path.name}"
+        for form, count in counts.items()
+    ]
+    if [*forms.values()] == ["sdf"]:
+        made.structures = plain[named[0]]
+    return made
 
 
 def _refuse_other(plain: Path, path: Path) -> None:
@@ -152,11 +181,39 @@ def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
     return "msp"
 
 
+def _spectrum_files(folder: Path, ignored: Counter[str]) -> list[Path]:
+    """Return the files of a folder that are spectra by their names; count the others."""
+    found = []
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        ending = _ending(path)
+        if any(part[:1] == "." for part in path.relative_to(folder).parts):
+            ignored["hidden or system file"] += 1
+        elif ending not in _ENDINGS:
+            ignored[f"no spectra ({ending or 'no ending'})"] += 1
+        else:
+            found.append(path)
+    if not found:
+        raise SourceError(
+            f"{folder} holds no spectra.",
+            f"files ending in {', '.join(sorted(_ENDINGS))}",
+            command("ls", folder),
+        )
+    return found
+
+
+def _name_of(paths: Iterable[Path]) -> str:
+    """Return a name for what is made of some files: another one when a file changes."""
+    digest = xxhash.xxh3_64()
+    for path in paths:
+        stat = path.stat()
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="replace"))
+    return digest.hexdigest()
+
+
 def _uncompressed(path: Path, scratch: Path) -> Path:
     if not is_gzip(path):
         return path
-    facts = path.stat()
-    target = scratch / f"spectra-{facts.st_size}-{facts.st_mtime_ns}.msp"
+    target = scratch / f"spectra-{_name_of([path])}.msp"
     if target.exists():  # left by the run that this one resumes
         return target
     try:
@@ -171,66 +228,6 @@ def _uncompressed(path: Path, scratch: Path) -> Path:
             f"{str(path)!r} is a damaged gzip file: {error}", "", command("gzip", "-t", path)
         ) from error
     return target
-
-
-def _convert_folder(folder: Path, scratch: Path) -> Converted:
-    files, ignored = [], Counter[str]()
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-        ending = _ending(path)
-        if any(part[:1] == "." for part in path.relative_to(folder).parts):
-            ignored["hidden or system file"] += 1
-        elif ending not in _ENDINGS:
-            ignored[f"no spectra ({ending or 'no ending'})"] += 1
-        else:
-            plain = _uncompressed(path, scratch)
-            files.append((plain, path, format_of(plain, path)))
-    if not files:
-        raise SourceError(
-            f"{folder} holds no spectra.",
-            f"files ending in {', '.join(sorted(_ENDINGS))}",
-            command("ls", folder),
-        )
-    made = _convert(files, folder, scratch)
-    made.ignored = ignored
-    return made
-
-
-def _convert(
-    files: Sequence[tuple[Path, Path, SpectrumFormat]], named: Path, scratch: Path
-) -> Converted:
-    digest = xxhash.xxh3_64()
-    for plain, path, form in files:
-        stat = plain.stat()
-        digest.update(
-            f"{path}\0{form}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="replace")
-        )
-    made = Converted(scratch / f"converted-{digest.hexdigest()}.msp")
-    counts: Counter[SpectrumFormat] = Counter()
-
-    def batches() -> Iterator[SpectrumBatch]:
-        for plain, path, form in files:
-            if form == "msp":
-                spectra = _read_again(plain, path, made)
-            else:
-                spectra = _taken(_READERS[form][1](plain, path), path, made)
-            for batch in spectra:
-                counts[form] += len(batch.records)
-                yield batch
-
-    # Written again when a pack is resumed: what was refused is found on the way.
-    with (
-        writing(made.path, always) as temporary,
-        temporary.open("x", encoding="utf-8", newline="\n") as stream,
-    ):
-        write_msp(batches(), stream)
-    words = {form: word for form, (word, _) in _READERS.items()}
-    made.notes = [
-        f"{count:,} records of {words.get(form, 'MSP')} read from {named.name}"
-        for form, count in counts.items()
-    ]
-    if [form for _, _, form in files] == ["sdf"]:
-        made.structures = files[0][0]
-    return made
 
 
 # -- records -------------------------------------------------------------------------------------
