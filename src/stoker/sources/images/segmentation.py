@@ -189,17 +189,15 @@ class SegmentationSource(PictureFolder):
         return found
 
     def _splits(self, pairing: Pairing) -> dict[str, int]:
-        """Return the split of each image whose first folder is train, val or test, if all are."""
-        tops = sorted({name.split("/")[0] for name, _ in pairing.pairs if "/" in name})
-        if any("/" not in name for name, _ in pairing.pairs):
-            return {}
-        splits = split_of(tops)
-        if not splits:  # images/train/x.png below a folder that holds images/ and masks/
-            seconds = {n: n.split("/")[1] for n, _ in pairing.pairs if n.count("/") > 1}
-            whole = len(seconds) == len(pairing.pairs)
-            below = split_of(sorted(set(seconds.values()))) if whole else {}
-            return {name: below[second] for name, second in seconds.items()} if below else {}
-        return {name: splits[name.split("/")[0]] for name, _ in pairing.pairs}
+        """Return the split of each image whose first or second folder is train, val or test, if all are."""
+        names = [name for name, _ in pairing.pairs]
+        for depth in (0, 1):  # 1: images/train/x.png below a folder that holds images/ and masks/
+            if any(name.count("/") <= depth for name in names):
+                break
+            folders = {name: name.split("/")[depth] for name in names}
+            if splits := split_of(sorted(set(folders.values()))):
+                return {name: splits[folder] for name, folder in folders.items()}
+        return {}
 
     def _advice(self, pairing: Pairing) -> str:
         found = suggest(
