@@ -21,7 +21,7 @@ from stoker.sources.images.masks import (
     parse_mask_map,
     read_colour_table,
 )
-from stoker.sources.images.pairing import Affixes, divide, pair_names, suggest
+from stoker.sources.images.pairing import NO_IMAGE, Affixes, divide, pair_names, suggest
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (extra 'vision')")
 
@@ -50,8 +50,8 @@ def test_every_file_is_in_one_pair_or_refused_or_ignored(images, masks, affixes)
     used = [mask for _, names in made.pairs for mask in names]
     assert len(set(paired)) == len(paired)
     assert len(set(used)) == len(used)
-    refused_images = [each.path for each in made.refused if not each.is_mask]
-    refused_masks = [each.path for each in made.refused if each.is_mask]
+    refused_images = [each.file for each in made.refused if each.kind != NO_IMAGE]
+    refused_masks = [each.file for each in made.refused if each.kind == NO_IMAGE]
     assert not {*paired} & {*refused_images}
     assert not {*used} & {*refused_masks}
     left = sum(made.ignored.values())

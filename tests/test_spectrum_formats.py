@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_the_content_tells_the_format_and_gzip_changes_nothing(tmp_path, form):
     for record in (*plain, *zipped):
         record.meta.pop("source_file")
     assert plain == zipped
+
+
+def test_zipped_files_of_one_size_and_time_are_not_taken_for_each_other(tmp_path):
+    for name in ("A", "B"):
+        path = tmp_path / "in" / f"{name}.msp.gz"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(f"Name: {name}\nNum Peaks: 1\n15 10\n".encode(), mtime=0))
+        os.utime(path, ns=(0, 0))
+    made = as_msp(tmp_path / "in", tmp_path)
+    names = [record.meta["name"] for batch in read_msp(made.path) for record in batch.records]
+    assert names == ["A", "B"]
 
 
 @pytest.mark.parametrize(

@@ -386,27 +386,14 @@ def report_lines(report: MemoryReport, mode: str) -> list[str]:
                 f"Memory after accessing samples: {_megabytes(use.after_access_bytes)}",
                 f"Memory increase: {_megabytes(use.after_access_bytes - use.after_init_bytes)}",
             ]
-    if report.training is not None:
-        lines += _banner(f"Recommendations for {ram} RAM System")
-        lines += _projection_lines(report)
-    return lines
-
-
-def _banner(title: str) -> list[str]:
-    return ["=" * _WIDTH, title, "=" * _WIDTH]
-
-
-def _megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / MB:.1f} MB"
-
-
-def _projection_lines(report: MemoryReport) -> list[str]:
+    if report.training is None:
+        return lines
     training, lazy = report.training, report.uses["lazy"]
-    assert training is not None
     measured = (
         "Measured before, with a public library of" if report.is_of_public_data else "Measured with"
     )
-    lines = [
+    lines += [
+        *_banner(f"Recommendations for {ram} RAM System"),
         f"{measured} {lazy.num_samples:,} samples: "
         + ", ".join(
             f"{use.resident_bytes / use.num_samples:.0f} bytes per sample {kind}"
@@ -428,3 +415,11 @@ def _projection_lines(report: MemoryReport) -> list[str]:
             f"    Status: {found.status}",
         ]
     return lines
+
+
+def _banner(title: str) -> list[str]:
+    return ["=" * _WIDTH, title, "=" * _WIDTH]
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / MB:.1f} MB"

@@ -47,11 +47,9 @@ from stoker.sources.molecules.packed import (
     ECFP_SIZE,
     PackedMolecule,
     StructureForm,
-    canonical_smiles,
-    molecular_formula,
-    num_parts,
     pack_molecule,
     read_structure,
+    toolkit,
 )
 from stoker.sources.msp import Record, Rounding, SpectrumBatch, bin_spectrum, read_msp, write_msp
 from stoker.sources.msp.keys import spell
@@ -230,12 +228,14 @@ class MoleculeReader:
         """Return a molecule with its formula, its SMILES and the number of its parts, or why there is none."""
         if wanted.why:
             return wanted.why
-        found = read_structure(wanted.text, wanted.form, file=self._source)
-        if isinstance(found, Refusal):
-            return found.reason
+        found = read_structure(wanted.text, wanted.form)
+        if isinstance(found, str):
+            return found
+        tools = toolkit()
         try:
-            smiles = wanted.text if wanted.form == "smiles" else canonical_smiles(found)
-            return pack_molecule(found), molecular_formula(found), smiles, num_parts(found)
+            smiles = wanted.text if wanted.form == "smiles" else tools.chem.MolToSmiles(found)
+            num_parts = len(tools.chem.GetMolFrags(found))
+            return pack_molecule(found), tools.formula(found), smiles, num_parts
         except (RuntimeError, ValueError) as error:  # RDKit's violated invariants
             return f"RDKit: {next(iter(str(error).splitlines()), '')}"
 

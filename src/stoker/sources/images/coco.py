@@ -12,7 +12,7 @@ outlines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -115,15 +115,15 @@ class CocoSet:
 
 def find_coco(place: Path) -> list[Path]:
     """Return the COCO files that a path means: itself, or those below a folder, by their first bytes."""
-    if place.is_dir():
-        return [path for path in sorted(place.rglob("*.json")) if _may_be_coco(path)]
-    return [place] if place.suffix.lower() == ".json" and place.is_file() else []
-
-
-def _may_be_coco(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(_LOOK_BYTES)
-    return any(key in head for key in _KEYS)
+    if not place.is_dir():
+        return [place] if place.suffix.lower() == ".json" and place.is_file() else []
+    found = []
+    for path in sorted(place.rglob("*.json")):
+        with path.open("rb") as file:
+            head = file.read(_LOOK_BYTES)
+        if any(key in head for key in _KEYS):
+            found.append(path)
+    return found
 
 
 @dataclass
@@ -136,17 +136,14 @@ class _Read:
     shapes: dict[Any, list[tuple[float, str, Any]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    num_boxes: int = 0
 
 
 def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> CocoSet:
     """Read files of outlines (`find_coco` found them; others are refused), and find the pictures that they name."""
     refused: list[Refusal] = []
-    num_boxes = 0
-    files = []
-    for path in paths:
-        file, boxes = _parse(path, refused)
-        files.append(file)
-        num_boxes += boxes
+    files = [_parse(path, refused) for path in paths]
+    num_boxes = sum(file.num_boxes for file in files)
     used = {name for file in files for shapes in file.shapes.values() for _, name, _ in shapes}
     if not used:
         what = f"{num_boxes:,} boxes and no outlines" if num_boxes else "no annotations"
@@ -172,10 +169,9 @@ def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> Coc
         for key, image in file.images.items():
             found = _find(str(image["file_name"]), file.path, root, index)
             if len(found) != 1 or found[0] in outlines:
-                lacks = "no picture" if not found else "two pictures of one name"
-                reason = f"{image['file_name']!r}: {lacks}" + (
-                    " of this name" if not found else f", such as {found[0]}"
-                )
+                lacks = "two pictures of one name" if found else "no picture"
+                more = f", such as {found[0]}" if found else " of this name"
+                reason = f"{image['file_name']!r}: {lacks}{more}"
                 refused.append(Refusal(str(file.path), None, reason, kind=lacks))
                 continue
             large_first = sorted(file.shapes.get(key, ()), key=lambda each: -each[0])
@@ -188,7 +184,7 @@ def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> Coc
     return CocoSet(outlines, classes, splits if is_divided else {}, refused, num_boxes)
 
 
-def _parse(path: Path, refused: list[Refusal]) -> tuple[_Read, int]:
+def _parse(path: Path, refused: list[Refusal]) -> _Read:
     bounds.require_memory(_PARSED * path.stat().st_size, f"reading {path}", "a smaller file")
     try:
         data = parse_json(path.read_text(encoding="utf-8-sig"))
@@ -205,11 +201,11 @@ def _parse(path: Path, refused: list[Refusal]) -> tuple[_Read, int]:
             command("head", path),
         ) from error
     ordered = dict(sorted(categories.items(), key=lambda item: str(item[0]).zfill(12)))
-    made, num_boxes = _Read(path, images, ordered), 0
+    made = _Read(path, images, ordered)
     for each in annotations:
         shape = each.get("segmentation") if isinstance(each, Mapping) else None
         if not shape:
-            num_boxes += 1
+            made.num_boxes += 1
             continue
         if each.get("image_id") not in images or each.get("category_id") not in categories:
             reason = f"annotation {each.get('id')} is of a picture or a category that is not listed"
@@ -217,26 +213,20 @@ def _parse(path: Path, refused: list[Refusal]) -> tuple[_Read, int]:
             continue
         area = float(each.get("area") or 0.0)
         made.shapes[each["image_id"]].append((area, categories[each["category_id"]], shape))
-    return made, num_boxes
+    return made
 
 
 def _find(name: str, file: Path, root: Path, index: NameIndex) -> list[str]:
     """Return the pictures that a file may mean: beside it, in the folder that it is called after, or of that name."""
     found = index.find(name)
-    if len(found) < 2:
-        return found
-    for folder in _places(file, root):
-        near = [each for each in found if f"{folder}/" in f"/{each}"]
+    folders = [file.stem.rpartition("_")[2]]  # instances_train2017
+    if file.parent.is_relative_to(root):
+        folders.insert(0, file.parent.relative_to(root).as_posix())
+    for folder in folders if len(found) > 1 else ():
+        near = [each for each in found if f"/{folder}/" in f"/{each}"]
         if len(near) == 1:
             return near
     return found
-
-
-def _places(file: Path, root: Path) -> Iterator[str]:
-    if file.parent.is_relative_to(root):
-        yield f"/{file.parent.relative_to(root).as_posix()}"
-    word = file.stem.rpartition("_")[2]  # instances_train2017
-    yield f"/{word}"
 
 
 def _split_of_file(file: Path, root: Path) -> int | None:

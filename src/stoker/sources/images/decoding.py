@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,9 +43,17 @@ _HEAD_BYTES = 1 << 17
 """Of a file that is not opened: a JPEG may have 64 kB of EXIF data before its frame."""
 _HEADER = "whose header is damaged or unknown to Pillow"
 ORIENTATION = 0x0112
+_TRANSPOSES = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+    8: "ROTATE_90",
+}  # fmt: skip
+"""EXIF orientation to Pillow's name of what turns such a picture upright."""
 _TIFF_HEADS = {b"MM\0*", b"II*\0", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"}
 """What EXIF data begins with: those that Pillow takes."""
-_DEEP = {"I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float"}
+_KINDS = {
+    "I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float", "P": "palette",
+    "1": "1-bit", "CMYK": "CMYK",
+}  # fmt: skip
 _ANIMATED = {"GIF", "TIFF", "WEBP", "PNG"}
 """Formats whose files may hold several frames. An MPO of a phone holds a photo and its previews: the first is meant."""
 _FAULTS = (
@@ -106,14 +114,23 @@ class Decoded:
         width, height = self.stored_size
         return (width, height) if self.orientation < 5 else (height, width)
 
+    @property
+    def kind(self) -> str:
+        """Type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ..."""
+        mode = self.image.mode
+        if mode == "I":  # Pillow hands over PGM and PNG of 16 bits so
+            return "16-bit" if self.format in ("PPM", "PNG") else "32-bit"
+        if self.is_deep_colour:
+            return "16-bit colour"
+        if _is_transparent(self.image):
+            return "transparent"
+        return _KINDS.get(mode, "8-bit")
 
-@dataclass(frozen=True)
-class Pixels:
-    """Pixels as they are stored, and what they were."""
+
+class Pixels(NamedTuple):
+    """Pixels as they are stored."""
 
     values: Array  # `(height, width, channels)` uint8
-    # type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ...
-    kind: str
     # smallest and largest value of the file, where it was scaled; else None
     span: tuple[float, float] | None = None
 
@@ -294,17 +311,8 @@ def _has_16_bits(tile: Any) -> bool:
 
 def turned(image: Any, orientation: int) -> Any:
     """Return the image as a viewer that reads the EXIF orientation shows it."""
-    way = pillow().Transpose
-    ways = {
-        2: way.FLIP_LEFT_RIGHT,
-        3: way.ROTATE_180,
-        4: way.FLIP_TOP_BOTTOM,
-        5: way.TRANSPOSE,
-        6: way.ROTATE_270,
-        7: way.TRANSVERSE,
-        8: way.ROTATE_90,
-    }
-    return image.transpose(ways[orientation]) if orientation in ways else image
+    way = _TRANSPOSES.get(orientation)
+    return image if way is None else image.transpose(pillow().Transpose[way])
 
 
 def to_pixels(
@@ -318,9 +326,7 @@ def to_pixels(
 
     `value_range` is LOW and HIGH of 16-bit, 32-bit and float pictures; None takes the type's own.
     """
-    image, mode = decoded.image, decoded.image.mode
-    span = None
-    kind = _kind(decoded)
+    image, kind, span = decoded.image, decoded.kind, None
     try:
         if kind in ("16-bit", "32-bit", "float"):
             image, span = _scaled(image, kind, path, value_range)
@@ -332,28 +338,23 @@ def to_pixels(
                 path=path,
                 kind="16-bit colour with --range",
             )
-        elif mode == "LAB":
+        elif image.mode == "LAB":
             raise PictureError(
                 "is in Lab colours.", "RGB, grey, palette or CMYK", path=path, kind="Lab colours"
             )
-        image = _resized(converted(image, channels), size)
+        image = converted(image, channels)
+        if image.size != (size[1], size[0]):
+            # reducing_gap stays off: it trades exactness for speed, and this runs once.
+            image = image.resize((size[1], size[0]), pillow().Resampling.BILINEAR)
     except _FAULTS as error:
         if isinstance(error, SourceError):
             raise
         raise PictureError(f"cannot be converted: {error}.", path=path) from error
-    values = np.asarray(image, dtype=np.uint8).reshape(*size, channels)
-    return Pixels(values, kind, span)
+    return Pixels(np.asarray(image, dtype=np.uint8).reshape(*size, channels), span)
 
 
-def _kind(decoded: Decoded) -> str:
-    mode = decoded.image.mode
-    if mode == "I":  # Pillow hands over PGM and PNG of 16 bits so
-        return "16-bit" if decoded.format in ("PPM", "PNG") else "32-bit"
-    if decoded.is_deep_colour:
-        return "16-bit colour"
-    if mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in decoded.image.info:
-        return "transparent"
-    return _DEEP.get(mode) or {"P": "palette", "1": "1-bit", "CMYK": "CMYK"}.get(mode, "8-bit")
+def _is_transparent(image: Any) -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info
 
 
 def _scaled(
@@ -419,7 +420,7 @@ def check_ranges(paths: Iterable[Path]) -> None:
 def converted(image: Any, channels: int) -> Any:
     """Return Pillow's image with 1 or 3 channels of 8 bits; a transparent one on white."""
     wanted = "RGB" if channels == 3 else "L"
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+    if _is_transparent(image):
         image = image.convert("RGBA")
         if image.getextrema()[3] != (255, 255):
             page = pillow().new("RGBA", image.size, "white")
@@ -428,10 +429,3 @@ def converted(image: Any, channels: int) -> Any:
     if image.mode == "P":  # straight to grey would take the palette's index on some files
         image = image.convert("RGB")
     return image if image.mode == wanted else image.convert(wanted)
-
-
-def _resized(image: Any, size: tuple[int, int]) -> Any:
-    if image.size == (size[1], size[0]):
-        return image
-    # reducing_gap stays off: it trades exactness for speed, and this runs once.
-    return image.resize((size[1], size[0]), pillow().Resampling.BILINEAR)

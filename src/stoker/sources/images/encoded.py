@@ -25,7 +25,6 @@ from stoker.errors import InputError, special_kind
 from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
-    _kind,
     converted,
     decode,
     jpeg_frame,
@@ -102,13 +101,13 @@ def read_encoded(
     if form == "JPEG" and data.rfind(b"\xff\xd9") < 0:
         raise PictureError("ends in the middle of the picture.", path=path, kind="truncated")
     width, height = decoded.size
-    if _kind(decoded) in ("16-bit", "32-bit", "float"):
+    if decoded.kind in ("16-bit", "32-bit", "float"):
         raise PictureError(
-            f"holds {_kind(decoded)} values.",
+            f"holds {decoded.kind} values.",
             "8 bits a channel with --keep-encoded",
             "leave --keep-encoded out",
             path=path,
-            kind=f"{_kind(decoded)} values",
+            kind=f"{decoded.kind} values",
         )
     plain = _why_not_kept(decoded, form, data)
     too_large = keep.max_side is not None and max(width, height) > keep.max_side
@@ -138,11 +137,10 @@ def read_encoded(
 
 def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
     """Return the kind of a picture that decoders disagree about; "" for one that is kept."""
-    kind = _kind(decoded)
     if form not in _ENDINGS:
         return form or "an unknown format"
-    if kind in ("16-bit", "16-bit colour", "32-bit", "float", "CMYK"):
-        return f"{kind} {form}"
+    if decoded.kind in ("16-bit colour", "CMYK"):
+        return f"{decoded.kind} {form}"
     if form == "JPEG" and decoded.image.info.get("progressive"):
         return "progressive JPEG"
     frame = jpeg_frame(data) if form == "JPEG" else None
@@ -202,7 +200,7 @@ def encoded_fields(pictures: list[Encoded]) -> dict[str, FieldData]:
 
 
 def encoded_facts(pictures: list[Encoded]) -> dict[str, Any]:
-    """Return what `merged_facts` adds up for one part: bytes, pixels, smallest and largest size."""
+    """Return what `merge_encoded` adds up for one part: bytes, pixels, smallest and largest size."""
     sizes = np.array([picture.size for picture in pictures], dtype=np.int64).reshape(-1, 2)
     return {
         "bytes": sum(len(picture.data) for picture in pictures),

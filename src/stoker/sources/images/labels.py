@@ -235,10 +235,14 @@ def _label_values(
         named = [n for n in others if header[n].lower() in _LABEL_COLUMNS]
         chosen = named[0] if len(named) == 1 else None
     if chosen is None:
-        hot = [[_flag(row[n]) for n in others] for _, row in rows]
-        if others and all(None not in flags and sum(map(bool, flags)) == 1 for flags in hot):
+        hot = [[_number(row[n]) for n in others] for _, row in rows]
+        if others and all({*flags} <= {0.0, 1.0} and flags.count(1.0) == 1 for flags in hot):
             names = [header[n] for n in others]
-            return names, [names[flags.index(1)] for flags in hot], "one column of 0 and 1 a class"
+            return (
+                names,
+                [names[flags.index(1.0)] for flags in hot],
+                "one column of 0 and 1 a class",
+            )
         raise InputError(
             f"{path} has the columns {', '.join(map(repr, header))}, and several may be the label.",
             "the name of one",
@@ -256,12 +260,11 @@ def _label_values(
     return classes, [text or None for text in texts], f"labels from column {header[chosen]!r}"
 
 
-def _flag(text: str) -> int | None:
+def _number(text: str) -> float | None:
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
         return None
-    return int(number) if number in (0.0, 1.0) else None
 
 
 def _are_measurements(counted: Counter[str]) -> bool:
@@ -274,8 +277,6 @@ def _are_measurements(counted: Counter[str]) -> bool:
 
 def _natural(text: str) -> tuple[int, float, str]:
     """Order numbers by value, before words."""
-    try:
-        number = float(text)
-    except ValueError:
-        return 1, 0.0, text
-    return (0, number, text) if math.isfinite(number) else (1, 0.0, text)
+    number = _number(text)
+    is_number = number is not None and math.isfinite(number)
+    return (0, number or 0.0, text) if is_number else (1, 0.0, text)

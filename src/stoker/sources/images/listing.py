@@ -49,11 +49,6 @@ class Listing:
     folders: Sequence[str]
     ignored: Counter[str]
 
-    @property
-    def top_folders(self) -> list[str]:
-        """The folders directly below the root."""
-        return [folder for folder in self.folders if "/" not in folder]
-
 
 def list_pictures(root: Path) -> Listing:
     """Walk a folder; hidden and system files, and other endings, are counted and left out."""

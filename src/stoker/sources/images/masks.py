@@ -108,35 +108,27 @@ def read_colour_table(path: Path) -> MaskMap:
             header = [cell.strip().lower() for cell in rows.pop(0)]
     else:
         rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
-    colours, names = [], []
+    at = next((header.index(name) for name in ("id", "class", "value") if name in header), None)
+    colours, names = [], {}
     for number, row in enumerate(rows):
-        channels = _three(row)
-        if channels is None:
-            raise _bad_table(path, number + 1 + bool(header), " ".join(row))
-        at = next((header.index(name) for name in ("id", "class", "value") if name in header), None)
-        digits = [cell for cell in row if cell.strip().isdigit()]
-        if at is not None:
-            digits = [
-                cell for place, cell in enumerate(row) if place != at and cell.strip().isdigit()
-            ]
-            channels = _three(digits)
-        text = [cell.strip() for cell in row if cell.strip() and not cell.strip().isdigit()]
-        given = int(row[at]) if at is not None and row[at].strip().isdigit() else number
+        own = row[at].strip() if at is not None and at < len(row) else ""
+        given = int(own) if own.isdecimal() else number
+        channels = _three([cell for place, cell in enumerate(row) if place != at])
         if channels is None or given > 255:
             raise _bad_table(path, number + 1 + bool(header), " ".join(row))
         red, green, blue = channels
         colours.append((red << 16 | green << 8 | blue, given))
-        names.append((given, " ".join(text) or str(given)))
+        words = [cell.strip() for cell in row if cell.strip() and not cell.strip().isdecimal()]
+        names[given] = " ".join(words) or str(given)
     if len({colour for colour, _ in colours}) < len(colours) or not colours:
         raise _bad_table(path, len(lines), "a colour that stands twice" if colours else "nothing")
-    by_class = dict(names)
-    ordered = tuple(by_class.get(n, str(n)) for n in range(max(by_class) + 1))
+    ordered = tuple(names.get(n, str(n)) for n in range(max(names) + 1))
     return MaskMap(colours=tuple(colours), names=ordered)
 
 
 def _three(cells: Sequence[str]) -> tuple[int, int, int] | None:
     """Return the first three whole numbers from 0 to 255 among the cells."""
-    numbers = [int(cell) for cell in cells if cell.strip().isdigit()]
+    numbers = [int(cell) for cell in cells if cell.strip().isdecimal()]
     if len(numbers) < 3 or max(numbers[:3]) > 255:
         return None
     return numbers[0], numbers[1], numbers[2]
@@ -157,13 +149,10 @@ class Palettes:
     """Colours by which masks with a palette show their values: one value has to have one colour in all of them.
 
     A program that makes the palette of each file anew numbers the colours anew: a value is then another class in each.
-
-    Args:
-        colours: Value to colour, 0xRRGGBB.
     """
 
-    def __init__(self, colours: Mapping[int, int] | None = None) -> None:
-        self.colours = dict(colours or {})
+    def __init__(self) -> None:
+        self.colours: dict[int, int] = {}  # value to colour, 0xRRGGBB
 
     def add(self, image: Any, path: Path) -> None:
         """Compare the palette of a mask with those before.
@@ -243,13 +232,12 @@ def join_objects(masks: Iterable[Array], path: Path) -> Array:
 
 def _beside(
     mask: Decoded, path: Path, image: Decoded, image_path: Path, orientation: MaskOrientation
-) -> object:
+) -> Any:
     """Return the mask, upright like its image.
 
     A mask with an EXIF orientation of its own is already upright. One without, beside an image that has one, was drawn
     either on the turned picture or on the stored pixels: the sizes tell, or the user does.
     """
-    width, height = image.size
     shown = mask.image
     if image.orientation != 1 and not mask.has_orientation:
         lying, same = image.stored_size, image.stored_size == image.size
@@ -263,18 +251,18 @@ def _beside(
                 "--mask-orientation image",
                 kind="turned image beside a mask that may be turned or not",
             )
-    if shown.size != (width, height):
+    if shown.size != image.size:
         raise PictureError(
-            f"mask {path} is {shown.size} but its image is {(width, height)}.",
+            f"mask {path} is {shown.size} but its image is {image.size}.",
             "equal sizes, as (width, height)",
             kind="mask of another size than its image",
         )
     return shown
 
 
-def classes_of(image: object, form: str, path: Path, mask_map: MaskMap | None) -> Array:
+def classes_of(image: Any, form: str, path: Path, mask_map: MaskMap | None) -> Array:
     """Return the class of every pixel of a decoded mask, by the map."""
-    mode = image.mode  # type: ignore[attr-defined]
+    mode = image.mode
     chosen = mask_map or MaskMap()
     if form in ("JPEG", "MPO") and not chosen:
         raise PictureError(
@@ -284,9 +272,9 @@ def classes_of(image: object, form: str, path: Path, mask_map: MaskMap | None) -
             kind="JPEG mask without ranges of values",
         )
     if mode in ("LA", "La"):
-        image = image.getchannel("L")  # type: ignore[attr-defined]
+        image = image.getchannel("L")
     elif mode == "P" and chosen.colours:
-        image = image.convert("RGB")  # type: ignore[attr-defined]
+        image = image.convert("RGB")
     elif mode not in ("L", "P", "1", "I;16", "I;16B", "I", "RGB", "RGBA"):
         raise PictureError(
             f"mask {path} is {mode}, not one value or colour per pixel.",
@@ -308,11 +296,10 @@ def classes_of(image: object, form: str, path: Path, mask_map: MaskMap | None) -
             "the colours of the table",
             kind="grey mask with a table of colours",
         )
-    return _by_value(values, path, mask_map)
+    return _by_value(values, path, chosen)
 
 
-def _by_value(values: Array, path: Path, mask_map: MaskMap | None) -> Array:
-    chosen = mask_map or MaskMap()
+def _by_value(values: Array, path: Path, chosen: MaskMap) -> Array:
     if values.min(initial=0) < 0 or values.max(initial=0) > 65535:
         raise PictureError(
             f"mask {path} holds the value {values.max()}.",
@@ -364,9 +351,7 @@ def _map_of_large(left: Sequence[int], chosen: MaskMap) -> str:
     used = {value for value in left if value <= 255} | {number for _, _, number in chosen.values}
     free = (number for number in range(1, 255) if number not in used)
     firsts = dict.fromkeys(value // width * width for value in large)
-    added = [
-        (first, first + width - 1, number) for first, number in zip(firsts, free, strict=False)
-    ]
+    added = ((first, first + width - 1, n) for first, n in zip(firsts, free, strict=False))
     return ",".join(
         f"{low}={number}" if low == high else f"{low}-{high}={number}"
         for low, high, number in (*chosen.values, *added)
@@ -375,24 +360,20 @@ def _map_of_large(left: Sequence[int], chosen: MaskMap) -> str:
 
 def _by_colour(values: Array, path: Path, chosen: MaskMap) -> Array:
     codes = _codes(values)
-    colours = np.array([colour for colour, _ in chosen.colours], dtype=np.uint32)
-    order = np.argsort(colours)
-    classes = np.array([number for _, number in chosen.colours], dtype=np.uint8)[order]
-    at = np.searchsorted(colours[order], codes).clip(max=len(colours) - 1)
-    known = colours[order][at] == codes
-    if not known.all():
-        if chosen.other is None:
-            strange, counts = np.unique(codes[~known], return_counts=True)
-            worst = int(strange[counts.argmax()])
-            raise PictureError(
-                f"mask {path} has the colour #{worst:06x} ({int(counts.max()):,} pixels; "
-                f"{len(strange)} such colours), which the table does not name.",
-                "colours of the table, or other=CLASS",
-                f"--mask-map other={IGNORE}",
-                kind="colour that the table does not name",
-            )
-        return np.where(known, classes[at], np.uint8(chosen.other)).astype(np.uint8)
-    return np.asarray(classes[at])
+    colours, classes = np.array(sorted(chosen.colours), dtype=np.uint32).T
+    at = np.searchsorted(colours, codes).clip(max=len(colours) - 1)
+    known = colours[at] == codes
+    if chosen.other is None and not known.all():
+        strange, counts = np.unique(codes[~known], return_counts=True)
+        worst = int(strange[counts.argmax()])
+        raise PictureError(
+            f"mask {path} has the colour #{worst:06x} ({int(counts.max()):,} pixels; "
+            f"{len(strange)} such colours), which the table does not name.",
+            "colours of the table, or other=CLASS",
+            f"--mask-map other={IGNORE}",
+            kind="colour that the table does not name",
+        )
+    return np.where(known, classes.astype(np.uint8)[at], np.uint8(chosen.other or 0))
 
 
 def _codes(values: Array) -> Array:

@@ -17,6 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from stoker.errors import Refusal
+
+NO_MASK, NO_IMAGE = "no mask", "no image"
+"""Kinds of files without a partner."""
 MASK_FOLDERS = {
     "mask", "masks", "labels", "label", "annotations", "annotation", "gt", "groundtruth",
     "segmentation",
@@ -39,22 +43,13 @@ class Affixes:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A file without a partner."""
-
-    path: str
-    is_mask: bool
-    reason: str
-    kind: str
-
-
-@dataclass(frozen=True)
 class Pairing:
     """Which masks belong to which image."""
 
     # image and its masks; several are masks of objects. In the order of the images.
     pairs: Sequence[tuple[str, tuple[str, ...]]]
-    refused: Sequence[Refused]  # files without a partner, or with two
+    # files without a partner, or with two, by their relative paths: images, but for those of the kind `NO_IMAGE`
+    refused: Sequence[Refusal]
     ignored: Counter[str]  # reason to number of files that the suffix leaves out
     num_masks: int  # masks that belong to an image
     num_objects: int  # images with one mask per object
@@ -83,47 +78,37 @@ def pair_names(images: Sequence[str], masks: Sequence[str], affixes: Affixes) ->
     """Bring images and masks together; every file is in a pair, refused or ignored."""
     ignored: Counter[str] = Counter()
     image_keys = _keyed(images, "", affixes.image_suffix, ignored, "image")
-    mask_keys = _keyed(masks, affixes.mask_prefix, affixes.mask_suffix, ignored, "mask")
-    refused = []
-    by_image: dict[str, str] = {}
+    left = _keyed(masks, affixes.mask_prefix, affixes.mask_suffix, ignored, "mask")
+    num_masks = sum(map(len, left.values()))
+    by_image = {key: names[0] for key, names in image_keys.items() if len(names) == 1}
+    found = {key: left.pop(key) for key in by_image if key in left}
+    _take_objects(by_image, left, found)
+    _take_by_name(by_image, left, found)
+    refused, pairs = [], []
     for key, names in image_keys.items():
         if len(names) == 1:
-            by_image[key] = names[0]
             continue
+        left.pop(key, None)  # the masks of images that are refused go with them
         for name in names:
             other = next(each for each in names if each != name)
             reason = f"{other} has the same name, and a mask belongs to one of them"
-            refused.append(Refused(name, False, reason, "two images of one name"))
-    found: dict[str, list[str]] = {}
-    used: set[str] = set()
-    for key in by_image.keys() & mask_keys.keys():
-        found[key] = mask_keys[key]
-        used.update(mask_keys[key])
-    _take_objects(by_image, mask_keys, found, used)
-    _take_by_name(by_image, mask_keys, found, used)
-    # The masks of images that were refused above go with them.
-    doubles = {key for key, names in image_keys.items() if len(names) > 1}
-    for key in doubles & mask_keys.keys():
-        used.update(mask_keys[key])
-    pairs = []
+            refused.append(Refusal(name, None, reason, kind="two images of one name"))
     for key, image in sorted(by_image.items(), key=lambda item: item[1]):
         mine = found.get(key, [])
         # Masks of objects have different names; x.png and x.tif are two masks for one image.
         several = len({name[: -len(PurePosixPath(name).suffix)] for name in mine}) < len(mine)
         if not mine:
-            refused.append(Refused(image, False, "there is no mask of this name", "no mask"))
+            refused.append(Refusal(image, None, "there is no mask of this name", kind=NO_MASK))
         elif several:
             reason = f"{mine[0]} and {mine[1]} have its name"
-            refused.append(Refused(image, False, reason, "two masks of one name"))
+            refused.append(Refusal(image, None, reason, kind="two masks of one name"))
         else:
             pairs.append((image, tuple(sorted(mine))))
-    refused += [
-        Refused(name, True, "there is no image of this name", "no image")
-        for names in mask_keys.values()
-        for name in names
-        if name not in used
-    ]
-    return Pairing(pairs, refused, +ignored, len(used), sum(len(mine) > 1 for _, mine in pairs))
+    alone = [name for names in left.values() for name in names]
+    reason = "there is no image of this name"
+    refused += [Refusal(name, None, reason, kind=NO_IMAGE) for name in alone]
+    num_objects = sum(len(mine) > 1 for _, mine in pairs)
+    return Pairing(pairs, refused, +ignored, num_masks - len(alone), num_objects)
 
 
 def _keyed(
@@ -149,13 +134,13 @@ def _keyed(
 
 
 def _take_objects(
-    images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
+    images: dict[str, str], left: dict[str, list[str]], found: dict[str, list[str]]
 ) -> None:
     """Take folders of masks that are named after an image: `masks/x/1.png`, `x/masks/1.png` beside `x/images/x.png`."""
     folders: dict[str, list[str]] = defaultdict(list)
-    for key, names in masks.items():
-        if not used.issuperset(names) and "/" in key:
-            folders[key.rpartition("/")[0]] += names
+    for key in left:
+        if "/" in key:
+            folders[key.rpartition("/")[0]].append(key)
     in_folder = Counter(key.rpartition("/")[0] for key in images)
     for key in images:
         folder, _, stem = key.rpartition("/")
@@ -165,12 +150,11 @@ def _take_objects(
         # A folder of masks belongs to one image.
         mine = folders.pop(key, None) or (folders.pop(folder, None) if folder and alone else None)
         if mine:
-            found[key] = mine
-            used.update(mine)
+            found[key] = [name for each in mine for name in left.pop(each)]
 
 
 def _take_by_name(
-    images: dict[str, str], masks: dict[str, list[str]], found: dict[str, list[str]], used: set[str]
+    images: dict[str, str], left: dict[str, list[str]], found: dict[str, list[str]]
 ) -> None:
     """Pair what is left by the last part of its key, where only one image and one mask have it."""
     left_images: dict[str, list[str]] = defaultdict(list)
@@ -178,13 +162,11 @@ def _take_by_name(
         if key not in found:
             left_images[key.rpartition("/")[2]].append(key)
     left_masks: dict[str, list[str]] = defaultdict(list)
-    for key, names in masks.items():
-        if not used.issuperset(names):
-            left_masks[key.rpartition("/")[2]].append(key)
-    for name in left_images.keys() & left_masks.keys():
-        if len(left_images[name]) == len(left_masks[name]) == 1:
-            found[left_images[name][0]] = masks[left_masks[name][0]]
-            used.update(found[left_images[name][0]])
+    for key in left:
+        left_masks[key.rpartition("/")[2]].append(key)
+    for name, keys in left_images.items():
+        if len(keys) == len(left_masks.get(name, ())) == 1:
+            found[keys[0]] = left.pop(left_masks[name][0])
 
 
 def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, int] | None:

@@ -8,7 +8,7 @@ of each file; before that, at most 16 masks that are not empty, to find out whet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stoker.display import command, first_names
-from stoker.errors import InputError, Refusal, SourceError
-from stoker.sources.contract import Json, Part, PartContext, PartData, Preparation
+from stoker.errors import InputError, SourceError
+from stoker.sources.contract import Json, Part, PartContext, PartData
 from stoker.sources.images.coco import Outlines, find_coco, read_coco
 from stoker.sources.images.decoding import Decoded, pillow
 from stoker.sources.images.encoded import Encoded, encode_mask, picture_field
@@ -36,8 +36,16 @@ from stoker.sources.images.masks import (
     read_colour_table,
     read_mask,
 )
-from stoker.sources.images.pairing import Affixes, Pairing, divide, pair_names, suggest
-from stoker.sources.images.source import Columns, Payload, PictureFolder, merged_facts, stack
+from stoker.sources.images.pairing import (
+    NO_IMAGE,
+    NO_MASK,
+    Affixes,
+    Pairing,
+    divide,
+    pair_names,
+    suggest,
+)
+from stoker.sources.images.source import Columns, Found, Payload, PictureFolder, stack
 from stoker.store.fields import Array, Dense
 
 
@@ -68,6 +76,7 @@ class SegmentationSource(PictureFolder):
     mask_orientation: MaskOrientation = "auto"
     class_names: tuple[str, ...] = ()
     kind: ClassVar[str] = "segmentation"
+    mask_channels: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,19 +94,6 @@ class SegmentationSource(PictureFolder):
         table = [self.mask_colors] if self.mask_colors else []
         return [*folders, *table, *self._list_files()]
 
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return {
-            **super().options(),
-            "mask_suffix": self.mask_suffix,
-            "image_suffix": self.image_suffix,
-            "mask_prefix": self.mask_prefix,
-            "mask_map": list(self.mask_map),
-            "mask_colors": str(self.mask_colors) if self.mask_colors else None,
-            "mask_orientation": self.mask_orientation,
-            "class_names": list(self.class_names),
-        }
-
     @property
     def _takes_values(self) -> bool:
         """Whether the values of masks are classes, and the user has not said so."""
@@ -110,9 +106,8 @@ class SegmentationSource(PictureFolder):
         table = read_colour_table(self.mask_colors)
         return replace(table, other=given.other if given else None)
 
-    def prepare(self, scratch: Path) -> Preparation:
+    def _find(self) -> Found:
         """Pair images and masks by name; what has no partner is refused."""
-        del scratch
         affixes = Affixes(self.mask_suffix, self.image_suffix, self.mask_prefix)
         images = list_pictures(self.images)
         ignored = Counter(images.ignored)
@@ -131,47 +126,39 @@ class SegmentationSource(PictureFolder):
         pairing = pair_names(image_names, mask_names, affixes)
         if not pairing.pairs:
             raise self._no_pairs(image_names, mask_names)
-        ignored += pairing.ignored
-        refused = [
-            Refusal(
-                str((self.masks if each.is_mask else self.images) / each.path),
-                None,
-                each.reason,
-                kind=each.kind,
-            )
-            for each in pairing.refused
-        ]
-        found = len(image_names) + len(mask_names) - pairing.num_masks + sum(ignored.values())
-        found -= sum(pairing.ignored.values())
-        splits, notes = self._splits(pairing), []
+        splits = self._splits(pairing)
         items = [(image, masks, splits.get(image, 0)) for image, masks in pairing.pairs]
-        if self.lists:
-            items, bad_lines = self._listed(image_names, items, ignored)
-            refused += bad_lines
-            found += len(bad_lines)
-        elif splits:
-            notes.append("the folders train, val and test are taken as splits")
+        # Files that the suffix leaves out are among the names already.
+        num_found = len(image_names) + len(mask_names) - pairing.num_masks + ignored.total()
+        found = Found(Payload(items, (), bool(splits)), num_found, ignored + pairing.ignored)
+        for each in pairing.refused:
+            folder = self.masks if each.kind == NO_IMAGE else self.images
+            found.refused.append(replace(each, file=str(folder / each.file)))
+        self._keep_listed(found, image_names)
+        if splits and not self.lists:
+            found.notes.append("the folders train, val and test are taken as splits")
         mask_map = self._given_map()
         if mask_map is None:
+            items = list(found.payload.items)
             step = max(1, len(items) // 64)
             in_order = [*items[::step], *(item for n, item in enumerate(items) if n % step)]
             mask_map = find_map(tuple(self.masks / name for name in item[1]) for item in in_order)
             if mask_map is not None:
-                notes.append(
+                found.notes.append(
                     "the masks hold 0 and 255 only: 255 is stored as class 1 (--mask-map keep stores 255, "
                     "which training leaves out)"
                 )
         if pairing.num_objects:
-            notes.append(
+            found.notes.append(
                 f"{pairing.num_objects:,} pictures have one mask per object: joined, class 1 is inside any of them"
             )
-        if refused and (better := self._advice(pairing)):
-            notes.append(better)
+        if found.refused and (better := self._advice(pairing)):
+            found.notes.append(better)
         names = self.class_names or (mask_map.names if mask_map else ())
-        common = Payload((), names, bool(splits) or bool(self.lists), mask_map)
-        return self._prepared(items, common, self.images, 1, refused, notes, found, ignored)
+        found.payload = replace(found.payload, classes=names, mask_map=mask_map)
+        return found
 
-    def _by_outlines(self, files: Sequence[Path], images: Listing) -> Preparation:
+    def _by_outlines(self, files: Sequence[Path], images: Listing) -> Found:
         """Return the pictures that COCO files name; their masks are drawn from the outlines."""
         if not self._takes_values:
             option = "--mask-map" if self.mask_map else "--mask-colors"
@@ -181,52 +168,43 @@ class SegmentationSource(PictureFolder):
                 f"leave {option} out",
             )
         made = read_coco(files, self.images, images.pictures)
-        items: list[tuple[str, Any, int]] = [
+        items = [
             (name, outlines, made.splits.get(name, 0))
             for name, outlines in sorted(made.outlines.items())
         ]
-        ignored = images.ignored + Counter(
-            {"in no COCO file": len(images.pictures) - len(made.outlines)}
+        found = Found(
+            Payload(items, made.classes, bool(made.splits)),
+            len(images.pictures) + images.ignored.total() + len(made.refused),
+            images.ignored + Counter({"in no COCO file": len(images.pictures) - len(items)}),
+            list(made.refused),
+            [f"masks are drawn from the outlines in {first_names(files, 3)}"],
         )
-        found = len(images.pictures) + images.ignored.total() + len(made.refused)
-        refused = list(made.refused)
-        has_split = bool(made.splits)
-        if self.lists:
-            items, bad_lines = self._listed(images.pictures, items, ignored)
-            refused += bad_lines
-            found += len(bad_lines)
-            has_split = True
-        notes = [f"masks are drawn from the outlines in {first_names(files, 3)}"]
+        self._keep_listed(found, images.pictures)
         if made.splits and not self.lists:
-            notes.append("the split is that of the COCO files")
-        empty = sum(not outlines.shapes for outlines in made.outlines.values())
-        if empty:
-            notes.append(f"{empty:,} pictures without an object: all background")
-        if made.num_boxes:
-            notes.append(f"{made.num_boxes:,} annotations have a box and no outline: not drawn")
-        common = Payload((), made.classes, has_split)
-        return self._prepared(items, common, self.images, 1, refused, notes, found, ignored)
+            found.notes.append("the split is that of the COCO files")
+        if empty := sum(not outlines.shapes for outlines in made.outlines.values()):
+            found.notes.append(f"{empty:,} pictures without an object: all background")
+        if boxes := made.num_boxes:
+            found.notes.append(f"{boxes:,} annotations have a box and no outline: not drawn")
+        return found
 
     def _splits(self, pairing: Pairing) -> dict[str, int]:
-        """Return the split of each image whose first folder is train, val or test, if all are."""
-        tops = sorted({name.split("/")[0] for name, _ in pairing.pairs if "/" in name})
-        if any("/" not in name for name, _ in pairing.pairs):
-            return {}
-        splits = split_of(tops)
-        if not splits:  # images/train/x.png below a folder that holds images/ and masks/
-            seconds = {n: n.split("/")[1] for n, _ in pairing.pairs if n.count("/") > 1}
-            whole = len(seconds) == len(pairing.pairs)
-            below = split_of(sorted(set(seconds.values()))) if whole else {}
-            return {name: below[second] for name, second in seconds.items()} if below else {}
-        return {name: splits[name.split("/")[0]] for name, _ in pairing.pairs}
+        """Return the split of each image whose first or second folder is train, val or test, if all are."""
+        names = [name for name, _ in pairing.pairs]
+        for depth in (0, 1):  # 1: images/train/x.png below a folder that holds images/ and masks/
+            if any(name.count("/") <= depth for name in names):
+                break
+            folders = {name: name.split("/")[depth] for name in names}
+            if splits := split_of(sorted(set(folders.values()))):
+                return {name: splits[folder] for name, folder in folders.items()}
+        return {}
 
     def _advice(self, pairing: Pairing) -> str:
-        alone = [each for each in pairing.refused if each.kind in ("no mask", "no image")]
         found = suggest(
-            [each.path for each in alone if not each.is_mask],
-            [each.path for each in alone if each.is_mask],
+            [each.file for each in pairing.refused if each.kind == NO_MASK],
+            [each.file for each in pairing.refused if each.kind == NO_IMAGE],
         )
-        if found is None or not found[0]:
+        if found is None:
             return ""
         return f"with {_options(found[0])}, {found[1]:,} of {found[2]:,} images without a mask find one"
 
@@ -235,12 +213,11 @@ class SegmentationSource(PictureFolder):
             f"{first_names(images, 2)} in {self.images}; {first_names(masks, 2)} in {self.masks}"
         )
         if not images or not masks:
-            empty = self.images if not images else self.masks
-            what = "images" if not images else "masks"
+            empty = self.masks if images else self.images
             return SourceError(
-                f"{empty} holds no images."
-                if what == "images"
-                else f"{empty} holds no masks ({len(images):,} images).",
+                f"{empty} holds no masks ({len(images):,} images)."
+                if images
+                else f"{empty} holds no images.",
                 "a folder of images and a folder of masks, or one folder and --mask-suffix",
                 command("ls", empty),
             )
@@ -259,7 +236,7 @@ class SegmentationSource(PictureFolder):
         """Decode one part of pairs; a pair with a fault is refused whole."""
         del context
         payload: Payload = part.payload
-        columns, is_encoded = Columns(), self.keep_encoded is not None
+        columns, is_encoded = Columns(self, payload), self.keep_encoded is not None
         masks: list[Any] = []  # of bytes where pictures stay encoded, else of pixels
         pixels = np.zeros(256, dtype=np.int64)
         palettes = Palettes() if self._takes_values else None
@@ -277,17 +254,14 @@ class SegmentationSource(PictureFolder):
             columns.add(made, decoded, name, split)
             masks.append(encode_mask(mask) if is_encoded else mask)
             pixels += np.bincount(mask.ravel(), minlength=256)
-        fields = columns.fields((self.channels, *self.size), payload.has_split, is_encoded)
-        fields["masks"] = picture_field(masks) if is_encoded else Dense(stack(masks, self.size))
+        field = picture_field(masks) if is_encoded else Dense(stack(masks, self.size))
+        colours = palettes.colours if palettes else {}
         extra = {
-            **columns.extra(payload.classes),
             "mask_pixels": pixels.tolist(),
             "binary": bool(payload.mask_map and payload.mask_map.is_binary),
-            "palette": {
-                str(key): code for key, code in (palettes.colours if palettes else {}).items()
-            },
+            "palette": {str(key): code for key, code in colours.items()},
         }
-        return PartData(fields, columns.refused, extra)
+        return columns.part({"masks": field}, extra)
 
     def _mask(
         self,
@@ -298,28 +272,24 @@ class SegmentationSource(PictureFolder):
         size: tuple[int, int],
         palettes: Palettes | None,
     ) -> Array:
-        def read() -> Iterator[Array]:
-            if isinstance(names, Outlines):
-                yield beside_image(names.draw(), Path(names.file), image, path)
-                return
-            for name in names:
-                yield read_mask(
-                    self.masks / name, image, path, mask_map, self.mask_orientation, palettes
-                )
-
-        several = not isinstance(names, Outlines) and len(names) > 1
-        values = join_objects(read(), path) if several else next(read())
+        if isinstance(names, Outlines):
+            values = beside_image(names.draw(), Path(names.file), image, path)
+        else:
+            turning = self.mask_orientation
+            masks = (
+                read_mask(self.masks / name, image, path, mask_map, turning, palettes)
+                for name in names
+            )
+            values = join_objects(masks, path) if len(names) > 1 else next(masks)
         if values.shape == size:
             return values
-        image_module = pillow()
-        resized = image_module.fromarray(values).resize(
-            (size[1], size[0]), image_module.Resampling.NEAREST
-        )
+        module = pillow()
+        resized = module.fromarray(values).resize((size[1], size[0]), module.Resampling.NEAREST)
         return np.asarray(resized, dtype=np.uint8)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record the mask's values and their pixels; refuse values that cannot be classes."""
-        merged = merged_facts(self, extras)
+        merged = dict(super().finish(extras))
         total = np.sum([extra["mask_pixels"] for extra in extras], axis=0)
         pixels = {int(value): int(total[value]) for value in np.flatnonzero(total)}
         if self._takes_values:

@@ -27,7 +27,6 @@ from stoker.sources.images.decoding import (
     Decoded,
     PictureError,
     Pixels,
-    _kind,
     check_ranges,
     decode,
     to_pixels,
@@ -53,7 +52,6 @@ from stoker.sources.images.listing import (
 from stoker.sources.images.masks import MaskMap
 from stoker.store.fields import Array, Dense, FieldData, Ragged
 
-SPLIT_NAMES = ("train", "val", "test")
 _PART_BYTES = 64 << 20
 _ENCODED_PART, _LEAST_ENCODED = 512, 32
 """Encoded pictures of one part at most and at least: 512 are 16 to 60 MB of usual photographs."""
@@ -65,10 +63,21 @@ _LOOK_AT = 16
 class Payload:
     """One part: what to decode, and what was found out about all of it."""
 
-    items: Sequence[Any]
+    items: Sequence[tuple[str, Any, int]]  # relative path; class number, masks or outlines; split
     classes: Sequence[str] = ()
     has_split: bool = False
     mask_map: MaskMap | None = None
+
+
+@dataclass
+class Found:
+    """What a look at the files found: all items in one payload, and what became of everything else."""
+
+    payload: Payload
+    num_found: int
+    ignored: Counter[str]
+    refused: list[Refusal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class PictureFolder(PlainSource):
     keep_encoded: KeepEncoded | None = field(default=None, kw_only=True)
 
     version: ClassVar[int] = 2
+    mask_channels: ClassVar[int] = 0  # bytes of each pixel besides the picture's channels
 
     def __post_init__(self) -> None:
         if min(self.size) < 1 or max(self.size) > 16384:
@@ -98,76 +108,63 @@ class PictureFolder(PlainSource):
         parse_lists(self.lists)
 
     def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return {
-            "size": list(self.size),
-            "channels": self.channels,
-            "range": list(self.value_range) if self.value_range else None,
-            "first_frame": self.first_frame,
-            "lists": list(self.lists),
-            **({"keep_encoded": asdict(self.keep_encoded)} if self.keep_encoded else {}),
-        }
+        """Everything that changes the store: all fields but the folders."""
+        told: dict[str, Json] = {}
+        for name, value in asdict(self).items():
+            if name not in ("folder", "images", "masks"):
+                plain = list(value) if isinstance(value, tuple) else value
+                told[name] = str(value) if isinstance(value, Path) else plain
+        told["range"] = told.pop("value_range")
+        if told["keep_encoded"] is None:  # as stores that are older than it have it
+            del told["keep_encoded"]
+        return told
 
     def _list_files(self) -> list[Path]:
         return [path for _, path in parse_lists(self.lists)]
 
-    def _listed(
-        self, names: Sequence[str], items: Sequence[Any], ignored: Counter[str]
-    ) -> tuple[list[Any], list[Refusal]]:
-        """Return the items that a list names, with its split, and the lines that name none."""
-        split, bad_lines = read_lists(parse_lists(self.lists), names)
-        listed = [(name, what, split[name]) for name, what, _ in items if name in split]
-        ignored["in no list"] += len(items) - len(listed)
-        return listed, bad_lines
+    def _find(self) -> Found:
+        """Return what the source finds; the first of its `files` is the folder of the pictures."""
+        raise NotImplementedError
 
-    def _prepared(
-        self,
-        items: Sequence[Any],
-        common: Payload,
-        folder: Path,
-        bytes_more: int,
-        refused: Sequence[Refusal],
-        notes: Sequence[str],
-        found: int,
-        ignored: Counter[str],
-    ) -> Preparation:
-        """Look at the ranges of some pictures, and cut all of them into parts."""
+    def _keep_listed(self, found: Found, names: Sequence[str]) -> None:
+        """Keep the items that a list names, with its split; lines that name no picture are refused."""
+        if not self.lists:
+            return
+        split, bad_lines = read_lists(parse_lists(self.lists), names)
+        items = found.payload.items
+        listed = [(name, what, split[name]) for name, what, _ in items if name in split]
+        found.payload = replace(found.payload, items=listed, has_split=True)
+        found.ignored["in no list"] += len(items) - len(listed)
+        found.refused += bad_lines
+        found.num_found += len(bad_lines)
+
+    def prepare(self, scratch: Path) -> Preparation:
+        """Find the pictures, look at the ranges of some, and cut all of them into parts."""
+        del scratch
+        found, folder = self._find(), self.files()[0]
+        items = found.payload.items
         if self.value_range is None:
             step = max(1, len(items) // _LOOK_AT)
             check_ranges(folder / item[0] for item in items[::step])
-        parts = self._parts(items, common, folder, bytes_more)
-        size = self._estimate(items, folder, bytes_more)
-        return Preparation(parts, size, refused, notes, found, dict(+ignored), "pictures")
-
-    def _parts(
-        self, items: Sequence[Any], common: Payload, label: Path, bytes_more: int
-    ) -> list[Part]:
-        image_bytes = self.size[0] * self.size[1] * (self.channels + bytes_more)
-        per_part = max(1, _PART_BYTES // image_bytes)
-        if self.keep_encoded:
+        item_bytes = self.size[0] * self.size[1] * (self.channels + self.mask_channels)
+        if self.keep_encoded is None:
+            per_part = max(1, _PART_BYTES // item_bytes)
+            most_bytes = len(items) * (item_bytes + 64)
+        else:
             # Small sets in smaller parts, so that every core has some.
             per_part = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
-        return [
-            Part(
-                number,
-                f"{label} images {start}-{start + len(batch)}",
-                len(batch),
-                replace(common, items=batch),
-            )
-            for number, start in enumerate(range(0, len(items), per_part))
-            if (batch := items[start : start + per_part])
-        ]
-
-    def _estimate(self, items: Sequence[Any], folder: Path, bytes_more: int) -> int:
-        """Return the most bytes that the store is expected to have."""
-        num_items = len(items)
-        if self.keep_encoded:
             # Writing a picture anew makes it smaller, as a rule; masks as PNG are small beside photographs.
             sizes = [_file_bytes(f"{folder}/{item[0]}") for item in items]
-            return 2 * sum(sizes) * (1 + bytes_more) + (1 << 20)
-        return num_items * (self.size[0] * self.size[1] * (self.channels + bytes_more) + 64) + (
-            1 << 20
-        )
+            most_bytes = 2 * sum(sizes) * (1 + self.mask_channels)
+        parts: list[Part] = []
+        for start in range(0, len(items), per_part):
+            batch = items[start : start + per_part]
+            label = f"{folder} images {start}-{start + len(batch)}"
+            parts.append(Part(len(parts), label, len(batch), replace(found.payload, items=batch)))
+        return Preparation(
+            parts, most_bytes + (1 << 20), found.refused, found.notes, found.num_found,
+            dict(+found.ignored), "pictures",
+        )  # fmt: skip
 
     def _read(self, path: Path) -> tuple[Pixels | Encoded, Decoded]:
         """Return a picture as it is stored, and decoded."""
@@ -176,74 +173,146 @@ class PictureFolder(PlainSource):
         decoded = decode(path, self.first_frame)
         return to_pixels(decoded, path, self.size, self.channels, self.value_range), decoded
 
+    def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
+        """Add up what the pictures were, and say what a person should know of it."""
+        kinds: Counter[str] = Counter()
+        spans: dict[str, list[float]] = {}
+        for extra in extras:
+            kinds.update(extra["kinds"])
+            for kind, span in extra["spans"].items():
+                _widen(spans, kind, span)
+        notes = []
+        for kind, (low, high) in spans.items():
+            bottom, top = self.value_range or ((0, 65535) if kind == "16-bit" else (0, 1))
+            note = (
+                f"{kinds[kind]:,} {kind} pictures with values {low:g} to {high:g}: "
+                f"{bottom:g} to {top:g} became 0 to 255"
+            )
+            if high - low < (top - bottom) / 4:
+                fitting = command("--range", f"{min(low, 0):g},{high:g}")
+                note += f"; {fitting} would use all of it"
+            notes.append(note)
+        notes += [f"{kinds[kind]:,} {text}" for kind, text in _NOTES.items() if kinds[kind]]
+        stored: dict[str, Any] = {"size": list(self.size)}
+        if self.keep_encoded is not None:
+            stored = {"encoded": merge_encoded([extra["encoded"] for extra in extras])}
+            if anew := stored["encoded"]["encoded_anew"]:
+                is_asked = self.keep_encoded.quality is not None
+                form = "JPEG" if is_asked else "JPEG, or as PNG where the file was lossless"
+                notes.append(
+                    f"{anew:,} pictures were encoded anew as {form}; the others kept bit for bit"
+                )
+        if turned := sum(extra["turned"] for extra in extras):
+            done = "are turned" if self.keep_encoded else "were turned"
+            notes.append(f"{turned:,} pictures {done} upright as their EXIF says")
+        # Parts that were built before this was counted do not have it.
+        if damaged := sum(extra.get("damaged_exif", 0) for extra in extras):
+            notes.append(
+                f"{damaged:,} pictures have EXIF data that cannot be read: they are taken as they lie in their files"
+            )
+        return {
+            **stored,
+            "channels": self.channels,
+            "classes": list(extras[0]["classes"]) if extras else [],
+            "picture_kinds": dict(kinds),
+            "original_sizes": self._original_sizes(extras),
+            "notes": notes,
+        }
+
+    def _original_sizes(self, extras: Sequence[Mapping[str, Json]]) -> dict[str, Any] | None:
+        """Return how large the pictures were, and the mean share to which each side was resized.
+
+        Encoded pictures are resized by who reads them: of these, the share for a side of one pixel.
+        """
+        sizes = [extra["sizes"] for extra in extras if extra.get("sizes")]
+        if not sizes:
+            return None
+        rows = np.array(sizes, dtype=np.float64)
+        name, sides = ("per_pixel", (1, 1)) if self.keep_encoded else ("scale", self.size)
+        return {
+            "least": rows[:, 1:3].min(axis=0).astype(int).tolist(),
+            "most": rows[:, 3:5].max(axis=0).astype(int).tolist(),
+            name: (np.array(sides) * rows[:, 5:7].sum(axis=0) / rows[:, 0].sum()).tolist(),
+        }
+
+
+_NOTES = {
+    "16-bit colour": "colour pictures of 16 bits a channel: the upper 8 bits are stored",
+    "transparent": "pictures with transparency are laid over white",
+    "CMYK": "CMYK pictures are converted to RGB without a colour profile",
+}
+"""Kind of picture to what a person should know of it."""
+
+
+def _widen(spans: dict[str, list[float]], kind: str, span: Sequence[float]) -> None:
+    known = spans.setdefault(kind, list(span))
+    known[:] = [min(known[0], span[0]), max(known[1], span[1])]
+
 
 class Columns:
     """The columns of one part while it is built, and what its pictures were."""
 
-    def __init__(self) -> None:
-        self.images: list[Array] = []
-        self.encoded: list[Encoded] = []
-        self.names: list[str] = []
-        self.splits: list[int] = []
-        self.refused: list[Refusal] = []
-        self.kinds: Counter[str] = Counter()
-        self.spans: dict[str, list[float]] = {}
-        self.num_turned = 0
-        self.num_damaged_exif = 0
-        self.sizes: list[tuple[int, int]] = []
+    def __init__(self, source: PictureFolder, payload: Payload) -> None:
+        self._source, self._payload = source, payload
+        self._pictures: list[Any] = []  # `Encoded` where pictures stay encoded, else pixels
+        self._names: list[str] = []
+        self._splits: list[int] = []
+        self._refused: list[Refusal] = []
+        self._kinds: Counter[str] = Counter()
+        self._spans: dict[str, list[float]] = {}
+        self._num_turned = 0
+        self._num_damaged_exif = 0
+        self._sizes: list[tuple[int, int]] = []
 
     def add(self, made: Pixels | Encoded, decoded: Decoded, name: str, split: int) -> None:
         """Take one picture, as pixels or as the bytes of its file."""
         if isinstance(made, Encoded):
-            self.encoded.append(made)
-            kind, (width, height) = _kind(decoded), decoded.size
+            self._pictures.append(made)
         else:
-            self.images.append(np.ascontiguousarray(made.values.transpose(2, 0, 1)))
-            kind, (width, height) = made.kind, decoded.image.size
+            self._pictures.append(np.ascontiguousarray(made.values.transpose(2, 0, 1)))
             if made.span:
-                low, high = made.span
-                known = self.spans.setdefault(kind, [low, high])
-                known[:] = [min(known[0], low), max(known[1], high)]
-        self.names.append(name)
-        self.splits.append(split)
-        self.kinds[kind] += 1
-        self.num_turned += decoded.orientation != 1
-        self.num_damaged_exif += decoded.has_damaged_exif
-        self.sizes.append((height, width))
+                _widen(self._spans, decoded.kind, made.span)
+        self._names.append(name)
+        self._splits.append(split)
+        self._kinds[decoded.kind] += 1
+        self._num_turned += decoded.orientation != 1
+        self._num_damaged_exif += decoded.has_damaged_exif
+        self._sizes.append(decoded.size[::-1])
 
     def refuse(self, path: Path, error: SourceError) -> None:
         """List a picture that is not taken, under the kind of its error."""
         kind, reason = "too large to decode", error.given
         if isinstance(error, PictureError):
             kind, reason = error.kind, error.reason
-        self.refused.append(Refusal(str(path), None, reason, kind=kind, fix=error.fix))
+        self._refused.append(Refusal(str(path), None, reason, kind=kind, fix=error.fix))
 
-    def fields(
-        self, shape: tuple[int, ...], has_split: bool, is_encoded: bool
-    ) -> dict[str, FieldData]:
-        """Return the fields that both kinds have."""
-        fields: dict[str, FieldData] = (
-            encoded_fields(self.encoded)
-            if is_encoded
-            else {"images": Dense(stack(self.images, shape))}
-        )
-        fields["name"] = Ragged.from_strings(self.names)
-        if has_split:
-            fields["split"] = Dense(np.array(self.splits, dtype=np.uint8))
-        return fields
-
-    def extra(self, classes: Sequence[str]) -> dict[str, Json]:
-        """Return what `merged_facts` adds up."""
-        return {
-            "classes": list(classes),
-            "kinds": dict(self.kinds),
-            "spans": self.spans,
-            "turned": self.num_turned,
-            "damaged_exif": self.num_damaged_exif,
+    def part(self, fields: Mapping[str, FieldData], extra: Mapping[str, Json]) -> PartData:
+        """Return the part: the fields that both kinds have, then `fields`; and what `PictureFolder.finish` adds up."""
+        source, pictures = self._source, self._pictures
+        is_encoded = source.keep_encoded is not None
+        made: dict[str, FieldData]
+        if is_encoded:
+            made = encoded_fields(pictures)
+        else:
+            made = {"images": Dense(stack(pictures, (source.channels, *source.size)))}
+        made["name"] = Ragged.from_strings(self._names)
+        if self._payload.has_split:
+            made["split"] = Dense(np.array(self._splits, dtype=np.uint8))
+        sizes: list[float] = []
+        if self._sizes:
+            both = np.array(self._sizes, dtype=np.float64)
+            sizes = [len(both), *both.min(axis=0), *both.max(axis=0), *(1 / both).sum(axis=0)]
+        facts = {
+            "classes": list(self._payload.classes),
+            "kinds": dict(self._kinds),
+            "spans": self._spans,
+            "turned": self._num_turned,
+            "damaged_exif": self._num_damaged_exif,
             # Number of pictures; smallest and largest height and width; sums of 1 / height and 1 / width.
-            "sizes": _summed_sizes(self.sizes),
-            "encoded": encoded_facts(self.encoded),
+            "sizes": sizes,
+            "encoded": encoded_facts(pictures if is_encoded else []),
         }
+        return PartData({**made, **fields}, self._refused, {**facts, **extra})
 
 
 @dataclass(frozen=True)
@@ -265,56 +334,35 @@ class ImagesSource(PictureFolder):
         """The folder, the CSV and the lists."""
         return [self.folder, *([self.labels] if self.labels else []), *self._list_files()]
 
-    def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store."""
-        return {
-            **super().options(),
-            "labels": str(self.labels) if self.labels else None,
-            "label_column": self.label_column,
-        }
-
-    def prepare(self, scratch: Path) -> Preparation:
+    def _find(self) -> Found:
         """List the pictures, and find the class and the split of each."""
-        del scratch
         listing = list_pictures(self.folder)
-        if not listing.pictures and not listing.top_folders:
+        if not listing.pictures and not listing.folders:
             raise _no_classes(listing)
         if not listing.pictures:
             raise no_pictures(listing)
-        found = len(listing.pictures) + listing.ignored.total()
-        if self.labels is not None:
-            sorted_out = self._by_csv(listing)
-            found += sum(refusal.line is not None for refusal in sorted_out.refused)
-        else:
-            sorted_out = _by_folders(listing)
-        items, refused = sorted_out.items, list(sorted_out.refused)
-        ignored = listing.ignored + sorted_out.ignored
-        has_split = sorted_out.has_split
-        if self.lists:
-            items, bad_lines = self._listed(listing.pictures, items, ignored)
-            refused += bad_lines
-            found += len(bad_lines)
-            has_split = True
-        common = Payload((), sorted_out.classes, has_split)
-        notes = sorted_out.notes
-        return self._prepared(items, common, self.folder, 0, refused, notes, found, ignored)
+        found = _by_folders(listing) if self.labels is None else self._by_csv(self.labels, listing)
+        found.ignored += listing.ignored
+        found.num_found += len(listing.pictures) + listing.ignored.total()
+        self._keep_listed(found, listing.pictures)
+        return found
 
-    def _by_csv(self, listing: Listing) -> _Sorted:
-        assert self.labels is not None
-        table = read_labels(self.labels, listing.pictures, self.label_column)
+    def _by_csv(self, labels: Path, listing: Listing) -> Found:
+        table = read_labels(labels, listing.pictures, self.label_column)
         items = [
             (name, table.label[name], table.split.get(name, 0))
             for name in listing.pictures
             if name in table.label
         ]
-        ignored = Counter({f"not in {self.labels.name}": len(listing.pictures) - len(items)})
-        return _Sorted(table.classes, items, bool(table.split), ignored, table.refused, table.notes)
+        ignored = Counter({f"not in {labels.name}": len(listing.pictures) - len(items)})
+        payload = Payload(items, table.classes, bool(table.split))
+        return Found(payload, len(table.refused), ignored, list(table.refused), list(table.notes))
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Decode one part; what cannot be decoded is refused."""
         del context
         payload: Payload = part.payload
-        columns, labels = Columns(), []
+        columns, labels = Columns(self, payload), []
         paths = read_ahead(self.folder, [name for name, _, _ in payload.items])
         for path, (name, label, split) in zip(paths, payload.items, strict=True):
             try:
@@ -323,17 +371,14 @@ class ImagesSource(PictureFolder):
                 columns.refuse(path, error)
                 continue
             labels.append(label)
-        shape = (self.channels, *self.size)
-        fields = columns.fields(shape, payload.has_split, self.keep_encoded is not None)
-        fields["labels"] = Dense(np.array(labels, dtype=np.int64))
         counts = np.bincount(labels, minlength=len(payload.classes)).tolist() if labels else []
-        return PartData(
-            fields, columns.refused, {**columns.extra(payload.classes), "label_counts": counts}
+        return columns.part(
+            {"labels": Dense(np.array(labels, dtype=np.int64))}, {"label_counts": counts}
         )
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record the class names, how many pictures each has, and what the pictures were."""
-        merged = merged_facts(self, extras)
+        merged = super().finish(extras)
         counts = np.zeros(len(merged["classes"]), dtype=np.int64)
         for extra in extras:
             counts[: len(extra["label_counts"])] += np.array(extra["label_counts"], dtype=np.int64)
@@ -341,19 +386,7 @@ class ImagesSource(PictureFolder):
         return {**merged, "class_counts": dict(named)}
 
 
-@dataclass(frozen=True)
-class _Sorted:
-    """Pictures with their classes: (relative path, class number, split number)."""
-
-    classes: Sequence[str]
-    items: Sequence[tuple[str, int, int]]
-    has_split: bool = False
-    ignored: Counter[str] = field(default_factory=Counter)
-    refused: Sequence[Refusal] = ()
-    notes: Sequence[str] = ()
-
-
-def _by_folders(listing: Listing) -> _Sorted:
+def _by_folders(listing: Listing) -> Found:
     """Take the class from the first folder, below `train`, `val` and `test` where there are such."""
     filled = {name.split("/")[0] for name in listing.pictures if "/" in name}
     splits = split_of(sorted(filled))
@@ -402,7 +435,7 @@ def _by_folders(listing: Listing) -> _Sorted:
     if num_nested:
         notes.append(f"{num_nested:,} pictures lie deeper; their class is the first folder")
     items = [(name, numbers[kind], split) for name, kind, split in placed]
-    return _Sorted(kept, items, bool(splits), ignored, (), notes)
+    return Found(Payload(items, kept, bool(splits)), 0, ignored, [], notes)
 
 
 def _named_twice(pictures: Sequence[str], splits: Mapping[str, int]) -> bool:
@@ -497,95 +530,12 @@ def parse_range(text: str | None) -> tuple[float, float] | None:
     return low, high
 
 
-def merged_facts(source: PictureFolder, extras: Sequence[Mapping[str, Json]]) -> dict[str, Any]:
-    """Add up what the pictures were, and say what a person should know of it."""
-    kinds: Counter[str] = Counter()
-    spans: dict[str, list[float]] = {}
-    for extra in extras:
-        kinds.update(extra["kinds"])
-        for kind, (low, high) in extra["spans"].items():
-            known = spans.setdefault(kind, [low, high])
-            known[:] = [min(known[0], low), max(known[1], high)]
-    notes = []
-    for kind, (low, high) in spans.items():
-        bottom, top = source.value_range or ((0, 65535) if kind == "16-bit" else (0, 1))
-        note = f"{kinds[kind]:,} {kind} pictures with values {low:g} to {high:g}: {bottom:g} to {top:g} became 0 to 255"
-        if high - low < (top - bottom) / 4:
-            fitting = command("--range", f"{min(low, 0):g},{high:g}")
-            note += f"; {fitting} would use all of it"
-        notes.append(note)
-    words = {
-        "16-bit colour": "colour pictures of 16 bits a channel: the upper 8 bits are stored",
-        "transparent": "pictures with transparency are laid over white",
-        "CMYK": "CMYK pictures are converted to RGB without a colour profile",
-    }
-    notes += [f"{kinds[kind]:,} {text}" for kind, text in words.items() if kinds[kind]]
-    turned = sum(extra["turned"] for extra in extras)
-    encoded: dict[str, Any] = {"size": list(source.size)}
-    if source.keep_encoded is not None:
-        encoded = {"encoded": merge_encoded([extra["encoded"] for extra in extras])}
-        if anew := encoded["encoded"]["encoded_anew"]:
-            is_asked = source.keep_encoded.quality is not None
-            form = "JPEG" if is_asked else "JPEG, or as PNG where the file was lossless"
-            notes.append(
-                f"{anew:,} pictures were encoded anew as {form}; the others kept bit for bit"
-            )
-    if turned:
-        done = "are turned" if source.keep_encoded else "were turned"
-        notes.append(f"{turned:,} pictures {done} upright as their EXIF says")
-    # Parts that were built before this was counted do not have it.
-    if damaged := sum(extra.get("damaged_exif", 0) for extra in extras):
-        notes.append(
-            f"{damaged:,} pictures have EXIF data that cannot be read: they are taken as they lie in their files"
-        )
-    return {
-        **encoded,
-        "channels": source.channels,
-        "classes": list(extras[0]["classes"]) if extras else [],
-        "picture_kinds": dict(kinds),
-        "original_sizes": _original_sizes(source, extras),
-        "notes": notes,
-    }
-
-
 def _file_bytes(path: str) -> int:
     """Return the size of a file; 0 of one that is gone, which is refused when its part is built."""
     try:
         return os.stat(path).st_size  # noqa: PTH116  a path object for each takes five times as long
     except OSError:
         return 0
-
-
-def _summed_sizes(sizes: Sequence[tuple[int, int]]) -> list[float]:
-    if not sizes:
-        return []
-    both = np.array(sizes, dtype=np.float64)
-    return [len(sizes), *both.min(axis=0), *both.max(axis=0), *(1 / both).sum(axis=0)]
-
-
-def _original_sizes(
-    source: PictureFolder, extras: Sequence[Mapping[str, Json]]
-) -> dict[str, Any] | None:
-    """Return how large the pictures were, and the mean share to which each side was resized.
-
-    Encoded pictures are resized by who reads them: of these, the share for a side of one pixel.
-    """
-    rows = np.array([extra["sizes"] for extra in extras if extra.get("sizes")], dtype=np.float64)
-    if not len(rows):
-        return None
-    count = rows[:, 0].sum()
-    return {
-        "least": [int(side) for side in rows[:, 1:3].min(axis=0)],
-        "most": [int(side) for side in rows[:, 3:5].max(axis=0)],
-        "per_pixel" if source.keep_encoded else "scale": [
-            float(side * total / count)
-            for side, total in zip(
-                (1, 1) if source.keep_encoded else source.size,
-                rows[:, 5:7].sum(axis=0),
-                strict=True,
-            )
-        ],
-    }
 
 
 def stack(items: Sequence[Array], shape: tuple[int, ...]) -> Array:

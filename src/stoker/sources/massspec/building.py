@@ -24,6 +24,7 @@ from stoker.sources.massspec.conditions import (
     conditions_in,
     encode_conditions,
 )
+from stoker.sources.massspec.formats import LINE_IN_RECORD
 from stoker.sources.massspec.structures import INCHIKEY, healed, mismatch, own_structure
 from stoker.sources.molecules.files import MolPlaces, MolReader
 from stoker.sources.molecules.packed import (
@@ -41,10 +42,14 @@ from stoker.store.row_sketch import scramble
 Structures = Literal["auto", "mol", "smiles", "none"]
 Spectra = Literal["auto", "ei", "msms", "ms1", "all"]
 SPLIT_NAMES = ("train", "val", "test")
-LINE_IN_RECORD = "line in a record"
 NO_PEAKS = "no peaks"
 NO_STRUCTURE = "no structure"
 _SMALLEST = np.float16(2.0**-24)
+_MOLECULE_FIELDS: dict[str, type[np.generic]] = {
+    "atoms": np.uint32, "bonds": np.uint32, "functional_groups": np.uint64, "ecfp_bits": np.uint16,
+    "ecfp_counts": np.uint8, "mol_weight": np.float32,
+}  # fmt: skip
+_OF_ONE_NUMBER = ("functional_groups", "mol_weight")
 
 
 def group_of(key: str) -> int:
@@ -133,7 +138,10 @@ class Building:
     ignored: Counter[str] = field(default_factory=Counter)
     record_kinds: list[SpectrumKind] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    spectra: list[tuple[Array, Array, Array]] = field(default_factory=list)
+    # m/z, intensity and lengths of the spectra of each batch; the first are of no batch
+    spectra: list[tuple[Array, Array, Array]] = field(
+        default_factory=lambda: [(np.empty(0), np.empty(0, np.float16), np.empty(0, np.int64))]
+    )
     molecules: list[PackedMolecule] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -199,9 +207,9 @@ class Building:
         if given is None:
             return NO_STRUCTURE, _no_structure(self.source)
         context.guard(row)
-        mol = read_structure(given[0], given[1])
-        if isinstance(mol, Refusal):
-            return "RDKit", mol.reason
+        mol = read_structure(*given)
+        if isinstance(mol, str):
+            return "RDKit", mol
         try:
             packed = pack_molecule(mol)
             if wrong := mismatch(mol, record.meta, where, packed.mol_weight):
@@ -219,14 +227,22 @@ class Building:
         source = self.source
         groups = np.array([group_of(key) for key in self.keys], dtype=np.int64)
         splits = assign_splits(groups, source.train_ratio, source.val_ratio, source.seed)
-        fields = {
-            **self._spectrum_fields(),
-            **(self._molecule_fields() if source.structures != "none" else {}),
-            **self._text_fields(),
-            **self._condition_fields(),
-            "group": Dense(groups),
-            "split": Dense(splits),
+        mz, intensity, lengths = map(np.concatenate, zip(*self.spectra, strict=True))
+        offsets = offsets_of(lengths)
+        fields: dict[str, FieldData] = {
+            "mz": Ragged(mz.astype(np.uint16 if self.payload.whole_mz else np.float32), offsets),
+            "intensity": Ragged(intensity, offsets),
         }
+        for name, dtype in _MOLECULE_FIELDS.items() if source.structures != "none" else ():
+            pieces = [getattr(molecule, name) for molecule in self.molecules]
+            if name in _OF_ONE_NUMBER:
+                fields[name] = Dense(np.array(pieces, dtype=dtype))
+                continue
+            sizes = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
+            values = np.concatenate([np.empty(0, dtype), *pieces])
+            fields[name] = Ragged(values, offsets_of(sizes))
+        fields |= self._text_fields() | self._condition_fields()
+        fields |= {"group": Dense(groups), "split": Dense(splits)}
         per_split = np.bincount(splits, minlength=len(SPLIT_NAMES)).tolist()
         extra = {
             "counts": {**self.counts, "records": self.seen, "samples": len(self.records)},
@@ -238,32 +254,6 @@ class Building:
             "rdkit": self.rdkit,
         }
         return PartData(fields=fields, refused=self.refused, extra=extra)
-
-    def _spectrum_fields(self) -> dict[str, FieldData]:
-        mz_type = np.uint16 if self.payload.whole_mz else np.float32
-        mz = np.concatenate([np.empty(0), *(piece[0] for piece in self.spectra)])
-        intensity = [np.empty(0, np.float16), *(piece[1] for piece in self.spectra)]
-        lengths = [np.empty(0, np.int64), *(piece[2] for piece in self.spectra)]
-        offsets = offsets_of(np.concatenate(lengths))
-        return {
-            "mz": Ragged(mz.astype(mz_type), offsets),
-            "intensity": Ragged(np.concatenate(intensity), offsets),
-        }
-
-    def _molecule_fields(self) -> dict[str, FieldData]:
-        packed = self.molecules
-        return {
-            "atoms": _ragged([molecule.atoms for molecule in packed], np.uint32),
-            "bonds": _ragged([molecule.bonds for molecule in packed], np.uint32),
-            "functional_groups": Dense(
-                np.array([molecule.functional_groups for molecule in packed], dtype=np.uint64)
-            ),
-            "ecfp_bits": _ragged([molecule.ecfp_bits for molecule in packed], np.uint16),
-            "ecfp_counts": _ragged([molecule.ecfp_counts for molecule in packed], np.uint8),
-            "mol_weight": Dense(
-                np.array([molecule.mol_weight for molecule in packed], dtype=np.float32)
-            ),
-        }
 
     def _condition_fields(self) -> dict[str, FieldData]:
         """Return the conditions as numbers, where they differ: EI alone has one set of them."""
@@ -339,11 +329,6 @@ class _Spectra:
         counts["peaks_of_zero_intensity_dropped"] += int((mine & ~self._positive).sum())
         counts["peaks_above_max_mz"] += int((keep & self._above).sum())
         return self._mz[keep], self._relative[keep], self._num_positive[accepted]
-
-
-def _ragged(pieces: list[Array], dtype: type[np.generic]) -> Ragged:
-    lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
-    return Ragged(np.concatenate([np.empty(0, dtype), *pieces]), offsets_of(lengths))
 
 
 def _no_structure(source: Options) -> str:

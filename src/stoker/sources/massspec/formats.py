@@ -13,13 +13,14 @@ from __future__ import annotations
 import base64
 import binascii
 import gzip
+import itertools
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 from xml.etree import ElementTree
 
 import numpy as np
@@ -39,6 +40,7 @@ SDF_RECORD = "sdf_record"
 """Metadata key: number of the record in the SDF, from 0; its own MOL block is the structure."""
 
 UNREADABLE = "unreadable record"  # kind of refused records of which nothing was taken
+LINE_IN_RECORD = "line in a record"  # kind of refused lines of records that were taken
 _HEAD_BYTES = 1 << 16
 _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
 _PEAKS_ITEM = "mass spectral peaks"
@@ -52,19 +54,13 @@ _MASSBANK_KEYS = {
     "ACCESSION": "id", "CH$FORMULA": "formula", "CH$EXACT_MASS": "exact_mass",
     "CH$SMILES": "smiles", "CH$IUPAC": "inchi", "AC$INSTRUMENT": "instrument",
     "AC$INSTRUMENT_TYPE": "instrument_type", "PK$SPLASH": "splash", "COMMENT": "comment",
-}  # fmt: skip
-_MASSBANK_SUBKEYS = {
-    "CH$LINK INCHIKEY": "inchikey",
-    "CH$LINK CAS": "cas",
-    "AC$MASS_SPECTROMETRY MS_TYPE": "ms_level",
-    "AC$MASS_SPECTROMETRY ION_MODE": "ion_mode",
+    # of a key and the first word of its value
+    "CH$LINK INCHIKEY": "inchikey", "CH$LINK CAS": "cas", "AC$MASS_SPECTROMETRY MS_TYPE": "ms_level",
+    "AC$MASS_SPECTROMETRY ION_MODE": "ion_mode", "AC$MASS_SPECTROMETRY IONIZATION": "ionization",
     "AC$MASS_SPECTROMETRY COLLISION_ENERGY": "collision_energy",
-    "AC$MASS_SPECTROMETRY IONIZATION": "ionization",
-    "AC$CHROMATOGRAPHY RETENTION_TIME": "retention_time",
-    "AC$CHROMATOGRAPHY KOVATS_RTI": "ri",
-    "MS$FOCUSED_ION PRECURSOR_M/Z": "precursor_mz",
-    "MS$FOCUSED_ION PRECURSOR_TYPE": "precursor_type",
-}
+    "AC$CHROMATOGRAPHY RETENTION_TIME": "retention_time", "AC$CHROMATOGRAPHY KOVATS_RTI": "ri",
+    "MS$FOCUSED_ION PRECURSOR_M/Z": "precursor_mz", "MS$FOCUSED_ION PRECURSOR_TYPE": "precursor_type",
+}  # fmt: skip
 
 
 @dataclass
@@ -87,14 +83,43 @@ def as_msp(path: Path, scratch: Path) -> Converted:
 
     A plain MSP is returned as it is; byte ranges need an uncompressed one.
     """
+    ignored: Counter[str] = Counter()
     if path.is_dir():
-        return _convert_folder(path, scratch)
-    plain = _uncompressed(require_file(path, "the spectrum library"), scratch)
-    form = format_of(plain, path)
-    if form == "msp":
-        _refuse_other(plain, path)
-        return Converted(plain)
-    return _convert([(plain, path, form)], path, scratch)
+        named = _spectrum_files(path, ignored)
+    else:
+        named = [require_file(path, "the spectrum library")]
+    plain = {each: _uncompressed(each, scratch) for each in named}
+    forms = {each: format_of(plain[each], each) for each in named}
+    if forms == {path: "msp"}:
+        _refuse_other(plain[path], path)
+        return Converted(plain[path])
+    made = Converted(scratch / f"converted-{_name_of(named)}.msp", ignored=ignored)
+    counts: Counter[SpectrumFormat] = Counter()
+
+    def batches() -> Iterator[SpectrumBatch]:
+        for each, form in forms.items():
+            if form == "msp":
+                spectra = _read_again(plain[each], each, made)
+            else:
+                spectra = _taken(_READERS[form][1](plain[each], each), each, made)
+            for batch in spectra:
+                counts[form] += len(batch.records)
+                yield batch
+
+    # Written again when a pack is resumed: what was refused is found on the way.
+    with (
+        writing(made.path, always) as temporary,
+        temporary.open("x", encoding="utf-8", newline="\n") as stream,
+    ):
+        write_msp(batches(), stream)
+    words = {form: word for form, (word, _) in _READERS.items()}
+    made.notes = [
+        f"{count:,} records of {words.get(form, 'MSP')} read from {path.name}"
+        for form, count in counts.items()
+    ]
+    if [*forms.values()] == ["sdf"]:
+        made.structures = plain[named[0]]
+    return made
 
 
 def _refuse_other(plain: Path, path: Path) -> None:
@@ -156,11 +181,39 @@ def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
     return "msp"
 
 
+def _spectrum_files(folder: Path, ignored: Counter[str]) -> list[Path]:
+    """Return the files of a folder that are spectra by their names; count the others."""
+    found = []
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        ending = _ending(path)
+        if any(part[:1] == "." for part in path.relative_to(folder).parts):
+            ignored["hidden or system file"] += 1
+        elif ending not in _ENDINGS:
+            ignored[f"no spectra ({ending or 'no ending'})"] += 1
+        else:
+            found.append(path)
+    if not found:
+        raise SourceError(
+            f"{folder} holds no spectra.",
+            f"files ending in {', '.join(sorted(_ENDINGS))}",
+            command("ls", folder),
+        )
+    return found
+
+
+def _name_of(paths: Iterable[Path]) -> str:
+    """Return a name for what is made of some files: another one when a file changes."""
+    digest = xxhash.xxh3_64()
+    for path in paths:
+        stat = path.stat()
+        digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="replace"))
+    return digest.hexdigest()
+
+
 def _uncompressed(path: Path, scratch: Path) -> Path:
     if not is_gzip(path):
         return path
-    facts = path.stat()
-    target = scratch / f"spectra-{facts.st_size}-{facts.st_mtime_ns}.msp"
+    target = scratch / f"spectra-{_name_of([path])}.msp"
     if target.exists():  # left by the run that this one resumes
         return target
     try:
@@ -177,68 +230,12 @@ def _uncompressed(path: Path, scratch: Path) -> Path:
     return target
 
 
-def _convert_folder(folder: Path, scratch: Path) -> Converted:
-    files, ignored = [], Counter[str]()
-    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
-        ending = _ending(path)
-        if any(part[:1] == "." for part in path.relative_to(folder).parts):
-            ignored["hidden or system file"] += 1
-        elif ending not in _ENDINGS:
-            ignored[f"no spectra ({ending or 'no ending'})"] += 1
-        else:
-            plain = _uncompressed(path, scratch)
-            files.append((plain, path, format_of(plain, path)))
-    if not files:
-        raise SourceError(
-            f"{folder} holds no spectra.",
-            f"files ending in {', '.join(sorted(_ENDINGS))}",
-            command("ls", folder),
-        )
-    made = _convert(files, folder, scratch)
-    made.ignored = ignored
-    return made
-
-
-def _convert(
-    files: Sequence[tuple[Path, Path, SpectrumFormat]], named: Path, scratch: Path
-) -> Converted:
-    digest = xxhash.xxh3_64()
-    for plain, path, form in files:
-        stat = plain.stat()
-        digest.update(
-            f"{path}\0{form}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="replace")
-        )
-    made = Converted(scratch / f"converted-{digest.hexdigest()}.msp")
-    counts: Counter[str] = Counter()
-
-    def batches() -> Iterator[SpectrumBatch]:
-        for plain, path, form in files:
-            for batch in _READERS[form](plain, path, made):
-                counts[form] += len(batch.records)
-                yield batch
-
-    # Written again when a pack is resumed: what was refused is found on the way.
-    with (
-        writing(made.path, always) as temporary,
-        temporary.open("x", encoding="utf-8", newline="\n") as stream,
-    ):
-        write_msp(batches(), stream)
-    words = {"mgf": "MGF", "massbank": "MassBank", "sdf": "SDF", "mzml": "mzML", "msp": "MSP"}
-    made.notes = [
-        f"{count:,} records of {words[form]} read from {named.name}"
-        for form, count in counts.items()
-    ]
-    if [form for _, _, form in files] == ["sdf"]:
-        made.structures = files[0][0]
-    return made
-
-
 # -- records -------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Draft:
-    """A record while it is read: `key: value` lines and peaks."""
+    """A record while it is read: `key: value` lines and peaks; or a line of a file that belongs to none."""
 
     line: int
     fields: list[str] = field(default_factory=list)
@@ -246,6 +243,7 @@ class _Draft:
     intensity: list[float] = field(default_factory=list)
     size: int = 0
     problem: str = ""
+    kind: str = UNREADABLE  # of the problem
     extra: dict[str, str] = field(default_factory=dict)
 
     def add(self, key: str, value: str) -> None:
@@ -253,6 +251,9 @@ class _Draft:
         # A count of peaks is the writer's own, and a key that is none could not be read back.
         if value and is_field_key(key.encode()) and spell(key).kind <= SYNONYM:
             self.fields.append(f"{key}: {value}")
+
+    def has_name(self) -> bool:
+        return any(line.startswith("name:") for line in self.fields)
 
     def add_peak(self, text: str) -> None:
         cells = re.split(r"[\s,;]+", text.strip())
@@ -267,48 +268,66 @@ class _Draft:
         self.size += size
         RECORD.check(self.size, f"{path}: the record of line {self.line}", "cut the file")
 
-
-def _taken(draft: _Draft, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    """Yield a finished record of a file as `write_msp` takes it; one that cannot be read is refused."""
-    if reason := draft.problem or _bad_peaks(draft):
-        made.refused.append(Refusal(str(path), draft.line, reason, kind=UNREADABLE))
-        made.num_unread += 1
-        return
-    folded = fold_header(draft.fields, strict=False)
-    assert folded is not None
-    meta, synonyms = folded
-    # Names of keys that a comment or an item made up may not be readable again.
-    meta = {
-        key: value
-        for key, value in meta.items()
-        if is_field_key(key.encode()) and spell(key).kind < SYNONYM
-    }
-    meta |= {"source_file": str(path), "source_line": str(draft.line), **draft.extra}
-    yield SpectrumBatch(
-        [Record(draft.line, meta, synonyms)],
-        np.array(draft.mz, dtype=np.float64),
-        np.array(draft.intensity, dtype=np.float32),
-        np.array([0, len(draft.mz)]),
-    )
-
-
-def _bad_peaks(draft: _Draft) -> str:
-    mz, intensity = np.array(draft.mz), np.array(draft.intensity)
-    if not len(mz):
+    def find_problem(self) -> str:
+        """Return why the record cannot be read; nothing for one that can."""
+        mz, intensity = np.array(self.mz), np.array(self.intensity)
+        if self.problem or not len(mz):
+            return self.problem
+        if not (np.isfinite(mz).all() and np.isfinite(intensity).all()):
+            return "a peak is not finite"
+        if mz.min() < 0 or intensity.min() < 0:
+            return f"a peak is negative: m/z {mz.min():g}, intensity {intensity.min():g}"
+        if intensity.max() > np.finfo(np.float32).max:
+            return f"the intensity {intensity.max():g} is above the range of float32"
         return ""
-    if not (np.isfinite(mz).all() and np.isfinite(intensity).all()):
-        return "a peak is not finite"
-    if mz.min() < 0 or intensity.min() < 0:
-        return f"a peak is negative: m/z {mz.min():g}, intensity {intensity.min():g}"
-    if intensity.max() > np.finfo(np.float32).max:
-        return f"the intensity {intensity.max():g} is above the range of float32"
-    return ""
+
+    def spectrum(self, path: Path) -> SpectrumBatch:
+        """Return the record of a file as `write_msp` takes it."""
+        folded = fold_header(self.fields, strict=False)
+        assert folded is not None
+        # Names of keys that a comment or an item made up may not be readable again.
+        meta = {
+            key: value
+            for key, value in folded[0].items()
+            if is_field_key(key.encode()) and spell(key).kind < SYNONYM
+        }
+        meta |= {"source_file": str(path), "source_line": str(self.line), **self.extra}
+        return SpectrumBatch(
+            [Record(self.line, meta, folded[1])],
+            np.array(self.mz, dtype=np.float64),
+            np.array(self.intensity, dtype=np.float32),
+            np.array([0, len(self.mz)]),
+        )
+
+
+def _taken(drafts: Iterable[_Draft], path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    """Yield the records of a file; one that cannot be read is refused."""
+    for draft in drafts:
+        if reason := draft.find_problem():
+            made.refused.append(Refusal(str(path), draft.line, reason, kind=draft.kind))
+            made.num_unread += draft.kind == UNREADABLE
+        else:
+            yield draft.spectrum(path)
+
+
+def _read_again(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+    """Read an MSP of a folder, and note where each record stands."""
+    for batch in read_msp(plain):
+        made.refused.extend(
+            replace(each, file=str(path), kind=LINE_IN_RECORD) for each in batch.refused
+        )
+        for record in batch.records:
+            record.meta.update(source_file=str(path), source_line=str(record.line))
+        yield batch
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield numbered lines without their ends; bytes that are not UTF-8 are read as Latin-1."""
+    number = 0
     with path.open("rb") as file:
-        for number, raw in enumerate(_bounded(file, path), 1):
+        while raw := file.readline(RECORD.most + 1):
+            RECORD.check(len(raw), f"{path}: one line", "cut the file")
+            number += 1
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
@@ -316,51 +335,42 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text.rstrip("\r\n")
 
 
-def _bounded(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    while raw := file.readline(RECORD.most + 1):
-        RECORD.check(len(raw), f"{path}: one line", "cut the file")
-        yield raw
-
-
 # -- formats -------------------------------------------------------------------------------------
+# Readers of the text of a file, whose name for people is `path`.
 
 
-def _read_mgf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+def _read_mgf(plain: Path, path: Path) -> Iterator[_Draft]:
     draft: _Draft | None = None
     common: list[tuple[str, str]] = []
     for number, line in _lines(plain):
         text = line.strip()
-        word = text.upper()
         if not text or text[0] in "#;!/":
             continue
-        if word == "BEGIN IONS":
+        key, sign, value = text.partition("=")
+        if text.upper() in ("BEGIN IONS", "END IONS"):
+            is_end = text.upper() == "END IONS"
             if draft is not None:
-                draft.problem = "the record has no END IONS"
-                yield from _taken(draft, path, made)
-            draft = _Draft(number)
-            for key, value in common:
-                _add_mgf(draft, key, value)
-        elif word == "END IONS":
-            if draft is not None:
-                yield from _taken(draft, path, made)
+                draft.problem = draft.problem if is_end else "the record has no END IONS"
+                yield draft
             draft = None
-        elif draft is None:
-            key, sign, value = text.partition("=")
-            if sign:
-                common.append((key, value))
-            else:
-                reason, kind = f"{text[:60]!r} is outside a record", "line outside a record"
-                made.refused.append(Refusal(str(path), number, reason, kind=kind))
-        else:
+            if not is_end:
+                draft = _Draft(number)
+                for pair in common:
+                    _add_mgf(draft, *pair)
+        elif draft is not None:
             draft.grow(len(line), path)
-            key, sign, value = text.partition("=")
             if sign and not _NUMBER.match(text):
                 _add_mgf(draft, key, value)
             else:
                 draft.add_peak(text)
+        elif sign:
+            common.append((key, value))
+        else:
+            problem = f"{text[:60]!r} is outside a record"
+            yield _Draft(number, problem=problem, kind="line outside a record")
     if draft is not None:
         draft.problem = "the file ends inside the record"
-        yield from _taken(draft, path, made)
+        yield draft
 
 
 def _add_mgf(draft: _Draft, raw: str, value: str) -> None:
@@ -368,7 +378,7 @@ def _add_mgf(draft: _Draft, raw: str, value: str) -> None:
     value = value.strip()
     if key == "title":
         draft.add("title", value)
-        if not any(line[:5] == "name:" for line in draft.fields):
+        if not draft.has_name():
             draft.fields.append(f"compoundname: {value}")  # gives way to a NAME
         return
     if key == "pepmass":
@@ -380,119 +390,67 @@ def _add_mgf(draft: _Draft, raw: str, value: str) -> None:
     draft.add(_MGF_KEYS.get(key, key), value)
 
 
-def _read_massbank(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
+def _read_massbank(plain: Path, path: Path) -> Iterator[_Draft]:
     draft: _Draft | None = None
     in_peaks = False
     for number, line in _lines(plain):
         if line.strip() == "//":
             if draft is not None:
-                yield from _taken(draft, path, made)
-            draft, in_peaks = None, False
+                yield draft
+            draft = None
             continue
         if not line.strip():
             continue
         if draft is None:
-            draft = _Draft(number)
+            draft, in_peaks = _Draft(number), False
         draft.grow(len(line), path)
         if line[:1] in " \t":
             if in_peaks:
                 draft.add_peak(line)
             continue
-        in_peaks = False
-        key, _, value = line.partition(": ")
-        key, value = key.strip(), value.strip()
-        if key == "PK$PEAK":
-            in_peaks = True
-        elif key == "CH$NAME":
-            named = any(entry[:6] == "name: " for entry in draft.fields)
-            draft.add("synon" if named else "name", value)
-        elif key in _MASSBANK_KEYS:
-            if value != "N/A":
-                draft.add(_MASSBANK_KEYS[key], value)
-        else:
-            word, _, rest = value.partition(" ")
-            if (name := _MASSBANK_SUBKEYS.get(f"{key} {word}")) and rest.strip() != "N/A":
-                draft.add(name, rest)
+        key, _, value = map(str.strip, line.partition(": "))
+        in_peaks = key == "PK$PEAK"
+        name = _MASSBANK_KEYS.get(key, "")
+        if key == "CH$NAME":
+            name = "synon" if draft.has_name() else "name"
+        elif not name:
+            word, _, value = value.partition(" ")
+            name, value = _MASSBANK_KEYS.get(f"{key} {word}", ""), value.strip()
+        if name and (value != "N/A" or key == "CH$NAME"):
+            draft.add(name, value)
     if draft is not None:
         draft.problem = "the record has no // at its end"
-        yield from _taken(draft, path, made)
+        yield draft
 
 
-def _read_sdf(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    number_of_record = 0
-    draft, title, item, in_items, has_text = _Draft(1), "", "", False, False
-    first = 1
-
-    def finish() -> Iterator[SpectrumBatch]:
-        if not any(entry[:5] == "name:" for entry in draft.fields):
-            draft.add("name", title)
-        draft.extra[SDF_RECORD] = str(number_of_record)
-        yield from _taken(draft, path, made)
-
-    for number, line in _lines(plain):
+def _read_sdf(plain: Path, path: Path) -> Iterator[_Draft]:
+    draft, title, item, has_text, num_records = _Draft(1), "", "", False, 0
+    for number, line in itertools.chain(_lines(plain), [(0, "$$$$")]):  # the last may have no end
         if line[:4] == "$$$$":
             if has_text:
-                yield from finish()
-                number_of_record += 1
-            draft, title, item, in_items, has_text = _Draft(number + 1), "", "", False, False
-            first = number + 1
+                if not draft.has_name():
+                    draft.add("name", title)
+                draft.extra[SDF_RECORD] = str(num_records)
+                yield draft
+                num_records += 1
+            draft, title, item, has_text = _Draft(number + 1), "", "", False
             continue
         draft.grow(len(line), path)
         has_text = has_text or bool(line.strip())
-        if number == first:
+        if number == draft.line:
             title = line.strip()
         if line[:1] == ">" and "<" in line:
-            in_items = True
             item = line.partition("<")[2].partition(">")[0].strip().lower()
-        elif in_items and not line.strip():
+        elif not line.strip():
             item = ""
-        elif in_items and item == _PEAKS_ITEM:
+        elif item == _PEAKS_ITEM:
             draft.add_peak(line)
-        elif in_items and item in ("synonyms", "synonym"):
+        elif item in ("synonyms", "synonym"):
             draft.add("synon", line)
-        elif in_items and item == "comment" and "=" in line:
-            draft.add(*(part.strip() for part in line.split("=", 1)))
-        elif in_items and item and item != "num peaks":
+        elif item == "comment" and "=" in line:
+            draft.add(*map(str.strip, line.split("=", 1)))
+        elif item and item != "num peaks":
             draft.add(item, line)
-    if has_text:
-        yield from finish()
-
-
-def _read_mzml(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    number = 0
-    try:
-        for draft in _mzml_drafts(plain):
-            number = draft.line
-            yield from _taken(draft, path, made)
-    except SourceError:
-        raise
-    except (ElementTree.ParseError, ValueError) as error:
-        raise SourceError(
-            f"{path} cannot be read as mzML behind spectrum {number}: {error}.",
-            "an intact mzML file",
-            command("head", "-c", "1000", path),
-        ) from error
-
-
-def _read_again(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    """Read an MSP of a folder, and note where each record stands."""
-    for batch in read_msp(plain):
-        made.refused.extend(
-            Refusal(str(path), each.line, each.reason, each.unit, each.count, "line in a record")
-            for each in batch.refused
-        )
-        for record in batch.records:
-            record.meta.update(source_file=str(path), source_line=str(record.line))
-        yield batch
-
-
-_READERS: dict[SpectrumFormat, Callable[[Path, Path, Converted], Iterable[SpectrumBatch]]] = {
-    "msp": _read_again,
-    "mgf": _read_mgf,
-    "massbank": _read_massbank,
-    "sdf": _read_sdf,
-    "mzml": _read_mzml,
-}
 
 
 # -- mzML -------------------------------------------------------------------------------------------
@@ -501,12 +459,12 @@ _READERS: dict[SpectrumFormat, Callable[[Path, Path, Converted], Iterable[Spectr
 # by name.
 
 
-_LEVEL, _PROFILE = "MS:1000511", "MS:1000128"
+_PROFILE = "MS:1000128"
 _MZ, _INTENSITY = "MS:1000514", "MS:1000515"
 _TYPES = {"MS:1000523": "<f8", "MS:1000521": "<f4", "MS:1000519": "<i4", "MS:1000522": "<i8"}
 _PLAIN, _ZLIB = "MS:1000576", "MS:1000574"
 _TERMS = {
-    _LEVEL: "ms_level",
+    "MS:1000511": "ms_level",
     "MS:1000016": "retention_time",
     "MS:1000744": "precursor_mz",
     "MS:1000041": "charge",
@@ -521,51 +479,57 @@ _SOURCES = {
     "MS:1000070": "APCI",
     "MS:1000075": "MALDI",
 }
-# Of these the unit is worth keeping.
-_WITH_UNIT = ("retention_time",)
 
 Terms = dict[str, tuple[str, str]]  # accession to value and unit
 
 
-def _mzml_drafts(path: Path) -> Iterator[_Draft]:
-    """Read a file from first to last; the line of a draft is the number of its spectrum.
-
-    Raises:
-        ElementTree.ParseError: It is not whole XML.
-        SourceError: A spectrum claims more than the limit of one record.
-        ValueError: A number in it is none.
-    """
+def _read_mzml(plain: Path, path: Path) -> Iterator[_Draft]:
+    """Read a file from first to last; the line of a draft is the number of its spectrum."""
     groups: dict[str, Terms] = {}
     parent: ElementTree.Element | None = None
     ionization, number = "", 0
-    for event, element in ElementTree.iterparse(path, events=("start", "end")):
-        tag = element.tag.rpartition("}")[2]
-        if event == "start":
-            if tag == "spectrumList":
-                parent = element
-            continue
-        if tag == "referenceableParamGroup":
-            groups[element.get("id", "")] = _own_terms(element, {})
-        elif tag == "spectrum":
-            number += 1
-            yield _spectrum(element, groups, number, ionization)
-            if parent is not None:
-                parent.clear()  # or every spectrum stays in memory
-        elif tag == "instrumentConfiguration":
-            named = [term for each in element.iter() for term in _own_terms(each, groups)]
-            ionization = next((_SOURCES[term] for term in named if term in _SOURCES), ionization)
-        elif tag == "chromatogram":
-            element.clear()
+    try:
+        for event, element in ElementTree.iterparse(plain, events=("start", "end")):
+            tag = _tag(element)
+            if event == "start":
+                if tag == "spectrumList":
+                    parent = element
+            elif tag == "referenceableParamGroup":
+                groups[element.get("id", "")] = _own_terms(element, {})
+            elif tag == "spectrum":
+                yield _spectrum(element, groups, number + 1, ionization)
+                number += 1
+                if parent is not None:
+                    parent.clear()  # or every spectrum stays in memory
+            elif tag == "instrumentConfiguration":
+                named = [term for each in element.iter() for term in _own_terms(each, groups)]
+                ionization = next(
+                    (_SOURCES[term] for term in named if term in _SOURCES), ionization
+                )
+            elif tag == "chromatogram":
+                element.clear()
+    except SourceError:  # a spectrum that claims more than the limit of one record
+        raise
+    except (ElementTree.ParseError, ValueError) as error:  # no whole XML, or a number that is none
+        raise SourceError(
+            f"{path} cannot be read as mzML behind spectrum {number}: {error}.",
+            "an intact mzML file",
+            command("head", "-c", "1000", path),
+        ) from error
+
+
+def _tag(element: ElementTree.Element) -> str:
+    """Return the name of an element without its namespace."""
+    return element.tag.rpartition("}")[2]
 
 
 def _own_terms(element: ElementTree.Element, groups: Mapping[str, Terms]) -> Terms:
     """Return the terms of an element itself, with those of the groups it names."""
     terms: Terms = {}
     for child in element:
-        tag = child.tag.rpartition("}")[2]
-        if tag == "referenceableParamGroupRef":
+        if _tag(child) == "referenceableParamGroupRef":
             terms |= groups.get(child.get("ref", ""), {})
-        elif tag == "cvParam":
+        elif _tag(child) == "cvParam":
             terms[child.get("accession", "")] = child.get("value", ""), child.get("unitName", "")
     return terms
 
@@ -580,9 +544,8 @@ def _spectrum(
     arrays: dict[str, list[float]] = {}
     for each in element.iter():
         terms = _own_terms(each, groups)
-        if each.tag.rpartition("}")[2] == "binaryDataArray":
-            name = next((term for term in (_MZ, _INTENSITY) if term in terms), "")
-            if name:
+        if _tag(each) == "binaryDataArray":
+            if name := next((term for term in (_MZ, _INTENSITY) if term in terms), ""):
                 own = int(each.get("arrayLength") or length)
                 arrays[name], problem = _decode(each, terms, own)
                 made.problem = made.problem or problem
@@ -590,16 +553,17 @@ def _spectrum(
         for accession, (value, unit) in terms.items():
             if accession in _TERMS and value:
                 key = _TERMS[accession]
-                meta.setdefault(key, f"{value} {unit}".strip() if key in _WITH_UNIT else value)
+                # Only of a time the unit is worth keeping.
+                text = f"{value} {unit}".strip() if key == "retention_time" else value
+                meta.setdefault(key, text)
             elif accession in _MODES:
                 meta["ion_mode"] = _MODES[accession]
             elif accession == _PROFILE:
                 made.problem = "it is a profile spectrum: peaks must be picked first"
     made.mz, made.intensity = arrays.get(_MZ, []), arrays.get(_INTENSITY, [])
     if len(made.mz) != len(made.intensity):
-        made.problem = (
-            made.problem or f"it has {len(made.mz)} m/z and {len(made.intensity)} intensities"
-        )
+        unequal = f"it has {len(made.mz)} m/z and {len(made.intensity)} intensities"
+        made.problem = made.problem or unequal
     for key, value in (*meta.items(), ("ionization", ionization)):
         made.add(key, value)
     return made
@@ -610,9 +574,7 @@ def _decode(element: ElementTree.Element, terms: Terms, length: int) -> tuple[li
     kind = next((_TYPES[term] for term in terms if term in _TYPES), "")
     if not kind or not ({_PLAIN, _ZLIB} & terms.keys()):
         return [], "its arrays are packed by numpress or another method that is not read"
-    text = next(
-        (child.text or "" for child in element if child.tag.rpartition("}")[2] == "binary"), ""
-    )
+    text = next((child.text or "" for child in element if _tag(child) == "binary"), "")
     num_bytes = length * np.dtype(kind).itemsize
     try:
         raw = base64.b64decode(text, validate=False)
@@ -624,3 +586,12 @@ def _decode(element: ElementTree.Element, terms: Terms, length: int) -> tuple[li
         return [], f"an array has {len(raw):,} bytes where {length:,} values need {num_bytes:,}"
     values: list[float] = np.frombuffer(raw, kind).astype(np.float64).tolist()
     return values, ""
+
+
+_READERS: dict[SpectrumFormat, tuple[str, Callable[[Path, Path], Iterable[_Draft]]]] = {
+    "mgf": ("MGF", _read_mgf),
+    "massbank": ("MassBank", _read_massbank),
+    "sdf": ("SDF", _read_sdf),
+    "mzml": ("mzML", _read_mzml),
+}
+"""Name for people, and the reader; an MSP among other files is read by `_read_again`."""

@@ -36,6 +36,7 @@ therefore a `split`: nothing in the test set was seen in training under another 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +57,6 @@ from stoker.sources.contract import (
     recorded_options,
 )
 from stoker.sources.massspec.building import (
-    LINE_IN_RECORD,
     SPLIT_NAMES,
     Building,
     Options,
@@ -65,7 +65,7 @@ from stoker.sources.massspec.building import (
     Structures,
 )
 from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_of, spectrum_kind
-from stoker.sources.massspec.formats import as_msp
+from stoker.sources.massspec.formats import LINE_IN_RECORD, as_msp
 from stoker.sources.massspec.structures import own_structure
 from stoker.sources.molecules.files import NO_MOLS, MolIndex, MolReader
 from stoker.sources.molecules.functional_groups import FUNCTIONAL_GROUPS
@@ -91,20 +91,16 @@ _BY_OPTION: dict[str, tuple[SpectrumKind, ...]] = {
 
 @dataclass(frozen=True)
 class _Survey:
-    """What one look at a stretch of the MSP showed; one entry of the arrays per record."""
+    """What one look at the MSP showed; the arrays have one entry per record."""
 
+    lengths: list[int]  # records of each range
     rows: Array  # row of the structure in the index; -1 where there is none
     own: Array  # whether the record, without a MOL file, has a structure of its own, or needs none
     kinds: Array  # place of its kind of spectrum in `KINDS`
     num_peaks: int  # of all records
     whole_mz: bool  # every m/z is a whole number
     conditions: set[str]  # conditions that some record has
-    refused: list[Refusal]  # lines that were not taken, where there is no record to be built
-
-    def usable(self, kinds: Sequence[SpectrumKind]) -> Array:
-        """Return which records have a structure and are of these kinds."""
-        wanted = [number for number, kind in enumerate(KINDS) if kind in kinds]
-        return ((self.rows >= 0) | self.own) & np.isin(self.kinds, wanted)
+    refused: list[Refusal]  # lines that were not taken, of ranges without a record to be built
 
 
 @dataclass(frozen=True)
@@ -165,69 +161,60 @@ class MassSpecSource(Options):
         index = None
         if self.structures in ("auto", "mol"):
             place = self.mol_dir or made.structures
-            index = MolIndex(place) if place is not None else None
-        in_place = index is not None and index.path == made.structures
+            index = MolIndex(place, place == made.structures) if place is not None else None
         ranges = split_msp(made.path, self.molecules_per_part)
-        surveys = [_survey(made.path, piece, index, in_place, self.structures) for piece in ranges]
-        kinds = self._kinds(surveys)
-        whole_mz = all(survey.whole_mz for survey in surveys)
-        conditions = set().union(*(survey.conditions for survey in surveys))
-        if any(survey.kinds.any() for survey in surveys):
-            conditions.add("spectrum_kind")
+        survey = _survey(made.path, ranges, index, self.structures)
+        kinds = self._kinds(survey)
+        wanted = [KINDS.index(kind) for kind in kinds]
+        usable = ((survey.rows >= 0) | survey.own) & np.isin(survey.kinds, wanted)
+        end = len(usable)
+        if self.max_samples is not None and usable.sum() >= self.max_samples:
+            end = int(np.flatnonzero(usable)[self.max_samples - 1]) + 1
         parts: list[Part] = []
-        first_record, wanted = 0, self.max_samples
-        for piece, survey in zip(ranges, surveys, strict=True):
-            num_records = _records_for(survey, kinds, wanted)
-            places = index.places(survey.rows[:num_records]) if index is not None else NO_MOLS
-            payload = Payload(
-                made.path,
-                piece,
-                first_record,
-                num_records,
-                num_records < len(survey.rows),
-                places,
-                whole_mz,
-                kinds,
-                survey.kinds[:num_records].astype(np.uint8).tobytes(),
-                tuple(sorted(conditions)),
-            )
-            label = f"records {first_record}-{first_record + num_records - 1} of {self.msp.name}"
-            found = int(survey.usable(kinds)[:num_records].sum())
-            if num_records:
-                parts.append(Part(len(parts), label, found, payload))
-            first_record += num_records
-            wanted = None if wanted is None else wanted - found
+        first = 0
+        for piece, length in zip(ranges, survey.lengths, strict=True):
+            stop = min(first + length, end)
+            if stop > first:
+                taken = slice(first, stop)
+                payload = Payload(
+                    made.path,
+                    piece,
+                    first,
+                    stop - first,
+                    stop < first + length,
+                    NO_MOLS if index is None else index.places(survey.rows[taken]),
+                    survey.whole_mz,
+                    kinds,
+                    survey.kinds[taken].tobytes(),
+                    tuple(sorted(survey.conditions)),
+                )
+                label = f"records {first}-{stop - 1} of {self.msp.name}"
+                parts.append(Part(len(parts), label, int(usable[taken].sum()), payload))
+            first += length
         if parts:
-            total = sum(len(survey.rows) for survey in surveys)
             before = {
                 "unread": made.num_unread,
-                "left_out": total - first_record,
+                "left_out": len(usable) - end,
                 "ignored_files": dict(made.ignored),
             }
             parts[0] = replace(parts[0], payload=replace(parts[0].payload, before=before))
-        peak_bytes = sum(survey.num_peaks for survey in surveys) * (4 if whole_mz else 6)
+        lines = (
+            replace(refusal, file=str(self.msp), kind=LINE_IN_RECORD) for refusal in survey.refused
+        )
         return Preparation(
             parts=parts,
             # 200 peaks aside, a molecule of 50 heavy atoms with long names needs this much
-            estimated_bytes=peak_bytes + 1200 * sum(part.num_samples for part in parts),
-            refused=[
-                *made.refused,
-                *(
-                    replace(refusal, file=str(self.msp), kind=LINE_IN_RECORD)
-                    for survey in surveys
-                    for refusal in survey.refused
-                ),
-            ],
-            notes=[*made.notes, *_notes(self, surveys, kinds, index, whole_mz)],
+            estimated_bytes=survey.num_peaks * (4 if survey.whole_mz else 6)
+            + 1200 * sum(part.num_samples for part in parts),
+            refused=[*made.refused, *lines],
+            notes=[*made.notes, *_notes(self, survey, kinds, index)],
         )
 
-    def _kinds(self, surveys: Sequence[_Survey]) -> tuple[SpectrumKind, ...]:
+    def _kinds(self, survey: _Survey) -> tuple[SpectrumKind, ...]:
         """Return the kinds of spectra to take: what the user said, else the kind of nearly all records."""
         if self.spectra != "auto":
             return _BY_OPTION[self.spectra]
-        counts = np.zeros(len(KINDS), dtype=np.int64)
-        for survey in surveys:
-            counts += np.bincount(survey.kinds, minlength=len(KINDS))
+        counts = np.bincount(survey.kinds, minlength=len(KINDS))
         found = np.flatnonzero(counts).tolist()
         if found and counts.max() >= _NEARLY_ALL * counts.sum():
             return (KINDS[int(np.argmax(counts))],)
@@ -309,56 +296,51 @@ class MassSpecSource(Options):
 
 
 def _survey(
-    msp: Path, piece: MspRange, index: MolIndex | None, in_place: bool, structures: Structures
+    msp: Path, ranges: Sequence[MspRange], index: MolIndex | None, structures: Structures
 ) -> _Survey:
-    rows: list[int] = []
-    own: list[bool] = []
-    kinds: list[int] = []
+    # Eight bytes and two a record: a library may have millions.
+    rows, own, kinds = array("q"), bytearray(), bytearray()
+    lengths: list[int] = []
     keys: set[str] = set()
     refused = RefusalList()
     num_peaks, whole_mz = 0, True
-    for batch in read_range(msp, piece):
-        for record in batch.records:
-            row = index.find(record.meta, in_place) if index is not None else -1
-            rows.append(row)
-            # Only asked where no MOL file was found.
-            may_own = row < 0 and structures != "mol"
-            own.append(structures == "none" or (may_own and own_structure(record.meta) is not None))
-            kinds.append(KINDS.index(spectrum_kind(record.meta)))
-            keys.update(record.meta)
-        num_peaks += len(batch.mz)
-        whole_mz = whole_mz and bool(((batch.mz == np.rint(batch.mz)) & (batch.mz <= 65_535)).all())
-        refused.extend(batch.refused)
-    # `build` reports what it reads; a stretch without records is never built.
+    for piece in ranges:
+        first, lines = len(rows), RefusalList()
+        for batch in read_range(msp, piece):
+            for record in batch.records:
+                row = index.find(record.meta) if index is not None else -1
+                rows.append(row)
+                # Only asked where no MOL file was found.
+                may_own = row < 0 and structures != "mol"
+                has_own = may_own and own_structure(record.meta) is not None
+                own.append(structures == "none" or has_own)
+                kinds.append(KINDS.index(spectrum_kind(record.meta)))
+                keys.update(record.meta)
+            num_peaks += len(batch.mz)
+            is_whole = (batch.mz == np.rint(batch.mz)) & (batch.mz <= 65_535)
+            whole_mz = whole_mz and bool(is_whole.all())
+            lines.extend(batch.refused)
+        lengths.append(len(rows) - first)
+        # `build` reports what it reads; a stretch without records is never built.
+        refused.extend([] if lengths[-1] else lines)
     return _Survey(
+        lengths,
         np.array(rows, dtype=np.int64),
-        np.array(own, dtype=bool),
-        np.array(kinds, dtype=np.int64),
+        np.frombuffer(own, dtype=bool),
+        np.frombuffer(kinds, dtype=np.uint8),
         num_peaks,
         whole_mz,
-        conditions_of(keys),
-        [] if rows else refused,
+        conditions_of(keys) | ({"spectrum_kind"} if any(kinds) else set()),
+        refused,
     )
 
 
-def _records_for(survey: _Survey, kinds: Sequence[SpectrumKind], wanted: int | None) -> int:
-    """Records of this stretch to take, so that at most `wanted` are usable."""
-    usable = np.flatnonzero(survey.usable(kinds))
-    if wanted is None or wanted > len(usable):
-        return len(survey.rows)
-    return int(usable[wanted - 1]) + 1 if wanted else 0
-
-
 def _notes(
-    source: MassSpecSource,
-    surveys: Sequence[_Survey],
-    kinds: Sequence[SpectrumKind],
-    index: MolIndex | None,
-    whole_mz: bool,
+    source: MassSpecSource, survey: _Survey, kinds: Sequence[SpectrumKind], index: MolIndex | None
 ) -> list[str]:
-    num_records = sum(len(survey.rows) for survey in surveys)
-    num_mol = sum(int((survey.rows >= 0).sum()) for survey in surveys)
-    num_own = sum(int((survey.own & (survey.rows < 0)).sum()) for survey in surveys)
+    num_records = len(survey.rows)
+    num_mol = int((survey.rows >= 0).sum())
+    num_own = int((survey.own & (survey.rows < 0)).sum())
     notes = []
     if source.structures == "none":
         notes.append("Packing spectra without structures")
@@ -372,10 +354,11 @@ def _notes(
     if source.max_samples is not None:
         notes.append(f"Taking at most the first {source.max_samples:,} that have a structure")
     for number, kind in enumerate(KINDS):
-        num = sum(int((survey.kinds == number).sum()) for survey in surveys)
+        num = int((survey.kinds == number).sum())
         if num and kind not in kinds:
             notes.append(f"{num:,} {kind} spectra are ignored; --spectra all takes them")
         elif num and number:
             notes.append(f"{num:,} of {num_records:,} records are {kind} spectra, not EI")
-    stored = "uint16: every value is a whole number" if whole_mz else "float32: some have decimals"
+    whole = "uint16: every value is a whole number"
+    stored = whole if survey.whole_mz else "float32: some have decimals"
     return [*notes, f"m/z is stored as {stored}"]

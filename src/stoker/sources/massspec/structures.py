@@ -15,15 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from stoker.sources.molecules.packed import (
-    Mol,
-    StructureForm,
-    average_mass,
-    compound_key,
-    element_mass,
-    exact_mass,
-    molecular_formula,
-)
+from stoker.sources.molecules.packed import Mol, StructureForm, compound_key, toolkit
 
 INCHIKEY = re.compile(r"[A-Z]{14}(-[A-Z]{10}(-[A-Z])?)?")
 _END = "M  END"
@@ -39,14 +31,8 @@ def healed(text: str) -> tuple[str, bool]:
     lines = text.splitlines()
     if len(lines) < 5 or not lines[3].strip():
         return text, False  # nothing that could end: the parser says what is wrong with it
-    stop = next(
-        (
-            number
-            for number, line in enumerate(lines[3:], 3)
-            if line[:1] == ">" or line[:4] == "$$$$"
-        ),
-        len(lines),
-    )
+    ends = (n for n, line in enumerate(lines) if n > 2 and line.startswith((">", "$$$$")))
+    stop = next(ends, len(lines))
     while stop > 4 and not lines[stop - 1].strip():
         stop -= 1
     return "\n".join([*lines[:stop], _END, *lines[stop:]]), True
@@ -63,16 +49,16 @@ def own_structure(meta: Mapping[str, str]) -> tuple[str, StructureForm] | None:
     return None
 
 
-def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float | None = None) -> str:
+def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float) -> str:
     """Return how a structure contradicts its record, with both values; empty when it does not.
 
-    `where` says where the structure is from; `mass` is its monoisotopic mass, where that is known.
+    `where` says where the structure is from; `mass` is its monoisotopic mass.
     """
     written = str(meta.get("formula") or "")
     # The usual case, without RDKit's formula (13 µs): no two formulas have masses as close as this.
-    if mass is not None and abs(_formula_mass(written) - mass) < _SAME_MASS:
+    if abs(_formula_mass(written) - mass) < _SAME_MASS:
         return ""
-    found = molecular_formula(mol) if written else ""
+    found = toolkit().formula(mol) if written else ""
     if written and written == found:  # Hill order, as most records write it
         return ""
     given = elements(written)
@@ -82,14 +68,13 @@ def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float | None =
         if elements(found) in (given, elements(re.sub(r"\d[+-]\Z", "", written))):
             return ""
         return f"{where} is {found}, and the record says {meta['formula']}"
-    mass = exact_mass(mol) if mass is None else mass
     if exact := _number(meta.get("exact_mass")):
         if abs(mass - exact) <= 0.1:
             return ""
         return f"{where} has the mass {mass:.4f}, and the record says {meta['exact_mass']}"
     if weight := _number(meta.get("mw")):
         # A nominal, a monoisotopic or an average mass: libraries write any of them.
-        nearest = min(abs(mass - weight), abs(average_mass(mol) - weight))
+        nearest = min(abs(mass - weight), abs(toolkit().average_mass(mol) - weight))
         if nearest <= max(1.0, 0.005 * weight):
             return ""
         return f"{where} has the mass {mass:.4f}, and the record says MW {meta['mw']}"
@@ -126,7 +111,8 @@ def elements(formula: str) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def _formula_mass(formula: str) -> float:
-    return sum(count * element_mass(symbol) for symbol, count in elements(formula).items())
+    common = toolkit().chem.GetPeriodicTable().GetMostCommonIsotopeMass
+    return float(sum(count * common(symbol) for symbol, count in elements(formula).items()))
 
 
 _SYMBOLS = frozenset(

@@ -42,25 +42,15 @@ _SPARE_BYTES = 64  # of a member's extra field: read with the header, so that on
 _SDF_END = b"\n$$$$"
 _SDF_PROPERTY = re.compile(rb"^>[^<\n]*<([^>\n]*)>[^\n]*\n([^\n]*)", re.MULTILINE)
 # LIB2NIST, NIST, MoNA and PubChem spellings of the properties that name a compound.
-_SDF_NAMES = {
-    "inchikey": "inchikey",
-    "inchi_key": "inchikey",
-    "inchi key": "inchikey",
-    "standard inchikey": "inchikey",
-    "pubchem_iupac_inchikey": "inchikey",
-    "inchi": "inchi",
-    "standard inchi": "inchi",
-    "pubchem_iupac_inchi": "inchi",
-    "smiles": "smiles",
-    "canonical_smiles": "smiles",
-    "canonical smiles": "smiles",
+_SDF_WORDS = {
+    "inchikey": "inchikey, inchi_key, inchi key, standard inchikey, pubchem_iupac_inchikey",
+    "inchi": "inchi, standard inchi, pubchem_iupac_inchi",
+    "smiles": "smiles, canonical_smiles, canonical smiles",
     "id": "id",
-    "cas": "cas",
-    "casno": "cas",
-    "cas#": "cas",
-    "cas number": "cas",
-    "db#": "db",
+    "cas": "cas, casno, cas#, cas number",
+    "db": "db#",
 }
+_SDF_NAMES = {word: noun for noun, words in _SDF_WORDS.items() for word in words.split(", ")}
 
 
 @dataclass(frozen=True)
@@ -80,11 +70,15 @@ NO_MOLS = MolPlaces(Path(), "folder", b"", np.empty((0, 4), dtype=np.int64))
 
 
 class MolIndex:
-    """Every structure of a folder, zip or SDF by the names it answers to."""
+    """Every structure of a folder, zip or SDF by the names it answers to.
 
-    def __init__(self, path: Path) -> None:
+    `in_place`: the records are read from this SDF, and the number of each is in its metadata.
+    """
+
+    def __init__(self, path: Path, in_place: bool = False) -> None:
         """Read the names in `path`."""
         self.path = path
+        self._in_place = in_place
         self.home: MolHome = _home_of(path)
         self._rows: dict[str, int] = {}
         # One blob, not 300,000 strings: these would pin the 170 MB that `zipfile` used.
@@ -103,12 +97,9 @@ class MolIndex:
     def __len__(self) -> int:
         return len(self._table)
 
-    def find(self, meta: Mapping[str, Any], in_place: bool = False) -> int:
-        """Return the row of the structure that belongs to a record, or -1.
-
-        `in_place`: the record was read from this SDF, and its number there is in `meta`.
-        """
-        if in_place:
+    def find(self, meta: Mapping[str, Any]) -> int:
+        """Return the row of the structure that belongs to a record, or -1."""
+        if self._in_place:
             return int(meta.get("sdf_record") or -1)
         for key in _record_keys(meta, is_sdf=self.home == "sdf"):
             row = self._rows.get(key)

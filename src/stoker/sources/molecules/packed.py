@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from stoker.errors import MissingExtraError, Refusal
+from stoker.errors import MissingExtraError
 from stoker.sources.molecules.functional_groups import PRESENCE, find_functional_groups
 from stoker.store.fields import Array
 
@@ -145,26 +145,31 @@ class PackedMolecule:
     mol_weight: float  # monoisotopic mass in dalton, the mass that EI spectra show
 
 
-class _Toolkit(NamedTuple):
+class Toolkit(NamedTuple):
     """What is used of RDKit, looked up once per process."""
 
     chem: Any
     base: Any
     count_fingerprint: Callable[[Mol], Any]
-    exact_mass: Callable[[Mol], float]
-    average_mass: Callable[[Mol], float]
-    formula: Callable[[Mol], str]
+    exact_mass: Callable[[Mol], float]  # monoisotopic, in dalton
+    average_mass: Callable[[Mol], float]  # in dalton
+    formula: Callable[[Mol], str]  # in Hill order, with the charge
 
 
 @cache
-def _toolkit() -> _Toolkit:
+def toolkit() -> Toolkit:
+    """Load RDKit.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
     try:
         from rdkit import Chem, rdBase
         from rdkit.Chem import rdFingerprintGenerator, rdMolDescriptors
     except ImportError as error:
         raise _missing() from error
     generator = rdFingerprintGenerator.GetMorganGenerator(radius=ECFP_RADIUS, fpSize=ECFP_SIZE)
-    return _Toolkit(
+    return Toolkit(
         Chem,
         rdBase,
         generator.GetCountFingerprint,
@@ -183,41 +188,37 @@ def require_rdkit() -> None:
 def warm_up() -> str:
     """Load RDKit and compile the patterns, before a clock runs; return RDKit's version."""
     pack_molecule(read_structure("C", "smiles"))
-    return str(_toolkit().base.rdkitVersion)
+    return str(toolkit().base.rdkitVersion)
 
 
 def _missing() -> MissingExtraError:
     return MissingExtraError.for_package("rdkit", "chem", "reading MOL files")
 
 
-def read_structure(
-    text: str, form: StructureForm, *, file: str = "", line: int | None = None
-) -> Mol | Refusal:
+def read_structure(text: str, form: StructureForm) -> Mol | str:
     """Parse and sanitise one structure; nothing is written to stderr.
 
     May hang for minutes on rare inputs (rdkit issues 6434, 6545) and cannot be interrupted from
     Python: run it in a process that somebody watches. Not thread-safe while it explains a failure.
 
-    `file` is for the refusal.
-
     Returns:
         The sanitised molecule, or why there is none, in RDKit's own words.
     """
-    tools = _toolkit()
+    tools = toolkit()
     with tools.base.BlockLogs():
         try:
             mol = _parse(tools.chem, text, form)
         except (RuntimeError, ValueError):  # violated invariants, rdkit issue 5433
             mol = None
     if mol is None:
-        return Refusal(file, line, f"RDKit: {_explain(tools, text, form)}")
+        return f"RDKit: {_explain(tools, text, form)}"
     num_atoms = mol.GetNumAtoms()
     if num_atoms == 0:
-        return Refusal(file, line, "the structure has no atoms")
+        return "the structure has no atoms"
     if num_atoms > MAX_ATOMS - 1:
-        return Refusal(file, line, f"the structure has {num_atoms} atoms; at most {MAX_ATOMS - 1}")
+        return f"the structure has {num_atoms} atoms; at most {MAX_ATOMS - 1}"
     if not all(atom.GetAtomicNum() for atom in mol.GetAtoms()):  # its mass would be wrong
-        return Refusal(file, line, "the structure has an atom without an element (* or R)")
+        return "the structure has an atom without an element (* or R)"
     return mol
 
 
@@ -232,7 +233,7 @@ def _parse(chem: Any, text: str, form: StructureForm) -> Mol | None:
     return chem.MolFromMolBlock(text, strictParsing=True)
 
 
-def _explain(tools: _Toolkit, text: str, form: StructureForm) -> str:
+def _explain(tools: Toolkit, text: str, form: StructureForm) -> str:
     """Fail again with RDKit's log turned into a list, and return the reason; slow and rare."""
     heard: list[str] = []
 
@@ -271,7 +272,7 @@ def pack_molecule(mol: Mol) -> PackedMolecule:
 
     Atom and bond order are RDKit's, which is the file's order less its plain hydrogens.
     """
-    tools = _toolkit()
+    tools = toolkit()
     atoms, present = _atom_words(mol)
     bonds, bonds_present = _bond_words(mol)
     counts = tools.count_fingerprint(mol).GetNonzeroElements()
@@ -385,7 +386,7 @@ def draw_molecule(atoms: Array, bonds: Array) -> str:
     """
     if importlib.util.find_spec("rdkit") is None or not len(atoms):
         return ""
-    chem = _toolkit().chem
+    chem = toolkit().chem
     from rdkit.Chem import rdDepictor
     from rdkit.Chem.Draw import rdMolDraw2D
 
@@ -400,7 +401,7 @@ def draw_molecule(atoms: Array, bonds: Array) -> str:
         atom.SetNumExplicitHs(min(word >> 13 & 7, 5))
         mol.AddAtom(atom)
     try:
-        with _toolkit().base.BlockLogs():
+        with toolkit().base.BlockLogs():
             for word in np.asarray(bonds, dtype=np.uint32).tolist():
                 kind = getattr(chem.BondType, _BOND_NAMES[word >> 28 & 3])
                 mol.AddBond(word & 0x3FFF, word >> 14 & 0x3FFF, kind)
@@ -417,44 +418,13 @@ def draw_molecule(atoms: Array, bonds: Array) -> str:
     return str(text[max(0, text.find("<svg")) :])
 
 
-def exact_mass(mol: Mol) -> float:
-    """Return the monoisotopic mass in dalton."""
-    return _toolkit().exact_mass(mol)
-
-
-def element_mass(symbol: str) -> float:
-    """Return the mass of the most common isotope in dalton."""
-    mass: float = _toolkit().chem.GetPeriodicTable().GetMostCommonIsotopeMass(symbol)
-    return mass
-
-
-def average_mass(mol: Mol) -> float:
-    """Return the average mass in dalton."""
-    return _toolkit().average_mass(mol)
-
-
-def molecular_formula(mol: Mol) -> str:
-    """Return the formula in Hill order, with the charge."""
-    return _toolkit().formula(mol)
-
-
-def num_parts(mol: Mol) -> int:
-    """Return how many molecules a structure holds that no bond joins: salts and mixtures have several."""
-    return len(_toolkit().chem.GetMolFrags(mol))
-
-
-def canonical_smiles(mol: Mol) -> str:
-    """Return RDKit's own spelling of a molecule."""
-    return str(_toolkit().chem.MolToSmiles(mol))
-
-
 def compound_key(mol: Mol) -> str:
     """Return a key that stereoisomers and isotopologues share, for records without an InChIKey.
 
     The first block of the InChIKey that RDKit computes (0.25 ms), or the canonical SMILES without
     stereo where InChI has no answer.
     """
-    tools = _toolkit()
+    tools = toolkit()
     with tools.base.BlockLogs():
         key = str(tools.chem.MolToInchiKey(mol))
     return key.partition("-")[0] or str(tools.chem.MolToSmiles(mol, isomericSmiles=False))

@@ -170,23 +170,16 @@ _NO_PEAKS = ("no-peaks",)
 _ONE_PER_LINE = bytes.maketrans(b"(),;", b" \n\n\n")
 
 
-class _Regular(NamedTuple):
-    """A record of the plain shape: its text side, and its peaks still as `m/z intensity` rows."""
+class _Piece(NamedTuple):
+    """Text from one `Name:` line to the next; where its shape is plain, the record that it is."""
 
     line: int
     text: bytes
-    record: Record
-    rows: bytes
-    num_rows: int
-    num_header_lines: int
-    num_peak_lines: int
-
-
-class _Odd(NamedTuple):
-    """Text for the careful parser."""
-
-    line: int
-    text: bytes
+    record: Record | None = None  # None where the careful parser reads the text
+    rows: bytes = b""  # its peaks, still as text: `m/z intensity`
+    num_rows: int = 0
+    num_header_lines: int = 0
+    num_peak_lines: int = 0
 
 
 class BlockParser:
@@ -203,28 +196,23 @@ class BlockParser:
     def read(self, text: bytes, first_line: int) -> Parsed:
         """Return what the careful parser would make of a block that begins at `first_line`."""
         plan = list(self._plan(text, first_line))
-        regular = [item for item in plan if isinstance(item, _Regular)]
-        numbers, odd = _convert(regular)
+        numbers, odd = _convert([item for item in plan if item.record is not None])
         parsed, taken = Parsed(), 0
-        if len(regular) == len(plan) and not odd:
-            _take_regular(regular, numbers, taken, parsed)
-            plan = []
-        for is_odd, items in groupby(plan, lambda item: item.line in odd or len(item) == 2):
+        for is_odd, items in groupby(plan, lambda item: item.record is None or item.line in odd):
             if is_odd:
                 for item in items:
                     self._careful.feed(item.text, item.line)
                     self._careful.close()
                 parsed.extend(self._careful.drain())
             else:
-                regular = [item for item in items if isinstance(item, _Regular)]
-                taken = _take_regular(regular, numbers, taken, parsed)
+                taken = _take_regular(list(items), numbers, taken, parsed)
         # numpy counts at 4 GB/s; bytes.count at 0.9, for a line end every 12 bytes.
         num_line_ends = int(np.count_nonzero(np.frombuffer(text, np.uint8) == 10))
         num_lines = num_line_ends + (text[-1:] not in (b"", b"\n"))
         parsed.tally.blank += num_lines - parsed.tally.total
         return parsed
 
-    def _plan(self, text: bytes, first_line: int) -> Iterator[_Regular | _Odd]:
+    def _plan(self, text: bytes, first_line: int) -> Iterator[_Piece]:
         """Cut a block at every `Name:` line under an empty line; say who reads each piece."""
         paragraphs = text.split(b"\n\n")
         starts = [i for i, paragraph in enumerate(paragraphs) if _begins_with_name(paragraph)]
@@ -245,10 +233,10 @@ class BlockParser:
                 yield item
             else:
                 num_line_ends = core.count(b"\n")
-                yield _Odd(core_line, core)
+                yield _Piece(core_line, core)
             line += num_line_ends + len(piece) - len(core) + 2
 
-    def _regular(self, core: bytes, line: int) -> _Regular | None:
+    def _regular(self, core: bytes, line: int) -> _Piece | None:
         """Return the record if its shape is beyond doubt."""
         if not NAME_LINE.match(core):
             return None
@@ -279,7 +267,7 @@ class BlockParser:
         flags = flags_of(folded[0], () if rows else _NO_PEAKS)
         record = Record(line, *folded, num_rows, flags)
         num_header_lines = header.count(b"\n") + 2
-        return _Regular(line, core, record, rows, num_rows, num_header_lines, num_peak_lines)
+        return _Piece(line, core, record, rows, num_rows, num_header_lines, num_peak_lines)
 
 
 def _begins_with_name(paragraph: bytes) -> bool:
@@ -304,12 +292,12 @@ def _one_pair_per_line(rows: bytes) -> bytes:
 
 
 def _take_regular(
-    regular: list[_Regular], numbers: tuple[Array, Array], start: int, parsed: Parsed
+    regular: list[_Piece], numbers: tuple[Array, Array], start: int, parsed: Parsed
 ) -> int:
     """Append consecutive records; return where their peaks end in `numbers`."""
     sizes = [item.num_rows for item in regular]
     stop = start + sum(sizes)
-    parsed.records += [item.record for item in regular]
+    parsed.records += [item.record for item in regular if item.record is not None]
     parsed.sizes += sizes
     parsed.mz.append(numbers[0][start:stop])
     parsed.intensity.append(numbers[1][start:stop])
@@ -318,7 +306,7 @@ def _take_regular(
     return stop
 
 
-def _convert(regular: list[_Regular]) -> tuple[tuple[Array, Array], set[int]]:
+def _convert(regular: list[_Piece]) -> tuple[tuple[Array, Array], set[int]]:
     """Convert the peaks of all records at once.
 
     Returns:
@@ -335,7 +323,7 @@ def _convert(regular: list[_Regular]) -> tuple[tuple[Array, Array], set[int]]:
     return numbers, {item.line for item in regular} - {item.line for item in plain}
 
 
-def _to_numbers(regular: list[_Regular]) -> tuple[Array, Array] | None:
+def _to_numbers(regular: list[_Piece]) -> tuple[Array, Array] | None:
     """Return m/z and intensity if every row is exactly two plain numbers that can be taken."""
     text = b"\n".join([item.rows for item in regular if item.rows])
     if not text:

@@ -156,18 +156,14 @@ def _take_run(run: list[bytes], delimiters: bytes, annotated: bool, line: PeakLi
     if len(run) % 2:
         line.problems.append(f"an odd number of values, {len(run)}, cannot be paired")
         return
-    for mz, intensity in zip(run[::2], run[1::2], strict=True):
-        _take_pair(mz, intensity, line)
-
-
-def _take_pair(mz_text: bytes, intensity_text: bytes, line: PeakLine) -> None:
-    mz, intensity = float(mz_text), float(intensity_text)
-    if 0.0 <= mz < math.inf and 0.0 <= intensity <= MAX_INTENSITY:
-        # + 0.0: "-0" is a zero, and must not differ from one in its bits.
-        line.pairs.append((mz + 0.0, intensity + 0.0))
-        return
-    bad, text = ("intensity", intensity_text) if 0.0 <= mz < math.inf else ("m/z", mz_text)
-    line.problems.append(f"{bad} {_show(text)} is negative, not a number, or too large")
+    for texts in zip(run[::2], run[1::2], strict=True):
+        mz, intensity = map(float, texts)
+        if 0.0 <= mz < math.inf and 0.0 <= intensity <= MAX_INTENSITY:
+            # + 0.0: "-0" is a zero, and must not differ from one in its bits.
+            line.pairs.append((mz + 0.0, intensity + 0.0))
+            continue
+        bad, text = ("intensity", texts[1]) if 0.0 <= mz < math.inf else ("m/z", texts[0])
+        line.problems.append(f"{bad} {_show(text)} is negative, not a number, or too large")
 
 
 def _show(text: bytes) -> str:
@@ -179,23 +175,21 @@ def _show(text: bytes) -> str:
 # --------------------------------------------------------------------------------- careful parser
 
 
+@dataclass(slots=True)
 class _Draft:
     """A record that is being read."""
 
-    __slots__ = (
-        "count_line", "declared", "flags", "header", "in_peaks", "intensity", "line", "mz", "named",
-        "psi",
-    )  # fmt: skip
-
-    def __init__(self, line: int) -> None:
-        self.line = line
-        self.header: list[tuple[int, list[bytes]]] = []  # line, `key: value` and continuations
-        self.mz: list[float] = []
-        self.intensity: list[float] = []
-        self.flags: set[str] = set()
-        self.declared: int | None = None
-        self.count_line: int | None = None
-        self.named = self.psi = self.in_peaks = False
+    line: int
+    # line, `key: value` and continuations
+    header: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    mz: list[float] = field(default_factory=list)
+    intensity: list[float] = field(default_factory=list)
+    flags: set[str] = field(default_factory=set)
+    declared: int | None = None
+    count_line: int | None = None
+    named: bool = False
+    psi: bool = False
+    in_peaks: bool = False
 
 
 @dataclass(slots=True)
