@@ -98,6 +98,7 @@ class Job:
         final_metrics: Makes what evaluates the best weights on the test samples, beside strong simple baselines; None
             leaves it at `metrics` and `baseline`. Every rank evaluates all test samples.
         notes: What was decided and why, for the log.
+        facts: What was found in the store that `Recipe.rebuild` needs; ours return it from `describe`.
     """
 
     model: torch.nn.Module
@@ -121,6 +122,7 @@ class Job:
     scales_rate: bool = False
     final_metrics: Callable[[], FinalMetrics] | None = None
     notes: tuple[str, ...] = ()
+    facts: Facts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pyarrow import feather
 from stoker.display import command, look_in
 from stoker.errors import InputError, Refusal, SourceError, unwritable
 from stoker.ownership import SIGNATURE, has_signature, temporary_folder, writing
-from stoker.recipes.contract import RawBatch
+from stoker.recipes.contract import Facts, RawBatch
 from stoker.recipes.massspec.evaluation import peak_list
 from stoker.recipes.massspec.metrics import root_spectra
 from stoker.recipes.raw_tables import as_frame
@@ -83,19 +83,6 @@ _CONDITION_WORDS = {
 
 
 @dataclass(frozen=True)
-class ModelInputs:
-    """What a trained model reads and predicts."""
-
-    graphs: bool  # whether it reads graphs
-    max_mz: int  # its highest bin
-    # the commonest conditions of training; empty where the model reads none
-    usual: Sequence[float] = ()
-    # lowest and highest of each condition in training; empty where the checkpoint does not say
-    ranges: Ranges = ()
-    rounding: Rounding = "nearest"  # how an m/z finds its bin
-
-
-@dataclass(frozen=True)
 class Wanted:
     """One molecule of the input."""
 
@@ -115,24 +102,29 @@ class MoleculeReader:
     key = "name"
 
     def __init__(
-        self, molecules: Iterable[Wanted], source: str, model: ModelInputs, batch_size: int
+        self, molecules: Iterable[Wanted], source: str, facts: Facts, batch_size: int
     ) -> None:
-        self._molecules, self._source = molecules, source
-        self._model, self._batch_size = model, batch_size
+        self._molecules, self._source, self._batch_size = molecules, source, batch_size
+        self._graphs, self._max_mz = "atoms" in facts["inputs"], int(facts["num_bins"]) - 1
+        self._rounding: Rounding = facts.get("rounding", "nearest")
+        # Of training: the commonest conditions, empty where the model reads none; lowest and highest of each, empty
+        # where the checkpoint does not say.
+        self._usual: Sequence[float] = facts.get("usual_conditions", ())
+        self._ranges: Ranges = facts.get("condition_ranges", ())
         self._num_usual = self._num_refused = self._num_odd = self._num_measured = 0
         self.num_rows: int | None = None
 
     @classmethod
-    def open(cls, given: Any, model: ModelInputs, batch_size: int) -> MoleculeReader | None:
+    def open(cls, given: Any, facts: Facts, batch_size: int) -> MoleculeReader | None:
         """Return a reader of a path, a list of SMILES or a table with a column of them; None for anything else."""
         if isinstance(given, str | os.PathLike):
             path = Path(given)
             if path.is_dir() or (path.is_file() and _ending(path) in _KNOWN):
-                return cls(read_molecules_of(path), str(path), model, batch_size)
+                return cls(read_molecules_of(path), str(path), facts, batch_size)
             return None
         found = _from_memory(given)
         return (
-            None if found is None else cls(found, f"the {type(given).__name__}", model, batch_size)
+            None if found is None else cls(found, f"the {type(given).__name__}", facts, batch_size)
         )
 
     def __iter__(self) -> Iterator[RawBatch]:
@@ -161,9 +153,9 @@ class MoleculeReader:
                     remarks.append(
                         f"{parts} parts that no bond joins (a salt or a mixture), predicted as one of their whole mass"
                     )
-                if made[0].mol_weight > self._model.max_mz:
+                if made[0].mol_weight > self._max_mz:
                     remarks.append(
-                        f"heavier than the highest bin: peaks above m/z {self._model.max_mz} are not predicted"
+                        f"heavier than the highest bin: peaks above m/z {self._max_mz} are not predicted"
                     )
             labels["formula"].append(formula)
             labels["smiles"].append(smiles)
@@ -173,8 +165,8 @@ class MoleculeReader:
                 remarks += [strange] if strange else []
                 reasons.append("; ".join(remarks) or None)
                 self._num_odd += bool(remarks)
-        rows = as_rows(packed, self._model.graphs)
-        if self._model.usual:
+        rows = as_rows(packed, self._graphs)
+        if self._usual:
             rows["conditions"] = torch.tensor(conditions)
             told = [described_conditions(values) for values in conditions]
             metas = [each.meta for each in wanted]
@@ -199,9 +191,7 @@ class MoleculeReader:
         peaks = [each.peaks or (np.zeros(0), np.zeros(0, np.float32)) for each in wanted]
         offsets = np.cumsum([0, *(len(mz) for mz, _ in peaks)])
         mz, intensity = (np.concatenate(parts) for parts in zip(*peaks, strict=True))
-        made = bin_spectrum(
-            mz, intensity, offsets, self._model.max_mz, rounding=self._model.rounding
-        )
+        made = bin_spectrum(mz, intensity, offsets, self._max_mz, rounding=self._rounding)
         self._num_measured += sum(len(each) > 0 for each, _ in peaks)
         return root_spectra(torch.from_numpy(made.spectra)).numpy()
 
@@ -209,7 +199,7 @@ class MoleculeReader:
         """Return the conditions of a molecule, and what of them the model was not trained on."""
         is_told = any(meta.get(key) for key in _CONDITION_KEYS)
         kind = spectrum_kind(meta)
-        if not self._model.usual:
+        if not self._usual:
             is_other = is_told and kind != "EI"
             return (
                 [],
@@ -217,13 +207,13 @@ class MoleculeReader:
                 if is_other
                 else "",
             )
-        values = encode_conditions(kind, meta) if is_told else list(self._model.usual)
-        if not self._model.ranges:  # of a checkpoint that does not record them
+        values = encode_conditions(kind, meta) if is_told else list(self._usual)
+        if not self._ranges:  # of a checkpoint that does not record them
             self._num_usual += counted and not is_told
             return values, ""
-        full = completed_conditions(values, self._model.usual, self._model.ranges)
+        full = completed_conditions(values, self._usual, self._ranges)
         self._num_usual += counted and (not is_told or full != values)
-        strange = strange_conditions(full, self._model.ranges)
+        strange = strange_conditions(full, self._ranges)
         return full, f"training did not have {strange}" if strange else ""
 
     def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str, str, int] | str:
@@ -254,7 +244,7 @@ class MoleculeReader:
             count = format_count(self._num_odd, "molecule")
             notes.append(f"{count} with a remark; see 'reason'")
         if self._num_usual:
-            known = described_conditions(self._model.usual)
+            known = described_conditions(self._usual)
             shown = ", ".join(
                 f"{_CONDITION_WORDS.get(name, '')} {text}".strip() for name, text in known.items()
             )

@@ -25,6 +25,7 @@ from stoker.recipes.metrics import Counted, bootstrap
 from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
 from stoker.runs.evaluation import Confusion, Evaluation, Example
+from stoker.sources.images.masks import IGNORE
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -308,9 +309,6 @@ def legend(names: Sequence[str]) -> Mapping[int, tuple[str, str]]:
 
 
 # -- loss, and the pixels counted at the end --------------------------------------------------------
-
-
-IGNORE = 255  # mask value of pixels that count nowhere
 
 
 def segmentation_loss(

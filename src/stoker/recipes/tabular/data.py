@@ -7,7 +7,6 @@ what to type. Costs: a read of the targets; where equal rows are kept together, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -22,14 +21,13 @@ from stoker.loader.splits import (
     split_randomly,
 )
 from stoker.recipes.gate import complete_parts, fill_parts
+from stoker.recipes.tabular.options import SplitMode
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
 from stoker.store.row_sketch import hash_rows
 from stoker.units import format_count
 
-TaskName = Literal["classification", "regression"]
-SplitMode = Literal["auto", "store", "time", "random", "distinct"]
 _SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _MOST_CLASSES = 10_000
 _FEW_VALUES = 20
@@ -105,28 +103,27 @@ def _is_usable(info: FieldInfo) -> bool:
 class Task:
     """What is predicted. `classes` are the targets' own numbers, rising; None for regression."""
 
-    name: TaskName
     classes: Array | None
     num_outputs: int
     reason: str
 
 
-def find_task(store: Store, target: str, values: Array, wanted: TaskName | None) -> Task:
-    """Decide what is predicted, from the type of the targets.
+def find_task(store: Store, target: str, values: Array, wanted: str) -> Task:
+    """Decide what is predicted: the option `task`, and for "auto" the type of the targets.
 
     `values` are those of all samples that are used, to find the classes.
     """
     whole = values.dtype.kind in "iu"
     # A packed table says what its target is; other floats are classes where they are a few whole numbers.
     told = "target" in store.manifest.attributes
-    few = 0 if whole or told or wanted is not None else _count_classes(values)
-    name: TaskName = wanted or ("classification" if whole or few else "regression")
-    why = "it was asked for" if wanted else f"the targets are {values.dtype}"
+    few = 0 if whole or told or wanted != "auto" else _count_classes(values)
+    is_regression = wanted == "regression" or (wanted == "auto" and not (whole or few))
+    why = f"the targets are {values.dtype}" if wanted == "auto" else "it was asked for"
     if few:
         why = f"the targets are {few} different whole numbers (task='regression' predicts them as numbers)"
     flat = values.reshape(len(values), -1)
-    if name == "regression":
-        return Task(name, None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}")
+    if is_regression:
+        return Task(None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}")
     if flat.shape[1] != 1 or not (whole or (values == np.rint(values)).all()):
         raise InputError(
             f"classification of {target!r}, which holds {values.dtype} {values.shape[1:]} a sample.",
@@ -142,7 +139,7 @@ def find_task(store: Store, target: str, values: Array, wanted: TaskName | None)
             f"2 to {_MOST_CLASSES:,} classes",
             "task='regression'" if len(classes) > 2 else "pack samples of at least two classes",
         )
-    return Task(name, classes, len(classes), f"classification into {len(classes)} classes: {why}")
+    return Task(classes, len(classes), f"classification into {len(classes)} classes: {why}")
 
 
 def _require_int64(target: str, values: Array) -> None:

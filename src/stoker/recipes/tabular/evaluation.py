@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from stoker.recipes.metrics import (
 from stoker.recipes.options import require
 from stoker.recipes.scaling import OnDevice, fit_robust
 from stoker.recipes.tabular.data import Inputs, Task
+from stoker.recipes.tabular.options import ClassWeights, RegressionLoss
 from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -355,9 +356,6 @@ def _importance(
 
 # -- the two tasks --------------------------------------------------------------------------------
 
-ClassWeights = Literal["none", "balanced"] | tuple[float, ...]
-RegressionLoss = Literal["huber", "mse"]
-
 
 class Classify:
     """Targets as places in the list of classes; cross-entropy, the mean over samples."""
@@ -365,7 +363,7 @@ class Classify:
     def __init__(self, classes: Array, train: Array, val: Array, weights: ClassWeights) -> None:
         self._classes = classes
         self._on_device = OnDevice(classes, torch.int64)
-        self.model_facts: dict[str, Any] = {"classes": classes}
+        self.fitted = {"classes": classes}  # buffers of the model
         self.notes: tuple[str, ...] = ()
         self._weights: OnDevice | None = None
         if weights != "none":
@@ -433,10 +431,8 @@ class Regress:
         self._loss = loss
         self._center_on, self._scale_on = OnDevice(self._center), OnDevice(self._scale)
         self._mean = OnDevice((flat.mean(axis=0) - self._center) / self._scale)
-        self.model_facts: dict[str, Any] = {
-            "target_center": self._center,
-            "target_scale": self._scale,
-        }
+        # Buffers of the model.
+        self.fitted = {"target_center": self._center, "target_scale": self._scale}
         flat_val = val.reshape(len(val), -1).astype(np.float64)
         self.baseline = self._find_baseline(flat_val)
         self.notes: tuple[str, ...] = (
