@@ -47,6 +47,54 @@ class BarData:
     seed: int  # of the random baseline
 
 
+@dataclass(frozen=True, eq=False)
+class Trades:
+    """Sides that are taken, and what they earn."""
+
+    sides: Array  # -1, 0 or 1 per decision
+    moves: Array  # of the price after each, in pips
+    cost_pips: float  # of one trade, both ways
+
+    @property
+    def earned(self) -> Array:
+        """Pips per decision after costs."""
+        earned: Array = self.sides * self.moves - self.cost_pips * (self.sides != 0)
+        return earned
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the decisions, and how many of the trades were right."""
+        traded = self.sides != 0
+        hits = np.sign(self.moves[traded]) == self.sides[traded]
+        return {
+            "net_pips": float(self.earned.mean()),
+            "gross_pips": float((self.sides * self.moves).mean()),
+            "traded": float(traded.mean()),
+            "hit_rate": float(hits.mean()) if len(hits) else math.nan,
+        }
+
+    def by_side(self) -> dict[str, dict[str, float]]:
+        """Return what each side earned, per trade."""
+        rows = {}
+        for name, side in (("long", 1), ("short", -1)):
+            gross = side * self.moves[self.sides == side]
+            rows[name] = {
+                "trades": float(len(gross)),
+                "hit_rate": float((gross > 0).mean()) if len(gross) else math.nan,
+                "gross_pips": float(gross.mean()) if len(gross) else math.nan,
+                "net_pips": float(gross.mean() - self.cost_pips) if len(gross) else math.nan,
+            }
+        return rows
+
+    def by_part(self, parts: Mapping[str, Array]) -> dict[str, dict[str, float]]:
+        """Return the metrics of parts, which are places of decisions by name."""
+        rows = {}
+        for name, places in parts.items():
+            taken = Trades(self.sides[places], self.moves[places], self.cost_pips)
+            rows[name] = {"samples": float(len(places)), **taken.metrics}
+        return rows
+
+
 class DirectionJudge:
     """Evaluates answered directions by the returns that came; a `Judge`.
 
@@ -74,14 +122,14 @@ class DirectionJudge:
         plan, chances = self._plan, np.concatenate(self._chances)
         report = evaluate_classes(chances, _sides(returns, plan.neutral) + NEUTRAL, NAMES)
         sides, moves = chances.argmax(axis=1) - NEUTRAL, returns / plan.pip
-        earned = _earned(sides, moves, self._cost_pips)
+        taken = Trades(sides, moves, self._cost_pips)
         return Evaluation(
             len(returns),
             ("net_pips", True),
-            {**report.metrics, **_traded(sides, moves, earned)},
-            {"net_pips": bootstrap(earned, block=plan.direction_step)},
-            {"buy and hold": _traded(np.ones_like(sides), moves, moves)},
-            {**report.groups, "side": _by_side(sides, moves, self._cost_pips)},
+            {**report.metrics, **taken.metrics},
+            {"net_pips": bootstrap(taken.earned, block=plan.direction_step)},
+            {"buy and hold": Trades(np.ones_like(sides), moves, 0.0).metrics},
+            {**report.groups, "side": taken.by_side()},
             report.confusion,
             notes=(
                 f"net_pips: per decision after {plan.direction_step} bars; a trade costs {self._cost_pips:g}",
@@ -139,43 +187,38 @@ class BarEvaluation:
             together *= len(np.unique(symbols))
         report = evaluate_classes(chances, labels, NAMES)
         kept = ("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "calibration_error")
-        metrics = {name: report.metrics[name] for name in kept}
-        earned = {"model": _earned(sides, moves[:, step], data.cost_pips)}
-        baselines = {}
-        for name, taken in others.items():
+        taken = Trades(sides, moves[:, step], data.cost_pips)
+        earned, baselines = {"model": taken.earned}, {}
+        for name, other in others.items():
             cost = 0.0 if name == "buy and hold" else data.cost_pips
-            earned[name] = _earned(taken, moves[:, step], cost)
-            shares = np.eye(NUM_DIRECTIONS)[taken + NEUTRAL]
-            told = class_metrics(shares, labels)
-            baselines[name] = {
-                **{metric: told[metric] for metric in kept[:3]},
-                **_traded(taken, moves[:, step], earned[name]),
-            }
-        metrics |= _traded(sides, moves[:, step], earned["model"])
-        traded = sides != 0
-        hits = np.where(traded, np.sign(moves[:, step]) == sides, np.nan)
+            trades = Trades(other, moves[:, step], cost)
+            earned[name] = trades.earned
+            told = class_metrics(np.eye(NUM_DIRECTIONS)[other + NEUTRAL], labels)
+            baselines[name] = {metric: told[metric] for metric in kept[:3]} | trades.metrics
+        hits = (np.sign(taken.moves) == sides)[sides != 0]
         intervals = {
             "accuracy": bootstrap(chances.argmax(axis=1) == labels, block=together),
-            "net_pips": bootstrap(earned["model"], block=together),
-            "hit_rate": bootstrap(hits[traded].astype(float), block=together),
+            "net_pips": bootstrap(taken.earned, block=together),
+            "hit_rate": bootstrap(hits, block=together),
         }
+        groups = {
+            "class": report.groups["class"],
+            "side": taken.by_side(),
+            "horizon": _by_horizon(sides, moves, data.cost_pips),
+            "part of the test span": taken.by_part(_parts(data.store, samples)),
+        }
+        if symbols is not None:
+            names = sorted(set(symbols))
+            groups["symbol"] = taken.by_part({n: np.flatnonzero(symbols == n) for n in names})
         pips = "pip" if data.cost_pips == 1 else "pips"
         paid = f"a trade costs {data.cost_pips:g} {pips}, of {plan.pip:g} of the price"
         return Evaluation(
             len(labels),
             ("net_pips", True),
-            metrics,
+            {name: report.metrics[name] for name in kept} | taken.metrics,
             {name: span for name, span in intervals.items() if math.isfinite(span[0])},
             baselines,
-            {
-                "class": report.groups["class"],
-                "side": _by_side(sides, moves[:, step], data.cost_pips),
-                "horizon": _by_horizon(sides, moves, data.cost_pips),
-                "part of the test span": _by_part(
-                    data.store, samples, sides, moves[:, step], earned["model"]
-                ),
-                **_by_symbol(symbols, sides, moves[:, step], earned["model"]),
-            },
+            groups,
             report.confusion,
             (_curve(earned, together), *report.curves),
             examples=_examples(data, samples, symbols, chances, moves),
@@ -246,78 +289,30 @@ def _sides(returns: Array, neutral: float) -> Array:
     return (returns > neutral).astype(np.int64) - (returns < -neutral).astype(np.int64)
 
 
-def _earned(sides: Array, moves: Array, cost_pips: float) -> Array:
-    """Return pips per decision after costs."""
-    earned: Array = sides * moves - cost_pips * (sides != 0)
-    return earned
-
-
-def _traded(sides: Array, moves: Array, earned: Array) -> dict[str, float]:
-    traded = sides != 0
-    count = int(traded.sum())
-    return {
-        "net_pips": float(earned.mean()),
-        "gross_pips": float((sides * moves).mean()),
-        "traded": float(traded.mean()),
-        "hit_rate": float((np.sign(moves[traded]) == sides[traded]).mean()) if count else math.nan,
-    }
-
-
-def _by_side(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
-    rows = {}
-    for name, side in (("long", 1), ("short", -1)):
-        mine = sides == side
-        gross = side * moves[mine]
-        rows[name] = {
-            "trades": float(mine.sum()),
-            "hit_rate": float((gross > 0).mean()) if mine.any() else math.nan,
-            "gross_pips": float(gross.mean()) if mine.any() else math.nan,
-            "net_pips": float(gross.mean() - cost_pips) if mine.any() else math.nan,
-        }
-    return rows
-
-
 def _by_horizon(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
     """Return what the same sides earn when a trade is closed earlier or later."""
     last = moves.shape[1]
     steps = sorted({1, max(1, last // 4), max(1, last // 2), last})
     return {
-        f"{step} bars" if step > 1 else "1 bar": _traded(
-            sides, moves[:, step - 1], _earned(sides, moves[:, step - 1], cost_pips)
-        )
+        f"{step} bars" if step > 1 else "1 bar": Trades(
+            sides, moves[:, step - 1], cost_pips
+        ).metrics
         for step in steps
     }
 
 
-def _by_symbol(
-    symbols: Array | None, sides: Array, moves: Array, earned: Array
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the group of symbols, where there are several."""
-    if symbols is None:
-        return {}
-    rows = {}
-    for name in sorted(set(symbols)):
-        mine = symbols == name
-        values = _traded(sides[mine], moves[mine], earned[mine])
-        rows[str(name)] = {"samples": float(mine.sum()), **values}
-    return {"symbol": rows}
-
-
-def _by_part(
-    store: Store, samples: Array, sides: Array, moves: Array, earned: Array
-) -> dict[str, dict[str, float]]:
+def _parts(store: Store, samples: Array) -> dict[str, Array]:
     """Return consecutive parts of the test span: one good week makes no strategy."""
-    order, names = np.arange(len(samples)), None
+    order, days = np.arange(len(samples)), None
     if "time" in store.fields:
         time = store.gather("time", samples)
         order = np.argsort(time, kind="stable")
-        names = time.astype("M8[ns]").astype("M8[D]")
-    rows = {}
-    for number, part in enumerate(np.array_split(order, min(_NUM_PARTS, len(order)))):
-        span = "" if names is None else f", {names[part[0]]} to {names[part[-1]]}"
-        values = _traded(sides[part], moves[part], earned[part])
-        rows[f"{number + 1}{span}"] = {"samples": float(len(part)), **values}
-    return rows
+        days = time.astype("M8[ns]").astype("M8[D]")
+    parts = {}
+    for number, part in enumerate(np.array_split(order, min(_NUM_PARTS, len(order))), 1):
+        span = "" if days is None else f", {days[part[0]]} to {days[part[-1]]}"
+        parts[f"{number}{span}"] = part
+    return parts
 
 
 def _curve(earned: Mapping[str, Array], together: int) -> Curve:
