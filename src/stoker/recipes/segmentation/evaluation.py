@@ -210,6 +210,7 @@ class FinalSegmentationMetrics:
 
 def count_each(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     """Return `(batch, true, answered)` pixels of each image; those of mask 255 count nowhere."""
+    # One spare cell takes the pixels that count nowhere, so that shapes stay static.
     batch, cells_each = len(masks), num_classes * num_classes + 1
     cells = torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
     cells = cells + torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
@@ -354,21 +355,13 @@ class SegmentationMetrics(Counted):
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take logits and masks of a batch."""
-        num = self._num_classes
-        if self.counts is None:
-            # One spare cell takes the pixels that count nowhere, so that shapes stay static.
-            self.counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
-        masks = targets.long()
-        cells = torch.where(masks == IGNORE, num * num, masks * num + outputs.argmax(dim=1))
-        cells = cells.flatten()
-        self.counts.index_add_(0, cells, torch.ones_like(cells))
+        each = count_each(outputs.argmax(dim=1), targets.long(), self._num_classes)
+        counts = each.sum(dim=0)
+        self.counts = counts if self.counts is None else self.counts + counts
 
     def compute(self) -> dict[str, float]:
         """Return mIoU, mean Dice and pixel accuracy; waits for the device."""
-        if self.counts is None:
-            return {}
-        num = self._num_classes
-        return compute_metrics(self.counts[:-1].view(num, num).cpu().numpy())
+        return {} if self.counts is None else compute_metrics(self.counts.cpu().numpy())
 
 
 def compute_metrics(confusion: Array) -> dict[str, float]:
