@@ -29,9 +29,10 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.loader.splits import select_samples
 from stoker.ownership import check_output
-from stoker.recipes.catalogue import SPLITS, check_columns, fingerprint
+from stoker.recipes.catalogue import check_columns, fingerprint
 from stoker.recipes.classification import AnswerJudge
 from stoker.recipes.contract import Judge, RawReader, Rebuilt, Tensors
+from stoker.recipes.gate import SPLITS
 from stoker.recipes.inference import (
     BATCH_SIZE,
     Trained,
@@ -366,7 +367,8 @@ def _forward(
 ) -> dict[str, Array]:
     parts: dict[str, list[Array]] = {}
     for low in range(0, count, size):
-        part = {name: tensor[low : low + size].to(device) for name, tensor in batch.items()}
+        rows = slice(low, low + size) if count > size else slice(None)
+        part = {name: tensor[rows].to(device) for name, tensor in batch.items()}
         for name, value in made.predict(model, made.unpack(part)).items():
             parts.setdefault(name, []).append(value.cpu().numpy())
     return {name: np.concatenate(values) for name, values in parts.items()}

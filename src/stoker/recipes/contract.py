@@ -131,8 +131,8 @@ class RawBatch:
 
     # one per row: row numbers (int64), file names or ids (text), times (datetime64[ns])
     keys: Array
-    # what `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not applied
-    # to it. Rows that cannot be answered hold zeros.
+    # what `Rebuilt.unpack` reads, on the host; `Rebuilt.augment` is not applied to it. Every tensor has one row per
+    # key where there are more keys than `batch_size`. Rows that cannot be answered hold zeros.
     batch: Tensors
     # `(rows,)` bool, False where there is a reason instead of an answer; None where all have one
     answered: Array | None = None

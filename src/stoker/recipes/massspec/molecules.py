@@ -44,7 +44,6 @@ from stoker.sources.massspec.conditions import (
 from stoker.sources.massspec.formats import UNREADABLE, as_msp
 from stoker.sources.massspec.structures import healed, own_structure
 from stoker.sources.molecules.packed import (
-    ECFP_SIZE,
     PackedMolecule,
     StructureForm,
     canonical_smiles,
@@ -134,7 +133,7 @@ class MoleculeReader:
             yield self._as_batch(held)
 
     def _as_batch(self, wanted: Sequence[Wanted]) -> RawBatch:
-        packed: list[PackedMolecule | None] = []
+        packed: list[PackedMolecule] = []
         reasons: list[str | None] = []
         labels: dict[str, list[str]] = {"formula": [], "smiles": []}
         conditions: list[list[float]] = []
@@ -144,7 +143,7 @@ class MoleculeReader:
             if isinstance(made, str):
                 self._num_refused += 1
                 reasons.append(made)
-                packed.append(None)
+                packed.append(_NOTHING)
                 formula, smiles = "", each.text if each.form == "smiles" else ""
             else:
                 packed.append(made[0])
@@ -159,15 +158,16 @@ class MoleculeReader:
                     )
             labels["formula"].append(formula)
             labels["smiles"].append(smiles)
-            values, strange = self._conditions(each.meta, counted=packed[-1] is not None)
+            is_known = packed[-1] is not _NOTHING
+            values, strange = self._conditions(each.meta, counted=is_known)
             conditions.append(values)
-            if packed[-1] is not None:
+            if is_known:
                 remarks += [strange] if strange else []
                 reasons.append("; ".join(remarks) or None)
                 self._num_odd += bool(remarks)
-        rows = as_rows(packed, self._graphs)
+        fields = as_fields(packed, self._graphs)
         if self._usual:
-            rows["conditions"] = torch.tensor(conditions)
+            fields["conditions"] = torch.tensor(conditions)
             told = [described_conditions(values) for values in conditions]
             metas = [each.meta for each in wanted]
             for name in _CONDITION_LABELS:
@@ -177,8 +177,8 @@ class MoleculeReader:
                 ]
         return RawBatch(
             np.array([each.name for each in wanted], dtype=object),
-            rows,
-            np.array([each is not None for each in packed]),
+            fields,
+            np.array([each is not _NOTHING for each in packed]),
             reasons,
             {name: np.array(texts, dtype=object) for name, texts in labels.items()},
             self._measured(wanted),
@@ -253,41 +253,21 @@ class MoleculeReader:
         return notes
 
 
-def as_rows(packed: Sequence[PackedMolecule | None], graphs: bool) -> dict[str, Tensor]:
-    """Return molecules as tensors of a row each; one that is None has zeros, and one atom where there are graphs."""
-    ecfp = torch.zeros(len(packed), ECFP_SIZE)
-    weights = torch.zeros(len(packed))
-    for row, each in enumerate(packed):
-        if each is not None:
-            ecfp[row, each.ecfp_bits.astype(np.int64)] = torch.from_numpy(each.ecfp_counts).float()
-            weights[row] = each.mol_weight
-    rows = {"ecfp": ecfp, "mol_weight": weights}
-    if not graphs:
-        return rows
-    for name in ("atoms", "bonds"):
-        words = [
-            np.zeros(1 if name == "atoms" else 0, np.uint32)
-            if each is None
-            else getattr(each, name)
-            for each in packed
-        ]
-        counts = np.array([len(each) for each in words])
-        table = np.zeros((len(packed), max(1, counts.max(initial=0))), np.int64)
-        for row, each_words in enumerate(words):
-            table[row, : len(each_words)] = each_words
-        rows |= {name: torch.from_numpy(table), f"num_{name}": torch.from_numpy(counts)}
-    return rows
+_NOTHING = PackedMolecule(
+    np.zeros(1, np.uint32), np.zeros(0, np.uint32), 0, np.zeros(0, np.uint16), np.zeros(0, np.uint8), 0.0
+)  # fmt: skip
+"""Stands for a molecule that cannot be read: one atom, since a graph has at least one."""
 
 
-def as_ragged(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return atoms and bonds of `as_rows` as a loader hands them over: joined, with offsets."""
-    made: dict[str, Tensor] = {}
-    for name in ("atoms", "bonds"):
-        table, counts = rows[name], rows[f"num_{name}"]
-        inside = torch.arange(table.shape[1], device=table.device) < counts[:, None]
-        made[name] = table[inside]
-        made[f"{name}/offsets"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return made
+def as_fields(molecules: Sequence[PackedMolecule], graphs: bool) -> dict[str, Tensor]:
+    """Return molecules as a loader hands them over."""
+    weights = [each.mol_weight for each in molecules]
+    fields = {"mol_weight": torch.tensor(weights, dtype=torch.float32)}
+    for name in ("ecfp_bits", "ecfp_counts", *(("atoms", "bonds") if graphs else ())):
+        parts = [getattr(each, name) for each in molecules]
+        fields[name] = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        fields[f"{name}/offsets"] = torch.from_numpy(np.cumsum([0, *map(len, parts)]))
+    return fields
 
 
 # -- files in ------------------------------------------------------------------------------------

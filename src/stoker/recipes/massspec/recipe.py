@@ -28,7 +28,7 @@ from stoker.config import Settings
 from stoker.config.options import DISTILL
 from stoker.errors import ConfigError, InputError
 from stoker.loader.ragged import bin_spectra, expand_fingerprint
-from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
+from stoker.loader.splits import split_by_group
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -43,7 +43,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import complete_parts, fill_parts
+from stoker.recipes.gate import complete_parts, drawn_parts, fill_parts, own_parts
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics, SpectrumJudge
 from stoker.recipes.massspec.metrics import (
@@ -63,7 +63,7 @@ from stoker.recipes.massspec.models import (
     graph_inputs,
     temperature_at,
 )
-from stoker.recipes.massspec.molecules import MoleculeReader, as_ragged, write_spectra
+from stoker.recipes.massspec.molecules import MoleculeReader, write_spectra
 from stoker.recipes.massspec.options import MassSpecOptions, StudentOptions, TeacherOptions
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.schedule import warmup_cosine
@@ -81,7 +81,6 @@ LEARNING_RATE = 1e-3
 _MOLECULE_FIELDS = ("ecfp_bits", "ecfp_counts", "mol_weight")
 _SPECTRUM_FIELDS = ("mz", "intensity", *_MOLECULE_FIELDS, "group")
 _GRAPH_FIELDS = ("atoms", "bonds")
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _SPECTRA_AT_ONCE = 65_536
 
 
@@ -422,22 +421,12 @@ def unpack_spectra(
 
 
 def read_molecules(batch: Tensors, graphs: bool) -> Columns:
-    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules.
-
-    Args:
-        batch: Of a loader, or of raw molecules (`as_rows`), whose fingerprints are spread already.
-        graphs: Whether to join graphs.
-    """
-    is_raw = "ecfp" in batch
-    if is_raw:
-        ecfp = batch["ecfp"]
-    else:
-        offsets = batch["ecfp_bits/offsets"]
-        ecfp = expand_fingerprint(batch["ecfp_bits"], batch["ecfp_counts"], offsets)
-    inputs = {"ecfp": ecfp, "mol_weight": batch["mol_weight"]}
+    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules."""
+    counts = batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
+    inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"]}
     if "conditions" in batch:
         inputs["conditions"] = batch["conditions"]
-    return inputs | graph_inputs(as_ragged(batch) if is_raw else batch) if graphs else inputs
+    return inputs | graph_inputs(batch) if graphs else inputs
 
 
 def unpack_with_teacher(
@@ -470,12 +459,11 @@ def split_compounds(
     groups = store.read_rows("group", 0, store.num_samples)
     samples: dict[str, Array]
     if "split" in store.fields:
-        samples = {name: select_samples(store, name) for name in _SPLITS}
-        samples, made = complete_parts(samples, seed, groups)
+        samples, made = complete_parts(own_parts(store), seed, groups)
         note = f"split: the store's own{made}"
     else:
         division = split_by_group(groups, ratios, seed)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
+        samples = drawn_parts(division)
         samples, filled = fill_parts(samples, ratios, seed, groups, "compounds")
         note = f"split: by compound, seed {seed}{filled}"
     check_apart(groups, samples)
