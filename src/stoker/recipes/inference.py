@@ -21,7 +21,6 @@ from stoker.errors import InputError, StokerError
 from stoker.loader.loader import Loader, pick_device
 from stoker.ownership import check_output
 from stoker.recipes.catalogue import (
-    SPLITS,
     Chosen,
     as_augments,
     check_columns,
@@ -30,6 +29,7 @@ from stoker.recipes.catalogue import (
 )
 from stoker.recipes.contract import Job, Rebuilt
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
+from stoker.recipes.gate import SPLITS
 from stoker.report import LOG_NAME, Topic, read_note, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store

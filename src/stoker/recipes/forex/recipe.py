@@ -23,7 +23,7 @@ from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.batch import Batch
 from stoker.loader.lanes import LanePlan, plan_store_lanes
-from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
+from stoker.loader.splits import split_by_time
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -53,14 +53,13 @@ from stoker.recipes.forex.lstm import traceable
 from stoker.recipes.forex.model import NAMES, ForexModel, TimeframeEncoder
 from stoker.recipes.forex.options import ForexOptions
 from stoker.recipes.forex.raw_bars import open_raw_bars
-from stoker.recipes.gate import fill_parts, gate_notes, quality_gate
+from stoker.recipes.gate import drawn_parts, fill_parts, gate_notes, own_parts, quality_gate
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import fit_robust, training_rows
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _FIRST_SHARE, _VAL_SHARE = 0.4, 0.15
 
 
@@ -265,7 +264,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
     """Return the samples of train, val and test, and how they were divided."""
     samples: dict[str, Array]
     if "split" in store.fields and options.fold is None:
-        samples = {name: select_samples(store, name) for name in _SPLITS}
+        samples = own_parts(store)
         how = "as packed (by time, with purge and embargo)"
     else:
         missing = [name for name in ("time", "label_time") if name not in store.fields]
@@ -283,7 +282,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         if options.fold is not None:
             known, ratios = _cut_fold(time, *options.fold)
         division = split_by_time(time[known], label_time[known], ratios, embargo)
-        samples = {name: known[samples_of(division, name)] for name in _SPLITS}
+        samples = {name: known[ids] for name, ids in drawn_parts(division).items()}
         how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
         how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
         fill_parts(samples, ratios, 0, None, f"bars, divided {how},")

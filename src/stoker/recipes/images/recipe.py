@@ -30,7 +30,7 @@ from stoker.augment import (
     ToDtype,
 )
 from stoker.errors import InputError, SourceError
-from stoker.loader.splits import SplitName, draw_samples, samples_of
+from stoker.loader.splits import draw_samples
 from stoker.recipes.classification import label_places
 from stoker.recipes.contract import (
     BATCH,
@@ -46,7 +46,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import fill_parts
+from stoker.recipes.gate import fill_parts, own_parts
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
@@ -74,7 +74,6 @@ from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 Tensor = torch.Tensor
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _HELD_BACK = 0.1
 _ENCODED_SIZE = (224, 224)
 _ALPHA = Range("0, or 0.001 to 100", lambda alpha: alpha == 0 or 1e-3 <= alpha <= 100, 0.2)
@@ -291,8 +290,7 @@ def split_pictures(
     """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
     samples: dict[str, Array]
     if "split" in store.fields:
-        given = store.read_rows("split", 0, store.num_samples)
-        samples = {name: samples_of(given, name) for name in _SPLITS}
+        samples = own_parts(store)
         note = "split: the store's own"
     else:
         everything = np.arange(store.num_samples)

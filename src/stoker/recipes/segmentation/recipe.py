@@ -24,7 +24,7 @@ from stoker.augment.geometry import Resize
 from stoker.augment.ops import Normalize
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
+from stoker.loader.splits import split_randomly
 from stoker.recipes.contract import (
     BATCH,
     IMAGE_SIZES,
@@ -40,7 +40,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import complete_parts, fill_parts
+from stoker.recipes.gate import complete_parts, drawn_parts, fill_parts, own_parts
 from stoker.recipes.options import parse_options, require
 from stoker.recipes.pictures import (
     describe_pictures,
@@ -72,7 +72,6 @@ Tensor = torch.Tensor
 LEARNING_RATE = 8e-4
 """Of AdamW."""
 
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
@@ -321,14 +320,13 @@ def split_images(
     """Return the samples of each split and how they were found."""
     samples: dict[str, Array]
     if "split" in store.fields:
-        samples = {name: select_samples(store, name) for name in _SPLITS}
-        samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+        samples, made = complete_parts(own_parts(store), seed, np.arange(store.num_samples))
         note = f"split: the store's own{made}"
     else:
         division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":
             division = np.sort(division)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
+        samples = drawn_parts(division)
         each = np.arange(store.num_samples)
         samples, filled = fill_parts(samples, options.ratios, seed, each, "images")
         note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")

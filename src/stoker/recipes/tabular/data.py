@@ -9,18 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from stoker.errors import InputError
 from stoker.loader.splits import (
     Ratios,
-    SplitName,
-    samples_of,
-    select_samples,
     split_by_group,
     split_by_time,
     split_randomly,
 )
-from stoker.recipes.gate import complete_parts, fill_parts
+from stoker.recipes.contract import Tensors
+from stoker.recipes.gate import complete_parts, drawn_parts, fill_parts, own_parts
 from stoker.recipes.tabular.options import SplitMode
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
@@ -28,7 +27,6 @@ from stoker.store.reader import Store
 from stoker.store.row_sketch import hash_rows
 from stoker.units import format_count
 
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _MOST_CLASSES = 10_000
 _FEW_VALUES = 20
 _HASH_ROWS = 65_536
@@ -51,6 +49,14 @@ class Inputs:
     def num_columns(self) -> int:
         """Columns that the model sees: a series brings its gap flag."""
         return self.num_features + self.is_series
+
+    def read(self, batch: Tensors) -> torch.Tensor:
+        """Return the inputs of a batch as stored; of a series with its gap flag as one column more."""
+        values = batch[self.field]
+        if not self.is_series:
+            return values
+        flag = (batch[f"{self.field}/gap"] != 0).float().unsqueeze(-1)
+        return torch.cat([values.float(), flag], dim=-1)
 
 
 def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
@@ -185,13 +191,13 @@ def split_samples(
         mode, why = _choose_split(store, inputs, rows_repeat)
     samples: dict[str, Array]
     if mode == "store":
-        samples = {name: select_samples(store, name) for name in _SPLITS}
+        samples = own_parts(store)
         if inputs.window is None and "time" not in store.fields:
             samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
             why += made
     else:
         division, groups, more = _divide(store, inputs, mode, ratios, embargo, seed)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
+        samples = drawn_parts(division)
         what = "different rows" if mode == "distinct" else "rows"
         what += f", divided by {mode!r}{more}," if groups is None else ""
         samples, filled = fill_parts(samples, ratios, seed, groups, what)

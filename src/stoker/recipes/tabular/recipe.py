@@ -101,19 +101,9 @@ class TabularRecipe(Recipe):
             goal = Regress(targets["train"], targets["val"], chosen.loss)
         else:
             goal = Classify(task.classes, targets["train"], targets["val"], chosen.class_weights)
-        if task.classes is not None:  # a wrong name is refused before the training
+            # A wrong name is refused before the training.
             find_quiet(class_names(store, task), chosen.quiet_class)
-        data = TableData(
-            store,
-            inputs,
-            chosen.target_field,
-            task,
-            samples,
-            targets,
-            chosen.quiet_class,
-            partial(read_inputs, inputs=inputs),
-            seed,
-        )
+        data = TableData(store, inputs, task, samples, targets, chosen, seed)
         factor, why_lr = lr_factor(
             chosen.batch_size, chosen.reference_batch, chosen.lr_rule, len(samples["train"])
         )
@@ -171,8 +161,7 @@ class TabularRecipe(Recipe):
         """Return the network; scalers and classes come with the weights."""
         (field,) = facts["inputs"]
         inputs = Inputs(field, facts["is_series"], facts["window"], facts["num_features"], "")
-        unpack = partial(read_inputs, inputs=inputs)
-        return Rebuilt(TabularModel(options, facts), [field], unpack, TabularModel.predict)
+        return Rebuilt(TabularModel(options, facts), [field], inputs.read, TabularModel.predict)
 
     def open_raw(
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
@@ -231,16 +220,7 @@ def unpack_tabular(
     encode: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs as stored and encoded targets."""
-    return read_inputs(batch, inputs), encode(batch[target])
-
-
-def read_inputs(batch: Tensors, inputs: Inputs) -> torch.Tensor:
-    """Return inputs as stored; a series with its gap flag as one column more."""
-    values = batch[inputs.field]
-    if not inputs.is_series:
-        return values
-    flag = (batch[f"{inputs.field}/gap"] != 0).float().unsqueeze(-1)
-    return torch.cat([values.float(), flag], dim=-1)
+    return inputs.read(batch), encode(batch[target])
 
 
 def _require_targets(store: Store, target: str) -> None:
