@@ -210,13 +210,17 @@ class FinalSegmentationMetrics:
 
 def count_each(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     """Return `(batch, true, answered)` pixels of each image; those of mask 255 count nowhere."""
-    # One spare cell takes the pixels that count nowhere, so that shapes stay static.
     batch, cells_each = len(masks), num_classes * num_classes + 1
-    cells = torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
-    cells = cells + torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
+    first = torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
+    cells = (_cells(answers, masks, num_classes) + first).flatten()
     counts = torch.zeros(batch * cells_each, dtype=torch.int64, device=masks.device)
-    counts.index_add_(0, cells.flatten(), torch.ones_like(cells.flatten()))
+    counts.index_add_(0, cells, torch.ones_like(cells))
     return counts.view(batch, cells_each)[:, :-1].view(batch, num_classes, num_classes)
+
+
+def _cells(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
+    """Return the cell of every pixel in a flat table; a spare one of those that count nowhere keeps shapes static."""
+    return torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
 
 
 def class_scores(confusions: Array) -> tuple[Array, Array]:
@@ -355,13 +359,18 @@ class SegmentationMetrics(Counted):
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Take logits and masks of a batch."""
-        each = count_each(outputs.argmax(dim=1), targets.long(), self._num_classes)
-        counts = each.sum(dim=0)
-        self.counts = counts if self.counts is None else self.counts + counts
+        num = self._num_classes
+        if self.counts is None:
+            self.counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
+        cells = _cells(outputs.argmax(dim=1), targets.long(), num).flatten()
+        self.counts.index_add_(0, cells, torch.ones_like(cells))
 
     def compute(self) -> dict[str, float]:
         """Return mIoU, mean Dice and pixel accuracy; waits for the device."""
-        return {} if self.counts is None else compute_metrics(self.counts.cpu().numpy())
+        if self.counts is None:
+            return {}
+        num = self._num_classes
+        return compute_metrics(self.counts[:-1].view(num, num).cpu().numpy())
 
 
 def compute_metrics(confusion: Array) -> dict[str, float]:
