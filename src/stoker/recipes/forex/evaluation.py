@@ -24,6 +24,7 @@ from stoker.recipes.classification import ScoreList, class_metrics, evaluate_cla
 from stoker.recipes.forex.labels import NUM_DIRECTIONS, LabelPlan
 from stoker.recipes.forex.model import DOWN, NAMES, NEUTRAL, UP
 from stoker.recipes.metrics import bootstrap
+from stoker.recipes.scaling import shards_of
 from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -32,19 +33,6 @@ _NUM_PARTS = 5
 _FIT_ROWS = 20_000
 _MOST_POINTS = 200
 _NUM_EXAMPLES = 6
-
-
-@dataclass(frozen=True, eq=False)
-class BarData:
-    """What the evaluation needs of the job."""
-
-    store: Store  # open while the run goes on
-    base: str  # the series that a linear baseline reads
-    plan: LabelPlan  # how returns become labels
-    samples: Mapping[str, Array]  # of the splits, in time order within a symbol
-    returns: Mapping[str, Array]  # of the splits, `(n, horizon)` log returns
-    cost_pips: float  # of one trade, both ways
-    seed: int  # of the random baseline
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,13 +125,21 @@ class DirectionJudge:
         )
 
 
+@dataclass(eq=False)
 class BarEvaluation:
     """Final metrics of a forex run."""
 
-    def __init__(self, data: BarData) -> None:
-        self._data = data
+    store: Store  # open while the run goes on
+    base: str  # the series that a linear baseline reads
+    plan: LabelPlan  # how returns become labels
+    samples: Mapping[str, Array]  # of the splits, in time order within a symbol
+    returns: Mapping[str, Array]  # of the splits, `(n, horizon)` log returns
+    cost_pips: float  # of one trade, both ways
+    seed: int  # of the random baseline
+
+    def __post_init__(self) -> None:
         self._scores = ScoreList()
-        self._samples: list[Array] = []
+        self._walked: list[Array] = []
 
     def update(
         self, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
@@ -154,20 +150,20 @@ class BarEvaluation:
             ids = targets["sample"].cpu().numpy()
             rows = torch.from_numpy(np.flatnonzero(ids >= 0)).to(scores.device)
             scores, wanted = scores[rows], wanted[rows]
-            self._samples.append(ids[ids >= 0])
+            self._walked.append(ids[ids >= 0])
         self._scores.update(scores, wanted)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation, beside holding, chance, the last value and a line."""
-        data, plan = self._data, self._data.plan
+        plan, cost = self.plan, self.cost_pips
         chances, labels = self._scores.probabilities, self._scores.labels
-        moves = data.returns["test"] / plan.pip
+        moves = self.returns["test"] / plan.pip
         walked: tuple[str, ...] = ()
         step, horizon = plan.direction_step - 1, moves.shape[1]
         # Decisions that share a part of their labels.
         together = horizon
-        if self._samples:
-            seen = np.concatenate(self._samples)
+        if self._walked:
+            seen = np.concatenate(self._walked)
             order = np.argsort(seen, kind="stable")
             chances, labels = chances[order], labels[order]
             places = np.searchsorted(samples, seen[order])
@@ -178,20 +174,19 @@ class BarEvaluation:
             samples, moves = samples[places], moves[places]
         sides = chances.argmax(axis=1) - NEUTRAL
         others = self._baseline_sides(samples, sides, moves)
-        symbols = _symbols(data.store, samples)
-        if symbols is not None and "time" in data.store.fields:
-            order = np.argsort(data.store.gather("time", samples), kind="stable")
+        symbols = _symbols(self.store, samples)
+        if symbols is not None and "time" in self.store.fields:
+            order = np.argsort(self.store.gather("time", samples), kind="stable")
             chances, labels, sides = chances[order], labels[order], sides[order]
             samples, moves, symbols = samples[order], moves[order], symbols[order]
             others = {name: taken[order] for name, taken in others.items()}
             together *= len(np.unique(symbols))
         report = evaluate_classes(chances, labels, NAMES)
         kept = ("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "calibration_error")
-        taken = Trades(sides, moves[:, step], data.cost_pips)
+        taken = Trades(sides, moves[:, step], cost)
         earned, baselines = {"model": taken.earned}, {}
         for name, other in others.items():
-            cost = 0.0 if name == "buy and hold" else data.cost_pips
-            trades = Trades(other, moves[:, step], cost)
+            trades = Trades(other, moves[:, step], 0.0 if name == "buy and hold" else cost)
             earned[name] = trades.earned
             told = class_metrics(np.eye(NUM_DIRECTIONS)[other + NEUTRAL], labels)
             baselines[name] = {metric: told[metric] for metric in kept[:3]} | trades.metrics
@@ -204,14 +199,14 @@ class BarEvaluation:
         groups = {
             "class": report.groups["class"],
             "side": taken.by_side(),
-            "horizon": _by_horizon(sides, moves, data.cost_pips),
-            "part of the test span": taken.by_part(_parts(data.store, samples)),
+            "horizon": _by_horizon(sides, moves, cost),
+            "part of the test span": taken.by_part(_parts(self.store, samples)),
         }
         if symbols is not None:
             names = sorted(set(symbols))
             groups["symbol"] = taken.by_part({n: np.flatnonzero(symbols == n) for n in names})
-        pips = "pip" if data.cost_pips == 1 else "pips"
-        paid = f"a trade costs {data.cost_pips:g} {pips}, of {plan.pip:g} of the price"
+        pips = "pip" if cost == 1 else "pips"
+        paid = f"a trade costs {cost:g} {pips}, of {plan.pip:g} of the price"
         return Evaluation(
             len(labels),
             ("net_pips", True),
@@ -221,7 +216,7 @@ class BarEvaluation:
             groups,
             report.confusion,
             (_curve(earned, together), *report.curves),
-            examples=_examples(data, samples, symbols, chances, moves),
+            examples=_examples(self.store, plan, samples, symbols, chances, moves),
             notes=(
                 f"net_pips: per decision after {plan.direction_step} bars; {paid}",
                 f"intervals are drawn in blocks of {together} decisions, since neighbours share their labels",
@@ -231,24 +226,24 @@ class BarEvaluation:
 
     def _baseline_sides(self, samples: Array, sides: Array, moves: Array) -> dict[str, Array]:
         """Return each baseline's sides: -1, 0 or 1 per test sample."""
-        data, plan = self._data, self._data.plan
+        plan = self.plan
         step = plan.direction_step - 1
-        random = np.random.default_rng(data.seed)
+        random = np.random.default_rng(self.seed)
         found = {
             "buy and hold": np.ones(len(moves), np.int64),
             # As often in the market as the model, on sides that are drawn.
             "random": random.permutation(np.abs(sides)) * random.choice((-1, 1), len(sides)),
         }
-        last = last_values(data.store, samples, step)
+        last = last_values(self.store, samples, step)
         if last is not None:
             found["last value"] = _sides(last, plan.neutral)
-        fitted = thin_samples(np.arange(len(data.samples["train"])), _FIT_ROWS, data.seed)
-        known = summary_rows(data.store, data.base, data.samples["train"][fitted])
-        line = Ridge(known, data.returns["train"][fitted][:, [step]].astype(np.float64))
+        fitted = thin_samples(np.arange(len(self.samples["train"])), _FIT_ROWS, self.seed)
+        known = summary_rows(self.store, self.base, self.samples["train"][fitted])
+        line = Ridge(known, self.returns["train"][fitted][:, [step]].astype(np.float64))
         said = np.abs(line.predict(known)[:, 0])
-        tested = answer_samples(line, data.store, data.base, samples)[:, 0]
+        tested = answer_samples(line, self.store, self.base, samples)[:, 0]
         # A line says small returns: it trades as often as training samples moved.
-        share = float(np.mean(np.abs(data.returns["train"][:, step]) <= plan.neutral))
+        share = float(np.mean(np.abs(self.returns["train"][:, step]) <= plan.neutral))
         found["linear regression"] = _sides(tested, float(np.quantile(said, share)))
         return found
 
@@ -257,20 +252,16 @@ def last_values(store: Store, samples: Array, step: int) -> Array | None:
     """Return for each sample the latest return that was known at its decision; 0 where there is none."""
     if not {"time", "label_time"} <= store.fields.keys():
         return None
-    found, first = np.zeros(len(samples)), 0
-    for shard in store.manifest.shards:  # one symbol each; their times overlap
-        stop = first + shard.num_samples
-        low, high = np.searchsorted(samples, (first, stop))
-        if high > low:
-            time = store.gather("time", samples[low:high])
-            known_at = store.read_rows("label_time", first, stop)
-            returns = store.read_rows("targets", first, stop).reshape(shard.num_samples, -1)[
-                :, step
-            ]
-            order = np.argsort(known_at, kind="stable")
-            place = np.searchsorted(known_at[order], time, side="right") - 1
-            found[low:high] = np.where(place >= 0, returns[order][np.maximum(place, 0)], 0.0)
-        first = stop
+    found = np.zeros(len(samples))
+    starts = np.cumsum([0, *(shard.num_samples for shard in store.manifest.shards)])
+    for number, here, _ in shards_of(store, samples):  # one symbol each; their times overlap
+        span = int(starts[number]), int(starts[number + 1])
+        known_at = store.read_rows("label_time", *span)
+        returns = store.read_rows("targets", *span).reshape(len(known_at), -1)[:, step]
+        order = np.argsort(known_at, kind="stable")
+        time = store.gather("time", samples[here])
+        place = np.searchsorted(known_at[order], time, side="right") - 1
+        found[here] = np.where(place >= 0, returns[order][np.maximum(place, 0)], 0.0)
     return found
 
 
@@ -326,7 +317,12 @@ def _curve(earned: Mapping[str, Array], together: int) -> Curve:
 
 
 def _examples(
-    data: BarData, samples: Array, symbols: Array | None, chances: Array, moves: Array
+    store: Store,
+    plan: LabelPlan,
+    samples: Array,
+    symbols: Array | None,
+    chances: Array,
+    moves: Array,
 ) -> tuple[Example, ...]:
     """Return the most confident answers of different parts of the test span, with what came after."""
     if not len(samples):
@@ -334,21 +330,15 @@ def _examples(
     confidence = np.maximum(chances[:, UP], chances[:, DOWN])
     parts = np.array_split(np.arange(len(samples)), min(_NUM_EXAMPLES, len(samples)))
     chosen = [int(part[np.argmax(confidence[part])]) for part in parts]
-    has_time = "time" in data.store.fields
-    keys: Sequence[Any] = (
-        data.store.gather("time", samples[np.asarray(chosen)])
-        .astype("M8[ns]")
-        .astype("M8[m]")
-        .tolist()
-        if has_time
-        else samples[np.asarray(chosen)].tolist()
-    )
-    step = data.plan.direction_step - 1
+    keys: Sequence[Any] = samples[chosen].tolist()
+    if "time" in store.fields:
+        times = store.gather("time", samples[chosen])
+        keys = times.astype("M8[ns]").astype("M8[m]").tolist()
+    step, band = plan.direction_step - 1, plan.neutral / plan.pip
     made = []
     for place, key in zip(chosen, keys, strict=True):
         answer = int(chances[place].argmax())
         path = [(0.0, 0.0), *((float(k + 1), float(v)) for k, v in enumerate(moves[place]))]
-        band = data.plan.neutral / data.plan.pip
         forecast = {"up": band, "down": -band, "neutral": 0.0}[NAMES[answer]]
         lines = {
             "what came, pips": path,

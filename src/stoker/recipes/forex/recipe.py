@@ -3,9 +3,9 @@
 Enters: a store of `stoker pack bars` (or any store with series and forward returns). Leaves: a `Job`.
 Costs: one read of the targets and of up to 200,000 rows per timeframe; seconds.
 
-Labels are made on the device from the stored returns (`forex_labels.py`), the network is in
-`forex_model.py`. Samples are divided by time, with purge and embargo; every fitted number (scalers,
-label limits, baselines) comes from training samples.
+Labels are made on the device from the stored returns (`labels.py`), the network is in `model.py`.
+Samples are divided by time, with purge and embargo; every fitted number (scalers, label limits,
+baselines) comes from training samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.forex.evaluation import BarData, BarEvaluation, DirectionJudge
+from stoker.recipes.forex.evaluation import BarEvaluation, DirectionJudge
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
@@ -101,7 +101,10 @@ class ForexRecipe(Recipe):
         fields = [*timeframes, "targets"]
         warnings = quality_gate(store, fields, scaled=True)
         samples, notes = split_store(store, chosen)
-        returns = {name: _read_returns(store, ids) for name, ids in samples.items()}
+        returns = {
+            name: store.gather("targets", ids).reshape(len(ids), _horizon(store))
+            for name, ids in samples.items()
+        }
         plan = plan_labels(returns["train"], chosen)
         carried = _find_carried(store, timeframes, chosen) if chosen.stateful else ()
         plan_lanes = partial(
@@ -109,15 +112,6 @@ class ForexRecipe(Recipe):
         )
         lanes = plan_lanes(chosen.lanes, samples=samples["train"]) if carried else None
         base = store.manifest.attributes.get("base")
-        data = BarData(
-            store,
-            base if base in timeframes else timeframes[0],
-            plan,
-            samples,
-            returns,
-            chosen.cost_pips,
-            seed,
-        )
         notes += [
             describe_labels(plan, returns["train"]),
             *describe_cut(plan, returns["train"], chosen.cost_pips),
@@ -131,7 +125,16 @@ class ForexRecipe(Recipe):
             criterion=partial(forex_loss, weights=chosen.loss_weights),
             unpack=partial(unpack_forex, timeframes=timeframes, plan=plan),
             metrics=ForexMetrics,
-            final_metrics=partial(BarEvaluation, data),
+            final_metrics=partial(
+                BarEvaluation,
+                store,
+                base if base in timeframes else timeframes[0],
+                plan,
+                samples,
+                returns,
+                chosen.cost_pips,
+                seed,
+            ),
             baseline=find_baseline(returns["train"], returns["val"], plan, chosen.loss_weights),
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
@@ -340,11 +343,6 @@ def _find_timeframes(store: Store, options: ForexOptions) -> tuple[str, ...]:
 def _horizon(store: Store) -> int:
     shape = store.fields["targets"].shape
     return int(shape[0]) if shape else 1
-
-
-def _read_returns(store: Store, samples: Array) -> Array:
-    returns: Array = store.gather("targets", samples).reshape(len(samples), _horizon(store))
-    return returns
 
 
 def _num_columns(store: Store, name: str) -> int:
