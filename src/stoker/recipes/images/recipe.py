@@ -154,6 +154,11 @@ class ImagesRecipe(Recipe):
             torch.manual_seed(seed)
             model, network_notes = _build(facts, chosen)
         weights, class_note = class_weights(train_labels, names, chosen.balance)
+        mixing = (("mixup", chosen.mixup), ("cutmix", chosen.cutmix))
+        augmentation = [
+            chosen.augmentation,
+            *(f"{name} {alpha}" for name, alpha in mixing if alpha),
+        ]
         return Job(
             model=model,
             criterion=ClassificationLoss(chosen.label_smoothing, weights),
@@ -174,7 +179,7 @@ class ImagesRecipe(Recipe):
                 split_note,
                 *network_notes,
                 *class_note,
-                f"augmentation: {chosen.augmentation}{_mixing(chosen)}",
+                f"augmentation: {', '.join(augmentation)}",
                 *([f"weights are averaged, decay {chosen.ema}"] if chosen.ema else []),
             ),
             facts=facts,
@@ -371,13 +376,6 @@ def make_augmentation(facts: Facts, options: ImagesOptions, seed: int) -> Compos
 def _normalisation(facts: Facts) -> list[Any]:
     # Channels last is how convolutions are fastest, on a GPU and on most CPUs.
     return [Normalize(facts["mean"], facts["std"]), ToDtype(torch.float32, channels_last=True)]
-
-
-def _mixing(options: ImagesOptions) -> str:
-    parts = [
-        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
-    ]
-    return "".join(f", {part}" for part in parts)
 
 
 def _some(names: list[str], most: int = 8) -> str:
