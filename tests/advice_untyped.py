@@ -63,7 +63,7 @@ UNTYPED: dict[str, str] = {
     "recipes/images/networks.py: command('pip', 'install', '--force-reinstall', each)": "would install packages into the environment of the tests",
     "recipes/segmentation/recipe.py: 'stoker pack segmentation --help'": "needs a checkpoint of an older stoker",
     "recipes/inference.py: '--device cpu'": "needs a GPU",
-    "recipes/inference.py: _RAW": "one of its two places needs a run on repaired data; test_raw_tables.py predicts from such a run",
+    "recipes/answers.py: _RAW": "one of its two places needs a run on repaired data; test_raw_tables.py predicts from such a run",
     "recipes/answers.py: 'leave --split out'": "needs a run on a packed table; test_raw_tables.py refuses and answers the same call",
     "recipes/answers.py: command('stoker', 'predict', trained.loaded.saved.path, given, 'OUT.parquet')": "test_raw_tables.py types it with a store of a run",
     "recipes/forex/raw_bars.py: mend": "needs a run on bars; test_raw_bars.py reaches it",

@@ -15,6 +15,7 @@ from stoker.errors import InputError, SourceError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import load_model
 from stoker.recipes.forex.labels import describe_cut, plan_labels
+from stoker.recipes.forex.options import ForexOptions
 from stoker.recipes.run import run_recipe
 from stoker.sources.bars import BarsSource
 from stoker.sources.bars.reading import read_bars
@@ -57,13 +58,13 @@ def test_several_symbols_are_evaluated_in_the_order_of_time_and_each_by_itself(r
 @pytest.mark.parametrize(("size", "is_cut"), [(6e-3, True), (1e-4, False), (2e-6, True)])
 def test_sizes_that_are_cut_are_said_with_a_pip_that_fits(size, is_cut):
     returns = np.cumsum(np.random.default_rng(0).normal(0, size, (500, 12)), axis=1)
-    plan = plan_labels(returns, pip=1e-4, neutral_share=1 / 3)
+    plan = plan_labels(returns, ForexOptions())
     notes = describe_cut(plan, returns, 1.0)
     assert bool(notes) == is_cut
     if notes:
         pip, cost = map(float, re.findall(r"options\.\w+=(\S+)", notes[0]))
         assert cost * pip == pytest.approx(1e-4, rel=0.1)  # the same cost
-        assert describe_cut(plan_labels(returns, pip=pip, neutral_share=1 / 3), returns, cost) == []
+        assert describe_cut(plan_labels(returns, ForexOptions(pip=pip)), returns, cost) == []
 
 
 def test_an_exported_graph_says_that_its_bars_are_scaled(run):

@@ -9,13 +9,13 @@ from PIL import Image
 
 from stoker.recipes.images.recipe import PictureReader
 from stoker.recipes.pictures import given_pictures
-from stoker.recipes.segmentation.masks import Scale, ScenePictures
+from stoker.recipes.segmentation.masks import ScenePictures
 
 
 def read(given, channels=3, value_range=None):
     """Return the keys, the pixels and the reasons of pictures."""
-    rule = {"channels": channels, "value_range": value_range, "first_frame": False}
-    reader = PictureReader.open(given, size=(6, 5), normalise=lambda x: x, batch_size=2, **rule)
+    facts = {"size": (6, 5), "channels": channels, "value_range": value_range}
+    reader = PictureReader.open(given, facts | {"first_frame": False}, 2)
     batches = list(reader)
     keys = [key for batch in batches for key in batch.keys.tolist()]
     pixels = torch.cat([batch.batch["images"] for batch in batches])
@@ -96,10 +96,10 @@ def test_what_is_no_picture_has_a_reason_and_what_may_be_none_is_not_taken():
 
 def test_masks_are_made_of_pictures_in_memory(drawn):
     pixels, paths = drawn
-    more = {"channels": 3, "value_range": None, "first_frame": False, "batch_size": 2}
+    facts = {"size": (6, 5), "channels": 3, "value_range": None, "first_frame": False}
+    facts["original_sizes"] = None
     made = [
-        list(ScenePictures.open(given, scale=Scale((6, 5)), is_table=True, **more))
-        for given in (list(pixels), paths)
+        list(ScenePictures.open(given, facts, 2, is_table=True)) for given in (list(pixels), paths)
     ]
     for one, other in zip(*made, strict=True):
         assert torch.equal(one.batch["images"], other.batch["images"])
@@ -112,8 +112,8 @@ def test_pictures_in_other_units_are_told(tmp_path):
     Image.fromarray(shades).save(tmp_path / "float.tif")
     Image.fromarray((shades * 4095).astype(np.uint16)).save(tmp_path / "good.tif")
     Image.fromarray(np.zeros((6, 5), np.uint16)).save(tmp_path / "lens_cap.tif")
-    rule = {"channels": 1, "value_range": (0.0, 4095.0), "first_frame": False, "batch_size": 3}
-    reader = PictureReader.open(tmp_path, size=(6, 5), normalise=lambda x: x, **rule)
+    facts = {"size": (6, 5), "channels": 1, "value_range": (0.0, 4095.0), "first_frame": False}
+    reader = PictureReader.open(tmp_path, facts, 3)
     assert reader is not None
     assert len(list(reader)) == 1
     (note,) = reader.notes()

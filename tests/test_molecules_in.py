@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("rdkit")
 
 from stoker.errors import InputError, SourceError
-from stoker.recipes.massspec.molecules import ModelInputs, MoleculeReader, read_molecules_of
+from stoker.recipes.massspec.molecules import MoleculeReader, read_molecules_of
 from stoker.sources.massspec.conditions import (
     CONDITION_COLUMNS,
     completed_conditions,
@@ -20,16 +20,13 @@ from stoker.sources.massspec.conditions import (
     strange_conditions,
 )
 
-PLAIN = ModelInputs(graphs=False, max_mz=120)
+PLAIN = {"inputs": [], "num_bins": 121}
 HIGH = {"adduct": "[M+H]+", "ion_mode": "positive", "collision_energy": "40"}
 LOW = {"adduct": "[M-H]-", "ion_mode": "negative", "collision_energy": "20"}
 SEEN = np.array([encode_conditions("MS/MS", HIGH), encode_conditions("MS/MS", LOW)])
-MSMS = ModelInputs(
-    graphs=False,
-    max_mz=120,
-    usual=SEEN[0].tolist(),
-    ranges=list(zip(SEEN.min(0).tolist(), SEEN.max(0).tolist(), strict=True)),
-)
+USUAL = SEEN[0].tolist()
+RANGES = list(zip(SEEN.min(0).tolist(), SEEN.max(0).tolist(), strict=True))
+MSMS = PLAIN | {"usual_conditions": USUAL, "condition_ranges": RANGES}
 MGF = """BEGIN IONS
 NAME=ethanol
 SMILES=CCO
@@ -101,8 +98,8 @@ def test_what_is_not_said_is_as_usual_in_training(tmp_path):
     ],
 )
 def test_conditions_that_training_did_not_have_are_named(meta, wanted):
-    values = completed_conditions(encode_conditions("MS/MS", meta), MSMS.usual, MSMS.ranges)
-    assert strange_conditions(values, MSMS.ranges) == wanted
+    values = completed_conditions(encode_conditions("MS/MS", meta), USUAL, RANGES)
+    assert strange_conditions(values, RANGES) == wanted
 
 
 def test_an_ei_record_is_not_taken_for_ms_ms_nor_the_other_way(tmp_path):

@@ -17,12 +17,11 @@ from stoker.errors import CorruptError, InputError, StoreError
 from stoker.loader.loader import Loader
 from stoker.ownership import SIGNATURE
 from stoker.packing import PackOptions, pack
+from stoker.recipes.answers import find_samples, predict_file
 from stoker.recipes.catalogue import choose_recipe
 from stoker.recipes.inference import (
-    find_samples,
     find_training_store,
     load_trained,
-    predict_store,
     quantize_trained,
 )
 from stoker.recipes.run import run_recipe
@@ -86,7 +85,7 @@ def test_predictions_are_the_models_outputs_in_order_every_sample_once(
     job.model.load_state_dict(Checkpoints(run.run_dir).load(run.best).state["model"])
     job.model.eval()
     augment = None if job.augmentation is None else job.augmentation.validation()
-    report = predict_store(
+    report = predict_file(
         load_trained(run.best), store.path, tmp_path / "p.parquet", batch_size=7, device=device
     )
     assert report.num_rows == store.num_samples
@@ -128,8 +127,8 @@ def test_no_targets_are_needed(kind, runs, tmp_path):
     }  # fmt: skip
     new = write_store(tmp_path / "bare", [bare])
     assert not {"targets", "masks", "mz"} & set(new.fields)
-    predict_store(trained, new.path, tmp_path / "new.parquet", device="cpu")
-    predict_store(trained, store.path, tmp_path / "old.parquet", device="cpu")
+    predict_file(trained, new.path, tmp_path / "new.parquet", device="cpu")
+    predict_file(trained, store.path, tmp_path / "old.parquet", device="cpu")
     answers, with_names = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("new", "old"))
     assert answers.to_pydict() == with_names.select(answers.column_names).to_pydict()
 
@@ -166,7 +165,7 @@ def test_splits(runs, tmp_path):
     for part, name in zip(parts, ("train", "val", "test"), strict=True):
         assert part.tolist() == job.samples[name].tolist()
     assert sorted(np.concatenate(parts).tolist()) == list(range(store.num_samples))
-    predict_store(trained, store.path, tmp_path / "t.parquet", split="test", device="cpu")
+    predict_file(trained, store.path, tmp_path / "t.parquet", split="test", device="cpu")
     assert read(tmp_path / "t.parquet")[1]["sample"].tolist() == parts[2].tolist()
     with pytest.raises(InputError, match="--split is 'tests'"):
         find_samples(store, trained, "tests")
@@ -186,10 +185,10 @@ def test_other_columns_and_missing_fields_are_refused(runs, tmp_path):
     values = store.read_rows("features", 0, 10)
     swapped = write_store(tmp_path / "a", [{"features": Dense(values, tuple("bacdefg"))}])
     with pytest.raises(InputError, match="'a' was trained on, 'b' stands there"):
-        predict_store(trained, swapped.path, tmp_path / "p.parquet", device="cpu")
+        predict_file(trained, swapped.path, tmp_path / "p.parquet", device="cpu")
     missing = write_store(tmp_path / "b", [{"x": Dense(values)}])
     with pytest.raises(InputError, match="has no field 'features'; it holds x"):
-        predict_store(trained, missing.path, tmp_path / "p.parquet", device="cpu")
+        predict_file(trained, missing.path, tmp_path / "p.parquet", device="cpu")
     assert not (tmp_path / "p.parquet").exists()
 
 
@@ -212,14 +211,14 @@ def test_the_repairs_of_training_are_made_on_new_data(tmp_path):
     settings = settings_for("tabular", tmp_path / "clean", tmp_path / "run")
     trained = load_trained(run_recipe(settings, device="cpu").best)
     assert len(trained.facts["repairs"]["features"]) == 2
-    packed = predict_store(trained, tmp_path / "clean", tmp_path / "a.parquet", device="cpu")
-    made = predict_store(trained, tmp_path / "raw.h5", tmp_path / "b.parquet", device="cpu")
+    packed = predict_file(trained, tmp_path / "clean", tmp_path / "a.parquet", device="cpu")
+    made = predict_file(trained, tmp_path / "raw.h5", tmp_path / "b.parquet", device="cpu")
     assert "as packed" in packed.notes[0]
     assert "made here as in training (clip:0.065,0.935@b, robust" in made.notes[0]
     assert pq.read_table(tmp_path / "a.parquet") == pq.read_table(tmp_path / "b.parquet")
     pack(source, tmp_path / "asinh", PackOptions(jobs=1, repairs=(clip, "asinh")))
     with pytest.raises(InputError, match="b, asinh; the model was trained on clip"):
-        predict_store(trained, tmp_path / "asinh", tmp_path / "c.parquet", device="cpu")
+        predict_file(trained, tmp_path / "asinh", tmp_path / "c.parquet", device="cpu")
 
 
 # -- the file ------------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ def test_the_repairs_of_training_are_made_on_new_data(tmp_path):
 
 def test_the_file_says_where_it_comes_from(runs, tmp_path):
     store, run = runs("segmentation")
-    predict_store(load_trained(run.best), store.path, tmp_path / "p.parquet", device="cpu")
+    predict_file(load_trained(run.best), store.path, tmp_path / "p.parquet", device="cpu")
     schema = pq.read_schema(tmp_path / "p.parquet")
     about = json.loads(schema.metadata[b"stoker"])
     assert about["recipe"] == "segmentation"
@@ -377,8 +376,8 @@ def test_an_int8_checkpoint_predicts_like_any_other(runs, tmp_path):
     assert report.metric_before == pytest.approx(run.test["loss"], rel=1e-4)
     assert report.latency_before is not None
     small = load_trained(tmp_path / "int8.pt")
-    predict_store(small, store.path, tmp_path / "a.parquet", split="test")
-    predict_store(trained, store.path, tmp_path / "b.parquet", split="test", device="cpu")
+    predict_file(small, store.path, tmp_path / "a.parquet", split="test")
+    predict_file(trained, store.path, tmp_path / "b.parquet", split="test", device="cpu")
     (_, a), (_, b) = read(tmp_path / "a.parquet"), read(tmp_path / "b.parquet")
     assert a["sample"].tolist() == b["sample"].tolist()
     assert 0 < np.abs(a["probability"] - b["probability"]).max() < 0.05

@@ -13,7 +13,6 @@ from run_makers import settings_for
 from stoker.errors import InputError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import Model, load_model, predict_file
-from stoker.recipes.inference import predict_store
 from stoker.recipes.run import run_recipe
 from stoker.sources.bars import BarsSource
 from stoker.store.reader import open_store
@@ -42,7 +41,7 @@ def folder(model):
 
 
 def test_raw_bars_and_packed_bars_get_the_same_answers(model, folder, tmp_path):
-    predict_store(model.trained, folder / "store", tmp_path / "s.parquet", device="cpu")
+    predict_file(model.trained, folder / "store", tmp_path / "s.parquet", device="cpu")
     want = pq.read_table(tmp_path / "s.parquet")
     with open_store(folder / "store") as store:
         time = store.read_rows("time", 0, store.num_samples)

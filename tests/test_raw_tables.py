@@ -15,7 +15,7 @@ from run_makers import settings_for
 from stoker.errors import InputError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import load_model, predict_file
-from stoker.recipes.inference import Trained, load_trained, predict_store
+from stoker.recipes.inference import Trained, load_trained
 from stoker.recipes.run import run_recipe
 from stoker.recipes.scaling import RobustScale
 from stoker.sources.tables import TableSource
@@ -66,7 +66,7 @@ def test_raw_rows_and_packed_rows_get_the_same_answers(trained, tmp_path):
     """Columns in another order, with and without the target, in other formats: bit for bit the same."""
     rows = people()
     store = trained.loaded.saved.path.parent.parent / "store"
-    predict_store(trained, store, tmp_path / "a.parquet", device="cpu")
+    predict_file(trained, store, tmp_path / "a.parquet", device="cpu")
     want = pq.read_table(tmp_path / "a.parquet")
     names = ["size", "ok", "when", "ms", "age", "kind", "extra"]
     write_csv(tmp_path / "b.csv", rows, names, delimiter="\t")

@@ -24,7 +24,7 @@ from stoker.recipes.forex.labels import (
     make_labels,
     plan_labels,
 )
-from stoker.recipes.forex.model import ForexModel, Recurrent, SeriesInput
+from stoker.recipes.forex.model import ForexModel, Recurrent
 from stoker.recipes.forex.recipe import ForexOptions, ForexRecipe
 from stoker.recipes.metrics import ClassCounts, MaskedMean
 from stoker.recipes.options import parse_options
@@ -101,10 +101,13 @@ def take(store: Store, job: Job, samples: np.ndarray, device: str = "cpu") -> Ba
 
 
 def make_model(num_timeframes: int = 2, **options: object) -> ForexModel:
-    about = SeriesInput(np.zeros(3), np.ones(3), (True, False, False), 10.0, "mask")
-    series = {f"M{number + 1}": about for number in range(num_timeframes)}
+    features = {f"M{number + 1}": 3 for number in range(num_timeframes)}
     torch.manual_seed(0)
-    return ForexModel(series, **{"d_model": 8, "heads": 2, "num_layers": 2, **options})
+    chosen = ForexOptions(**{"d_model": 8, "heads": 2, **options})
+    model = ForexModel(features, chosen, chosen.carried or ())
+    for encoder in model.encoders.values():
+        encoder.steps[0] = 1.0
+    return model
 
 
 def make_inputs(model: ForexModel, batch: int = 3, bars: int = 7) -> dict[str, torch.Tensor]:
@@ -150,13 +153,13 @@ def test_limits_come_from_the_returns_they_are_given():
     rng = np.random.default_rng(1)
     sizes = np.array([0.2, 1.0, 1.8, 3.2, 6.0, 20.0]) * 1e-4 / 0.6745  # the median of |normal|
     returns = rng.normal(size=(20_000, HORIZON)) * sizes
-    plan = plan_labels(returns, pip=1e-4, neutral_share=0.25)
+    plan = plan_labels(returns, ForexOptions(neutral_share=0.25))
     assert (plan.scalp_step, plan.swing_step, plan.direction_step) == (2, 4, 6)
     assert np.mean(np.abs(returns[:, 5]) <= plan.neutral) == pytest.approx(0.25, abs=1e-3)
-    given = plan_labels(returns, pip=1e-4, neutral_share=0.0, direction_step=2, scalp_step=5)
+    given = plan_labels(returns, ForexOptions(neutral_share=0.0, direction_step=2, scalp_step=5))
     assert (given.neutral, given.direction_step, given.scalp_step) == (0.0, 2, 5)
     with pytest.raises(InputError, match=r"swing_step.*7"):
-        plan_labels(returns, pip=1e-4, neutral_share=0.25, swing_step=7)
+        plan_labels(returns, ForexOptions(neutral_share=0.25, swing_step=7))
 
 
 # ----------------------------------------------------------------------------------- nothing ahead
@@ -245,15 +248,14 @@ def count(model: torch.nn.Module) -> int:
 
 def test_parameters_at_the_default_sizes():
     d, features, timeframes = 128, 11, 5
-    about = SeriesInput(np.zeros(features), np.ones(features), (False,) * features, 10.0, "mask")
     names = ("M1", "M5", "M15", "H1", "H4")
-    model = ForexModel(dict.fromkeys(names, about))
+    model = ForexModel(dict.fromkeys(names, features), ForexOptions())
     lstm = 4 * d * (features + 1 + d + 2) + 4 * d * (2 * d + 2)
     attention = 4 * (d * d + d)
     encoder = lstm + 2 * d + d + attention
     fusion = attention + (d * 4 * d + 4 * d) + (4 * d * d + d) + 4 * d
     assert count(model) == timeframes * encoder + fusion + 2 * d + 6 * (d + 1)
-    one_call = ForexModel(dict.fromkeys(names, about), dropout=0.0)
+    one_call = ForexModel(dict.fromkeys(names, features), ForexOptions(dropout=0.0))
     assert count(one_call) == count(model)
     assert len(one_call.encoders["M5"].recurrent.calls) == 1
     assert one_call.encoders["M5"].recurrent.calls[0].num_layers == 2
@@ -303,8 +305,7 @@ def test_gaps_are_masked_flagged_or_ignored():
     jump[0, 2, 0] = 77.0  # the step over the gap
     made = {}
     for mode in ("mask", "flag", "ignore"):
-        about = SeriesInput(np.zeros(3), np.ones(3), (True, False, False), None, mode)
-        encoder = ForexModel({"M5": about}, d_model=8, heads=2).encoders["M5"]
+        encoder = make_model(1, gaps=mode, input_clip=None).encoders["M1"]
         made[mode] = encoder.prepare(jump, gap)
     assert made["mask"][0, 2].tolist() == [0.0, *window[0, 2, 1:].tolist(), 1.0]
     assert made["mask"][0, 1].tolist() == [*window[0, 1].tolist(), 0.0]

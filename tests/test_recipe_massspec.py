@@ -47,6 +47,7 @@ from stoker.recipes.massspec.models import (
     soften,
     temperature_at,
 )
+from stoker.recipes.massspec.options import MassSpecOptions, TeacherOptions
 from stoker.recipes.massspec.recipe import (
     MassSpecRecipe,
     MassSpecTeacherRecipe,
@@ -156,7 +157,7 @@ def test_the_head_is_the_gated_formula(device):
 @pytest.mark.parametrize("num_bins", [1, 2, 77, 501])
 def test_no_bin_above_the_mass_and_five_is_ever_filled(num_bins):
     torch.manual_seed(1)
-    model = Student(num_bins, width=32, num_blocks=1)
+    model = Student(num_bins, 0, MassSpecOptions(width=32, num_blocks=1))
     masses = torch.tensor([16.0, 60.4, 300.0, 900.0])
     inputs = {"ecfp": torch.randint(0, 4, (4, 4096)).float(), "mol_weight": masses}
     spectra = model(inputs)["spectrum"]
@@ -170,7 +171,7 @@ def test_no_bin_above_the_mass_and_five_is_ever_filled(num_bins):
 
 
 def test_the_default_student_is_neims_with_lighter_layers():
-    model = Student()
+    model = Student(501, 0, MassSpecOptions())
     count = sum(parameter.numel() for parameter in model.parameters())
     width, narrow, bins = 1024, 512, 501
     block = 2 * width * narrow + 2 * narrow + width + 2 * width + narrow  # two Linear, two norms
@@ -263,7 +264,8 @@ def test_padding_without_a_spare_atom_is_harmless(teacher_job):
 
 def test_dropped_bonds_are_silent_both_ways_and_only_in_training():
     torch.manual_seed(3)
-    model = Teacher(num_bins=10, **GRAPH, width=16, num_blocks=1, drop_edge=0.5)
+    options = TeacherOptions(**GRAPH, width=16, num_blocks=1, drop_edge=0.5)
+    model = Teacher(10, 0, options)
     kept = model._draw_edges(400, torch.zeros(1))
     assert set(kept.unique().tolist()) == {0.0, 1.0}
     assert torch.equal(kept[0::2], kept[1::2])
@@ -615,7 +617,7 @@ def test_the_job_follows_the_store_and_the_seed(store, student_job):
         ({"distill_weights": [0, 0, 0]}, "not all 0"),
         ({"recall_at": []}, "'recall_at'"),
         ({"teacher": 5}, "'teacher' is 'int'"),
-        ({"teacher": Teacher(5, 1, 4, 4, 1)}, "a model of 5 bins"),
+        ({"teacher": Teacher(5, 0, TeacherOptions(graph_width=4, width=4))}, "a model of 5 bins"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(store, options, words):

@@ -13,6 +13,7 @@ from recipe_loops import NoWaiting, train_job
 from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.packing import PackOptions, pack
+from stoker.recipes.pictures import channel_statistics
 from stoker.recipes.segmentation.evaluation import (
     IGNORE,
     SegmentationMetrics,
@@ -28,7 +29,6 @@ from stoker.recipes.segmentation.network import (
 from stoker.recipes.segmentation.recipe import (
     SegmentationOptions,
     SegmentationRecipe,
-    channel_statistics,
     count_pixels,
     find_classes,
     make_augmentation,
@@ -90,7 +90,7 @@ def test_the_net_is_as_light_as_the_documents_ask():
     def count(module):
         return sum(parameter.numel() for parameter in module.parameters())
 
-    net = MicroSegFormer(num_classes=19)
+    net = MicroSegFormer(19, 3, SegmentationOptions())
     assert MAX_PARAMETERS == 1_821_085
     assert 1_500_000 < count(net) <= MAX_PARAMETERS
     assert count(net.head.scales) < 30_000  # the multi-scale part is the light one
@@ -100,9 +100,8 @@ def test_the_net_is_as_light_as_the_documents_ask():
 @pytest.mark.parametrize("size", [(1, 1), (5, 9), (33, 47), (64, 64), (65, 31)])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_logits_have_the_images_size(device, size, channels):
-    net = MicroSegFormer(
-        4, channels, **{name: TINY[name] for name in ("widths", "depths", "heads")}
-    )
+    sizes = {name: TINY[name] for name in ("widths", "depths", "heads")}
+    net = MicroSegFormer(4, channels, SegmentationOptions(**sizes))
     logits = net.to(device)(torch.rand(2, channels, *size, device=device))
     assert logits.shape == (2, 4, *size)
     logits.sum().backward()

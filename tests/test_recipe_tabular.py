@@ -29,7 +29,6 @@ from stoker.recipes.schedule import MAX_LR_FACTOR, lr_factor
 from stoker.recipes.tabular.data import find_inputs, find_task, split_samples
 from stoker.recipes.tabular.evaluation import Classify, Regress, _plain
 from stoker.recipes.tabular.model import (
-    PatchShape,
     PatchTransformer,
     RowMlp,
     TabularModel,
@@ -171,15 +170,24 @@ def test_the_soft_bound_bounds_and_keeps_gradients_where_a_clamp_has_none():
     assert torch.equal(bound_outputs(x, None, "soft"), x)
 
 
+ONE_NUMBER = {
+    "is_series": False,
+    "window": None,
+    "num_features": 1,
+    "num_outputs": 1,
+    "is_classifier": False,
+    "body": "mlp",
+}
+
+
 def test_a_model_that_ran_away_comes_back_under_the_soft_bound_only():
     """S4's clamp: beyond the bound no gradient is left, so the loss never moves again."""
     losses = {}
     for mode in ("soft", "clamp"):
-        body = torch.nn.Linear(1, 1)
-        torch.nn.init.constant_(body.weight, 0.0)
-        torch.nn.init.constant_(body.bias, 25.0)
-        scaler = RobustScale(np.zeros(1), np.ones(1), None)
-        model = TabularModel(scaler, body, bound=10.0, bound_mode=mode)
+        options = TabularOptions(hidden=(), output_bound=10.0, output_bound_mode=mode)
+        model = TabularModel(options, ONE_NUMBER)
+        torch.nn.init.constant_(model.body[-1].weight, 0.0)
+        torch.nn.init.constant_(model.body[-1].bias, 25.0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.0)
         for _ in range(80):
             loss = model(torch.ones(4, 1)).square().mean()
@@ -194,10 +202,14 @@ def test_a_model_that_ran_away_comes_back_under_the_soft_bound_only():
 # ------------------------------------------------------------------------------------------ networks
 
 
+def small_patches(patch: int, stride: int, **more) -> TabularOptions:
+    sizes = {"d_model": 8, "layers": 1, "heads": 2, "ffn_factor": 2, "dropout": 0.0}
+    return TabularOptions(patch=patch, stride=stride, **sizes, **more)
+
+
 def test_shapes_and_parameters_of_s4():
-    shape = PatchShape()
-    assert shape.num_patches(168) == 20
-    model = PatchTransformer(168, 159, shape, 36, 0.1)
+    model = PatchTransformer(168, 159, TabularOptions(), 36)
+    assert model.places.shape == (1, 20, 256)
     d = 256
     layer = 4 * (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d) + 4 * d
     embed, head = 16 * 159 * d + d, 20 * d * 36 + 36
@@ -205,16 +217,16 @@ def test_shapes_and_parameters_of_s4():
     mlp = RowMlp(256, (512, 512), 3, 0.0)
     assert count(mlp) == 256 * 512 + 512 + 512 * 512 + 512 + 512 * 3 + 3
     assert mlp(torch.zeros(5, 256)).shape == (5, 3)
-    tiny = PatchTransformer(14, 3, PatchShape(8, 1, 2, 2, 4, 2), 5, 0.0)
+    tiny = PatchTransformer(14, 3, small_patches(4, 2), 5)
     assert tiny(torch.zeros(6, 14, 3)).shape == (6, 5)
     with pytest.raises(InputError, match="windows of 14"):
-        PatchTransformer(14, 3, PatchShape(), 5, 0.0)
+        PatchTransformer(14, 3, TabularOptions(), 5)
 
 
 @pytest.mark.parametrize("window", [4, 5, 9, 14])
 def test_every_row_of_a_window_is_in_a_patch_and_the_last_patch_ends_now(window):
     torch.manual_seed(0)
-    model = PatchTransformer(window, 2, PatchShape(8, 1, 2, 2, 4, 3), 1, 0.0).eval()
+    model = PatchTransformer(window, 2, small_patches(4, 3), 1).eval()
     rows = torch.randn(1, window, 2, requires_grad=True)
     model(rows).sum().backward()
     assert rows.grad.abs().sum(dim=2).min() > 0
@@ -225,10 +237,9 @@ def test_independent_channels_share_their_weights():
     torch.manual_seed(0)
     rows = torch.randn(2, 12, 5)
     swapped = rows[:, :, [4, 2, 0, 1, 3]]
-    sizes = (8, 1, 2, 2, 4, 2)
-    apart = PatchTransformer(12, 5, PatchShape(*sizes, "independent"), 3, 0.0).eval()
+    apart = PatchTransformer(12, 5, small_patches(4, 2, channels="independent"), 3).eval()
     torch.testing.assert_close(apart(rows), apart(swapped))
-    mixed = PatchTransformer(12, 5, PatchShape(*sizes, "mixed"), 3, 0.0).eval()
+    mixed = PatchTransformer(12, 5, small_patches(4, 2, channels="mixed"), 3).eval()
     assert not torch.allclose(mixed(rows), mixed(swapped))
     assert count(mixed) - count(apart) == 4 * 4 * 8  # (features - 1) x patch x d_model
 
@@ -237,7 +248,7 @@ def test_the_gain_of_the_first_weights():
     torch.manual_seed(0)
     for body in (
         RowMlp(200, (300,), 4, 0.0),
-        PatchTransformer(16, 3, PatchShape(64, 1, 2, 2), 9, 0.0),
+        PatchTransformer(16, 3, TabularOptions(d_model=64, layers=1, heads=2, ffn_factor=2), 9),
     ):
         set_gain(body, 0.5)
         for part in body.modules():
@@ -325,7 +336,7 @@ def test_floats_that_are_a_few_whole_numbers_are_classes(tmp_path):
     with pytest.raises(InputError, match="one whole number per sample"):
         find_task(store, "targets", values, "classification")
     with pytest.raises(InputError, match="1 different values"):
-        find_task(store, "targets", np.zeros(5, np.int64), None)
+        find_task(store, "targets", np.zeros(5, np.int64), "auto")
 
 
 def test_inputs_that_cannot_be_found_are_named(classes, series):
@@ -472,7 +483,7 @@ def test_regression_metrics_equal_numpy_in_the_targets_own_units(device):
     for rows in (slice(0, 20), slice(20, 31)):
         targets = goal.encode(torch.from_numpy(val[rows]).to(device))
         metrics.update(answers[rows].to(device), targets)
-    facts = goal.model_facts
+    facts = goal.fitted
     values = answers.numpy() * facts["target_scale"] + facts["target_center"]
     scaled = (val - train.mean(axis=0)) / facts["target_scale"]
     share = (((values - val) / facts["target_scale"]) ** 2).mean() / (scaled**2).mean()

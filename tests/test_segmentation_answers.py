@@ -370,13 +370,13 @@ def test_a_store_gets_a_folder_of_masks_whatever_kind_it_is(trained):
 
 def test_large_pictures_keep_the_scale_of_training_of_encoded_pictures(trained):
     from stoker.recipes.pictures import sized_store
-    from stoker.recipes.segmentation.recipe import _packed_as
+    from stoker.recipes.segmentation.recipe import find_original_sizes
     from stoker.store.reader import open_store
 
     root, _ = trained
     with open_store(root / "store") as pixels, open_store(root / "encoded") as files:
-        wanted = _packed_as(pixels)["original_sizes"]
-        found = _packed_as(sized_store(files, (24, 32), (8, 8)))["original_sizes"]
+        wanted = find_original_sizes(pixels)
+        found = find_original_sizes(sized_store(files, (24, 32), (8, 8)))
     assert found["most"] == wanted["most"] == [48, 64]
     assert found["scale"] == pytest.approx(wanted["scale"])
 

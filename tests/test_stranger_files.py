@@ -22,8 +22,8 @@ from stoker.sources.images.segmentation import SegmentationSource
 from stoker.store.reader import open_store
 
 _SMALL = {
-    "size": (4, 4), "channels": 3, "value_range": None, "first_frame": False,
-    "normalise": lambda x: x.float(), "batch_size": 8,
+    "facts": {"size": (4, 4), "channels": 3, "value_range": None, "first_frame": False},
+    "batch_size": 8,
 }  # fmt: skip
 
 # -- names -----------------------------------------------------------------------------------------

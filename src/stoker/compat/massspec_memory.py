@@ -331,16 +331,15 @@ def _training(store: str, kind: Kind) -> dict[str, Any]:
     from stoker.compat.massspec import NISTDataLoader
     from stoker.machine import peak_rss_bytes
     from stoker.recipes.massspec.models import Student, cosine_loss
-    from stoker.recipes.massspec.recipe import LEARNING_RATE, MassSpecOptions, make_adam
+    from stoker.recipes.massspec.options import MassSpecOptions
+    from stoker.recipes.massspec.recipe import LEARNING_RATE, make_adam
     from stoker.train.trainer import Trainer
 
     options = MassSpecOptions()
     dataset = _open(store, kind)
     train = NISTDataLoader.create_dataloaders(dataset, BATCH_SIZE, num_workers=0)[0]
     batches = list(itertools.islice(train, _NUM_STEPS))
-    model = Student(
-        dataset.max_mz + 1, options.width, options.num_blocks, options.bottleneck, options.dropout
-    )
+    model = Student(dataset.max_mz + 1, 0, options)
     trainer = Trainer(
         model,
         batches,

@@ -11,8 +11,8 @@ and the same for all recipes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,23 @@ import pyarrow as pa
 import torch
 
 from stoker.address import as_url
+from stoker.augment import Compose
+from stoker.augment.geometry import Resize
 from stoker.display import command, look_for, quoted
 from stoker.errors import InputError
-from stoker.recipes.contract import RawReader
+from stoker.loader.loader import Loader
+from stoker.loader.splits import select_samples
+from stoker.ownership import check_output
+from stoker.recipes.catalogue import check_columns, fingerprint
+from stoker.recipes.classification import AnswerJudge
+from stoker.recipes.contract import Judge, RawReader, Rebuilt, Tensors
+from stoker.recipes.gate import SPLITS
 from stoker.recipes.inference import (
     BATCH_SIZE,
-    PredictReport,
     Trained,
-    check_answers,
     device_for,
     load_trained,
-    make_judge,
-    predict_store,
-    write_out,
+    store_loader,
 )
 from stoker.recipes.raw_tables import open_raw_table
 from stoker.recipes.registry import blamed
@@ -42,11 +46,23 @@ from stoker.report import Progress, Silent
 from stoker.runs.evaluation import Evaluation
 from stoker.store.fields import Array
 from stoker.store.manifest import MANIFEST_NAME
+from stoker.store.reader import Store, open_store
+from stoker.store.repairs import FittedRepair
 from stoker.store.zarr import is_zarr
 from stoker.train.predict import (
+    FILE_COLUMN,
+    SAMPLE_COLUMN,
+    TIME_COLUMN,
     Predicted,
+    Repairer,
     as_rows,
+    check_ending,
+    is_written_here,
+    predict,
+    write_predictions,
 )
+
+_RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 
 class Model:
@@ -90,10 +106,12 @@ class Model:
             InputError: The input is of another kind, or lacks what the model was trained on.
         """
         reader = open_raw(self.trained, given, {**told, "batch_size": batch_size})
-        answers = _Answers(self.trained, reader, batch_size, device, given)
+        target = device_for(self.trained, device)
+        what = quoted(given) if isinstance(given, str | Path) else f"the {type(given).__name__}"
+        rows = _raw_rows(self.trained, reader, batch_size, target, what)
         tables = [
             pa.Table.from_batches([as_rows(predicted, {}, reader.key, self.class_names)])
-            for predicted in answers.predict()
+            for predicted in _Answers(self.trained, rows)
         ]
         if len({str(table.schema) for table in tables}) > 1:
             tables = [_with_free_lengths(table) for table in tables]  # masks of several sizes
@@ -126,43 +144,52 @@ def load_model(path: str | Path) -> Model:
     return Model(load_trained(path))
 
 
+@dataclass(frozen=True)
+class PredictReport:
+    """What was predicted."""
+
+    path: Path  # the file
+    num_rows: int  # one per sample
+    columns: tuple[str, ...]  # their names
+    seconds: float  # from the first batch to the whole file
+    notes: tuple[str, ...]  # what was done to the data on the way, and what a user should know
+    evaluation: Evaluation | None  # how good the answers are, where the input has targets
+
+
 def predict_file(
-    trained: Trained,
-    given: str | Path,
+    trained: Trained,  # from `load_trained`
+    given: str | Path,  # a store with the fields that the model reads, or raw input; no targets
+    # the Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending
     out: str | Path,
     *,
-    split: str = "all",
-    batch_size: int = BATCH_SIZE,
+    split: str = "all",  # of a store: "all", "train", "val" or "test"
+    batch_size: int = BATCH_SIZE,  # samples per forward pass
+    # the first GPU by default; int8 weights run on the CPU only
     device: str | torch.device | None = None,
-    progress: Progress | None = None,
-    **told: Any,
+    progress: Progress | None = None,  # told how far it is
+    **told: Any,  # for `Recipe.open_raw`
 ) -> PredictReport:
-    """Write an answer for every sample of a store, or every row of raw input.
-
-    `told` is for `Recipe.open_raw`; `split` is that of a store.
+    """Write an answer for every sample of a store, or every row of raw input, in its order.
 
     Raises:
         InputError: The input or the output cannot be used.
     """
-    recipe = trained.chosen.recipe
+    recipe, out, shown = trained.chosen.recipe, Path(out), progress or Silent()
     if as_url(given) is None and not Path(given).exists():
         raise InputError(
             f"{given} does not exist.",
             f"{recipe.raw_kinds + '; or ' if recipe.raw_kinds else ''}a store like that of training",
             look_for(Path(given)),
         )
+    # The recipe itself writes some outputs, by their ending.
+    check_ending(out, recipe.endings)
+    is_own = (out.suffix.lower() or "/") in recipe.endings
+    if not is_own:
+        check_output(out, [trained.loaded.saved.path, given], is_written_here)
+    target = device_for(trained, device)
     if is_store(given):
-        return predict_store(
-            trained,
-            given,
-            out,
-            split=split,
-            batch_size=batch_size,
-            device=device,
-            progress=progress,
-        )
-    out = Path(out)
-    is_own = check_answers(trained, out, given)
+        with open_store(given) as store:
+            return _predict_store(trained, store, out, is_own, split, batch_size, target, shown)
     if split != "all":
         raise InputError(
             f"--split is {split!r}, and {given} is raw input.",
@@ -170,19 +197,113 @@ def predict_file(
             "leave --split out",
         )
     reader = open_raw(trained, given, {**told, "batch_size": batch_size, "is_table": not is_own})
-    shown = progress or Silent()
     shown.start("predicting", reader.num_rows, "rows")
-    answers = _Answers(trained, reader, batch_size, device, given)
+    report = _write(
+        trained,
+        out,
+        is_own,
+        _Answers(trained, _raw_rows(trained, reader, batch_size, target, quoted(given))),
+        {"input": str(given)},
+        shown,
+        reader.key,
+    )
+    told_of = "of the rows whose target is in the input"
+    return _with_notes(report, reader.notes(), told_of)
+
+
+def _predict_store(
+    trained: Trained,
+    store: Store,
+    out: Path,
+    is_own: bool,
+    split: str,
+    batch_size: int,
+    device: torch.device,
+    shown: Progress,
+) -> PredictReport:
+    recipe, options, facts = trained.chosen.recipe, trained.chosen.options, trained.facts
+    check_columns(store, facts)
+    repairer, notes = _find_repairs(store, facts)
+    samples = find_samples(store, trained, split)
+    made, resized = _resizing(store, trained)
+    trained = replace(trained, made=made)
+    key, keyed = _own_keys(store, facts)
+
+    def rows(loader: Loader) -> Iterator[tuple[Predicted, Array | None]]:
+        model = made.model.to(device)
+        for predicted in predict(model, loader, made.unpack, made.predict, repairer):
+            ids = predicted.sample_ids
+            shown.advance(len(ids) if is_own else 0)
+            named = _named(store, predicted, recipe.label_fields) if is_own else keyed(predicted)
+            yield named, recipe.read_truth(store, ids, made, options, facts)
+
+    about = {"store": store.name, "data": fingerprint(store), "split": split}
+    with store_loader(store, trained, samples, batch_size, device) as loader:
+        shown.start("predicting", len(samples), "samples")
+        report = _write(trained, out, is_own, _Answers(trained, rows(loader)), about, shown, key)
+    is_seen = split in ("all", "train") and _is_trained_on(store, trained)
+    seen = "training samples are among them: --split test says what the model is worth"
+    return _with_notes(report, [*notes, *resized], seen if is_seen else "")
+
+
+def _with_notes(report: PredictReport, first: Sequence[str], of_evaluation: str) -> PredictReport:
+    """Return a report with notes before its own, and one behind those of its evaluation."""
+    found = report.evaluation
+    if found is not None and of_evaluation:
+        found = replace(found, notes=(*found.notes, of_evaluation))
+    return replace(report, notes=(*first, *report.notes), evaluation=found)
+
+
+def _write(
+    trained: Trained,
+    out: Path,
+    is_own: bool,
+    answers: _Answers,
+    about: Mapping[str, Any],  # what they are of
+    shown: Progress,
+    key: str,
+) -> PredictReport:
+    recipe, saved = trained.chosen.recipe, trained.loaded.saved
     began = time.perf_counter()
-    about = {"input": str(given)}
-    num_rows, said = write_out(
-        trained, out, is_own, answers.predict(), about, shown, key=reader.key
-    )
+    said: Sequence[str] = ()
+    with blamed(recipe, "predict"):
+        if is_own:
+            written = recipe.write_answers(out, iter(answers), trained.made, trained.facts)
+            num_rows, said = written if isinstance(written, tuple) else (written, ())
+        else:
+            whose = {"checkpoint": str(saved.path), "step": saved.step}
+            about = {**whose, "recipe": trained.chosen.key, **about}
+            classes = trained.class_names
+            num_rows = write_predictions(out, answers, about, shown, key=key, classes=classes)
     seconds = time.perf_counter() - began
-    notes = (*reader.notes(), *said, *trained.made.notes)
+    notes = (*said, *trained.made.notes)
     return PredictReport(
-        out, num_rows, tuple(answers.names), seconds, notes, evaluation=answers.evaluation()
+        out, num_rows, tuple(answers.names), seconds, notes, answers.judge.evaluate()
     )
+
+
+class _Answers:
+    """Answers under the names that are written, compared on their way with the truths that are known."""
+
+    def __init__(self, trained: Trained, rows: Iterable[tuple[Predicted, Array | None]]) -> None:
+        self._trained, self._rows = trained, rows
+        own = trained.chosen.recipe.make_judge(trained.chosen.options, trained.facts)
+        self.judge: Judge = AnswerJudge(trained.class_names) if own is None else own
+        self.names: list[str] = []
+
+    def __iter__(self) -> Iterator[Predicted]:
+        """Yield the rows in their order."""
+        for predicted, truth in self._rows:
+            if truth is not None:
+                known = slice(None) if predicted.answered is None else predicted.answered
+                answers = {name: values[known] for name, values in predicted.columns.items()}
+                self.judge.update(answers, truth[known])
+            named = self._trained.named(predicted.columns)
+            self.names = [*named, *(["reason"] if predicted.reasons is not None else [])]
+            yield replace(predicted, columns=named)
+
+
+# -- raw input -----------------------------------------------------------------------------------
 
 
 def is_store(given: Any) -> bool:
@@ -222,56 +343,165 @@ def open_raw(trained: Trained, given: Any, told: Mapping[str, Any]) -> RawReader
     return reader
 
 
-class _Answers:
-    """Raw rows on their way through the model; keeps what is needed to evaluate them where truths are known."""
+def _raw_rows(
+    trained: Trained, reader: RawReader, batch_size: int, device: torch.device, what: str
+) -> Iterator[tuple[Predicted, Array | None]]:
+    """Yield the rows of a reader with their truths."""
+    model, is_empty = trained.model.to(device).eval(), True
+    for raw in reader:
+        is_empty = False
+        columns = _forward(trained.made, model, raw.batch, len(raw.keys), batch_size, device)
+        yield Predicted(raw.keys, columns, raw.answered, raw.reasons, raw.labels), raw.truth
+    if is_empty:
+        raise InputError(f"{what} has no rows.", "at least one to answer", "an input with rows")
 
-    def __init__(
-        self,
-        trained: Trained,
-        reader: RawReader,
-        batch_size: int,
-        device: str | torch.device | None,
-        given: Any,
-    ) -> None:
-        self._device = device_for(trained, device)
-        self._trained, self._reader, self._batch_size = trained, reader, batch_size
-        is_path = isinstance(given, str | Path)
-        self._input = quoted(given) if is_path else f"the {type(given).__name__}"
-        self._model = trained.made.model.to(self._device).eval()
-        self._judge = make_judge(trained)
-        self.names: list[str] = []
 
-    def predict(self) -> Iterator[Predicted]:
-        """Yield the rows in the order of the input."""
-        for raw in self._reader:
-            columns = self._forward(raw.batch, len(raw.keys))
-            if raw.truth is not None:
-                known = slice(None) if raw.answered is None else raw.answered
-                answers = {name: values[known] for name, values in columns.items()}
-                self._judge.update(answers, raw.truth[known])
-            named = self._trained.named(columns)
-            self.names = [*named, *(["reason"] if raw.reasons is not None else [])]
-            yield Predicted(raw.keys, named, raw.answered, raw.reasons, raw.labels)
-        if not self.names:
+@torch.inference_mode()
+def _forward(
+    made: Rebuilt,
+    model: torch.nn.Module,
+    batch: Tensors,
+    count: int,
+    size: int,
+    device: torch.device,
+) -> dict[str, Array]:
+    parts: dict[str, list[Array]] = {}
+    for low in range(0, count, size):
+        rows = slice(low, low + size) if count > size else slice(None)
+        part = {name: tensor[rows].to(device) for name, tensor in batch.items()}
+        for name, value in made.predict(model, made.unpack(part)).items():
+            parts.setdefault(name, []).append(value.cpu().numpy())
+    return {name: np.concatenate(values) for name, values in parts.items()}
+
+
+# -- a store -------------------------------------------------------------------------------------
+
+
+def find_samples(store: Store, trained: Trained, split: str) -> Array:
+    """Return the samples of a split: the store's own, or the recipe's on its training store.
+
+    Args:
+        store: To be predicted.
+        trained: Its recipe divides a store that has no split.
+        split: "all", "train", "val" or "test".
+    """
+    if split == "all":
+        return np.arange(store.num_samples, dtype=np.int64)
+    if split not in SPLITS:
+        raise InputError(
+            f"--split is {split!r}.",
+            f"all, {', '.join(SPLITS)}",
+            "--split test, or leave --split out",
+        )
+    if "split" in store.fields:
+        return select_samples(store, split)
+    if not _is_trained_on(store, trained):
+        raise InputError(
+            f"{store.name} has no split, and is not the store that was trained on.",
+            "--split all for new data",
+            "leave --split out",
+        )
+    # The same store, options and seed: the recipe divides it as it did.
+    return trained.chosen.make_job(store, trained.seed).samples[split]
+
+
+def _is_trained_on(store: Store, trained: Trained) -> bool:
+    return bool(fingerprint(store) == trained.loaded.identity["data"])
+
+
+def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]:
+    """Return the model with a resize in front where a store's pictures are not of the size of training."""
+    made, images = trained.made, store.fields.get("images")
+    size, augment = trained.facts.get("size"), made.augment
+    if size is None or images is None or not isinstance(augment, Compose):
+        return made, ()
+    if any(isinstance(op, Resize) for op in augment.ops):  # trained on encoded pictures
+        return made, ()
+    if images.encoding != "picture" and list(images.shape[1:]) == list(size):
+        return made, ()
+    resize = Resize((int(size[0]), int(size[1])))
+    told = f"pictures are resized to {size[0]} x {size[1]}, as in training"
+    return replace(made, augment=Compose([resize, *augment.ops])), (told,)
+
+
+def _named(store: Store, predicted: Predicted, fields: Sequence[str]) -> Predicted:
+    """Return predictions under the names that a store has, with what else it says of its samples."""
+    ids = predicted.sample_ids.tolist()
+    names = [store.read_text("name", each) for each in ids] if _is_text(store, "name") else []
+    keys = [
+        name or f"sample {each}" for name, each in zip(names or [""] * len(ids), ids, strict=True)
+    ]
+    labels = {
+        field: np.array([store.read_text(field, each) for each in ids], dtype=object)
+        for field in fields
+        if _is_text(store, field)
+    }
+    return replace(predicted, sample_ids=np.array(keys, dtype=object), labels=labels)
+
+
+def _own_keys(
+    store: Store, facts: Mapping[str, Any]
+) -> tuple[str, Callable[[Predicted], Predicted]]:
+    """Return the key under which a store knows its samples, and how predictions get it, their numbers beside it.
+
+    Names of pictures and spectra, times of bars. Any other store has numbers alone.
+    """
+    if _is_text(store, "name"):
+
+        def by_name(predicted: Predicted) -> Predicted:
+            named = _named(store, predicted, ())
+            return replace(named, labels={SAMPLE_COLUMN: predicted.sample_ids})
+
+        return FILE_COLUMN if "images" in store.fields else "name", by_name
+    symbols = [shard.label for shard in store.manifest.shards]
+    if "bars" not in facts or "time" not in store.fields or not symbols:
+        return SAMPLE_COLUMN, lambda predicted: predicted
+    ends = np.cumsum([shard.num_samples for shard in store.manifest.shards])
+
+    def by_time(predicted: Predicted) -> Predicted:
+        ids = predicted.sample_ids
+        labels: dict[str, Array] = {SAMPLE_COLUMN: ids}
+        if len(set(symbols)) > 1:
+            places = np.searchsorted(ends, ids, side="right")
+            labels["symbol"] = np.array([symbols[place] for place in places], dtype=object)
+        times = store.gather("time", ids)
+        return replace(predicted, sample_ids=times.astype("M8[ns]"), labels=labels)
+
+    return TIME_COLUMN, by_time
+
+
+def _is_text(store: Store, field: str) -> bool:
+    return field in store.fields and store.fields[field].encoding == "utf8"
+
+
+def _find_repairs(
+    store: Store, facts: Mapping[str, Any]
+) -> tuple[Repairer | None, tuple[str, ...]]:
+    """Return what must still be done to this store's batches to be like the training data."""
+    missing: dict[str, list[FittedRepair]] = {}
+    notes: tuple[str, ...] = ()
+    for name, trained in facts["repairs"].items():
+        fitted = [FittedRepair.from_json(entry) for entry in trained]
+        named = ", ".join(str(repair.spec) for repair in fitted)
+        have = store.manifest.repairs.get(name)
+        if have == trained:
+            notes += (f"repairs of {name}: as packed ({named})",)
+        elif have:
+            other = ", ".join(entry["repair"] for entry in have)
             raise InputError(
-                f"{self._input} has no rows.", "at least one to answer", "an input with rows"
+                f"{name} of {store.name} was repaired by {other}; the model was trained on {named}.",
+                "data with the same repairs, or with none: they are then made here",
+                _RAW,
             )
-
-    @torch.inference_mode()
-    def _forward(self, batch: Mapping[str, torch.Tensor], count: int) -> dict[str, Array]:
-        made = self._trained.made
-        parts: dict[str, list[Array]] = {}
-        for low in range(0, count, self._batch_size):
-            part = {
-                name: tensor[low : low + self._batch_size].to(self._device)
-                for name, tensor in batch.items()
-            }
-            for name, value in made.predict(self._model, made.unpack(part)).items():
-                parts.setdefault(name, []).append(value.cpu().numpy())
-        return {name: np.concatenate(values) for name, values in parts.items()}
-
-    def evaluation(self) -> Evaluation | None:
-        """Return how good the answers are, where the input had targets."""
-        made = self._judge.evaluate()
-        told = "of the rows whose target is in the input"
-        return None if made is None else replace(made, notes=(*made.notes, told))
+        else:
+            missing[name] = fitted
+            notes += (f"repairs of {name}: made here as in training ({named})",)
+    extra = [name for name in store.manifest.repairs if name not in facts["repairs"]]
+    if set(extra) & set(facts["inputs"]):
+        raise InputError(
+            f"{', '.join(extra)} of {store.name} was repaired; the model was trained on data as it was.",
+            "data without repairs",
+            _RAW,
+        )
+    columns = {name: list(facts["columns"][name] or []) for name in missing}
+    return (Repairer(missing, columns) if missing else None), notes

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from stoker.recipes.scaling import shards_of
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -50,20 +51,15 @@ def summary_rows(store: Store, field: str, samples: Array) -> Array:
             made.append(np.concatenate(parts, axis=1))
         return np.concatenate(made) if made else np.zeros((0, 3 * shape[-1]))
     window = int(store.fields[field].window or 1)
-    parts, first = [], 0
-    for number, shard in enumerate(store.manifest.shards):
-        low, high = np.searchsorted(samples, (first, first + shard.num_samples))
-        if high > low:
-            rows = store.read_series(field, "rows", number).astype(np.float64)
-            ends = store.read_series(field, "ends", number)[samples[low:high] - first]
-            sums = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
-            squares = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows**2, axis=0)])
-            mean = (sums[ends] - sums[ends - window]) / window
-            spread = np.sqrt(
-                np.maximum((squares[ends] - squares[ends - window]) / window - mean**2, 0)
-            )
-            parts.append(np.concatenate([rows[ends - 1], mean, spread], axis=1))
-        first += shard.num_samples
+    parts = []
+    for number, _, own in shards_of(store, samples):
+        rows = store.read_series(field, "rows", number).astype(np.float64)
+        ends = store.read_series(field, "ends", number)[own]
+        sums = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
+        squares = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows**2, axis=0)])
+        mean = (sums[ends] - sums[ends - window]) / window
+        spread = np.sqrt(np.maximum((squares[ends] - squares[ends - window]) / window - mean**2, 0))
+        parts.append(np.concatenate([rows[ends - 1], mean, spread], axis=1))
     return np.concatenate(parts)
 
 

@@ -29,15 +29,14 @@ from stoker.config.resolve import OPTIONS, as_error, as_key
 from stoker.display import command
 from stoker.errors import ConfigError, InputError, refuse_special
 from stoker.loader.gather import Augments
-from stoker.loader.splits import SplitName
 from stoker.recipes.contract import Facts, Job, Rebuilt, Recipe
+from stoker.recipes.gate import SPLITS
 from stoker.recipes.options import OptionError, as_overrides, parse_options
 from stoker.recipes.registry import OWN, blamed, find_recipe, ready_recipes
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.strict_json import exact_text, parse_json
 
-SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 # Settings that a recipe reads only where it says so in `uses`.
 OPTIONAL = (
     "training.init_gain",

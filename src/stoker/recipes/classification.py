@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,21 +51,10 @@ class ScoreList:
         return np.concatenate(self._labels)
 
 
-@dataclass(frozen=True)
-class ClassReport:
-    """What was counted; the names are those of `Evaluation`."""
-
-    metrics: dict[str, float]
-    intervals: dict[str, tuple[float, float]]
-    groups: dict[str, dict[str, dict[str, float]]]
-    confusion: Confusion | None
-    curves: tuple[Curve, ...]
-
-
 def evaluate_classes(
     probabilities: Array, labels: Array, names: Sequence[str], *, quiet_class: int | None = None
-) -> ClassReport:
-    """Return the evaluation of a classifier.
+) -> Evaluation:
+    """Return the evaluation of a classifier, beside nothing.
 
     Args:
         probabilities: `(n, classes)`.
@@ -88,12 +76,14 @@ def evaluate_classes(
             alarms = 1000.0 * (answers != quiet_class)[quiet]
             intervals["false_alarms_per_1000"] = bootstrap(alarms)
     curve, _ = reliability(probabilities, labels)
-    return ClassReport(
+    return Evaluation(
+        len(labels),
+        ("macro_f1", True),
         metrics,
         {name: span for name, span in intervals.items() if math.isfinite(span[0])},
-        {"class": per_class(probabilities, labels, matrix, names)},
-        Confusion(tuple(names), tuple(map(tuple, matrix.tolist()))) if is_small else None,
-        (curve,),
+        groups={"class": per_class(probabilities, labels, matrix, names)},
+        confusion=Confusion(tuple(names), tuple(map(tuple, matrix.tolist()))) if is_small else None,
+        curves=(curve,),
     )
 
 
@@ -259,8 +249,7 @@ class AnswerJudge:
         truth, given = np.concatenate(self._truths), np.concatenate(self._given)
         if truth.ndim == 1:
             names = list(self._names) or [str(n) for n in range(given.shape[1])]
-            report = evaluate_classes(given, truth, names)
-            return Evaluation(len(truth), ("macro_f1", True), **vars(report))
+            return evaluate_classes(given, truth, names)
         errors = np.abs(given.reshape(len(truth), -1) - truth).mean(axis=1)
         mean = {"mae": float(errors.mean())}
         return Evaluation(len(truth), ("mae", False), mean, {"mae": bootstrap(errors)})

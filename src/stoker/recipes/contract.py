@@ -98,6 +98,7 @@ class Job:
         final_metrics: Makes what evaluates the best weights on the test samples, beside strong simple baselines; None
             leaves it at `metrics` and `baseline`. Every rank evaluates all test samples.
         notes: What was decided and why, for the log.
+        facts: What was found in the store that `Recipe.rebuild` needs; ours return it from `describe`.
     """
 
     model: torch.nn.Module
@@ -121,6 +122,7 @@ class Job:
     scales_rate: bool = False
     final_metrics: Callable[[], FinalMetrics] | None = None
     notes: tuple[str, ...] = ()
+    facts: Facts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ class RawBatch:
 
     # one per row: row numbers (int64), file names or ids (text), times (datetime64[ns])
     keys: Array
-    # what `Rebuilt.unpack` reads, on the host, every tensor with one row per key; `Rebuilt.augment` is not applied
-    # to it. Rows that cannot be answered hold zeros.
+    # what `Rebuilt.unpack` reads, on the host; `Rebuilt.augment` is not applied to it. Every tensor has one row per
+    # key where there are more keys than `batch_size`. Rows that cannot be answered hold zeros.
     batch: Tensors
     # `(rows,)` bool, False where there is a reason instead of an answer; None where all have one
     answered: Array | None = None

@@ -16,12 +16,14 @@ import numpy as np
 
 from stoker.display import quoted
 from stoker.errors import InputError, QualityError
+from stoker.loader.splits import SplitName, samples_of, select_samples
 from stoker.store.fields import Array
 from stoker.store.inspection import inspect_store
 from stoker.store.quality import Finding, sorted_findings
 from stoker.store.reader import Store
 from stoker.units import format_count
 
+SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _LISTED = 5
 
 
@@ -51,6 +53,16 @@ def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[F
     if refused:
         raise _refusal(store, refused)
     return [finding for finding in mine if finding.severity == "warn"]
+
+
+def own_parts(store: Store) -> dict[str, Array]:
+    """Return the split that a store came with."""
+    return {name: select_samples(store, name) for name in SPLITS}
+
+
+def drawn_parts(division: Array) -> dict[str, Array]:
+    """Return the samples of 0, 1, 2 or 3 per sample, as the functions of `loader.splits` draw them."""
+    return {name: samples_of(division, name) for name in SPLITS}
 
 
 def fill_parts(

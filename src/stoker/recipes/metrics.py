@@ -60,21 +60,25 @@ class ClassCounts(Counted):
         self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
     ) -> None:
         """Take a batch. Scores are `(batch, classes)`; `valid` marks the rows that count."""
-        if self.counts is None:
-            shape = (2, self._num_classes)
-            self.counts = torch.zeros(shape, dtype=torch.int64, device=scores.device)
         labels = labels.long()
         seen = torch.ones_like(labels) if valid is None else valid.long()
         hits = (scores.argmax(dim=1) == labels).long() * seen
-        # index_add_, not bincount: bincount asks the host for the largest label.
-        self.counts[0].index_add_(0, labels, seen)
-        self.counts[1].index_add_(0, labels, hits)
+        self.count((labels, seen), (labels, hits))
+
+    def count(self, *rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Add to each row of the counts: classes, and how often each of them is counted."""
+        if self.counts is None:
+            shape, device = (len(rows), self._num_classes), rows[0][0].device
+            self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        for row, (classes, seen) in zip(self.counts, rows, strict=True):
+            # Not bincount: it asks the host for the largest label.
+            row.index_add_(0, classes, seen)
 
     def compute(self) -> dict[str, float]:
         """Return accuracy, and the mean of the recalls of the classes that occur."""
         if self.counts is None or not self.counts[0].any():
             return {"accuracy": math.nan, "balanced_accuracy": math.nan}
-        seen, hits = self.counts.cpu().double().numpy()
+        seen, hits = self.counts[:2].cpu().double().numpy()
         occurs = seen > 0
         recalls = hits[occurs] / seen[occurs]
         return {

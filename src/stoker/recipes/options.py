@@ -24,6 +24,8 @@ from typing import (
     get_type_hints,
 )
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.strict_json import json_text
@@ -70,8 +72,8 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
     values = {}
     for name, value in given.items():
         try:
-            values[name] = _convert(value, hints[name])
-        except TypeError:
+            values[name] = _adapter(hints[name]).validate_python(_as_tuples(value))
+        except ValidationError:
             raise OptionError.about(
                 name,
                 f"the option {name!r} of the recipe {recipe!r} is {value!r}.",
@@ -151,40 +153,14 @@ class CheckedOptions:
                     require(False, entry.name, value, rule.words, f"{entry.name}={example}")
 
 
-def _convert(value: Any, hint: Any) -> Any:
-    """Return the value as the annotation wants it; TypeError when it cannot be."""
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        for choice in get_args(hint):
-            try:
-                return _convert(value, choice)
-            except TypeError:
-                continue
-        raise TypeError
-    if origin is Literal:
-        if isinstance(value, str) and value in get_args(hint):
-            return value
-        raise TypeError
-    if origin is tuple:
-        inner = get_args(hint)
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError
-        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
-        if len(kinds) != len(value):
-            raise TypeError
-        return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
-    return _plain(value, hint)
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(strict=True))  # True is no number, and "1" neither
 
 
-def _plain(value: Any, hint: Any) -> Any:
-    if hint is type(None) and value is None:
-        return None
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    # True is an int in Python, and never what was meant by one.
-    if hint in (bool, int, str) and type(value) is hint:
-        return value
-    raise TypeError
+def _as_tuples(value: Any) -> Any:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return tuple(map(_as_tuples, value)) if is_list else value
 
 
 def spell_type(hint: Any) -> str:

@@ -20,6 +20,7 @@ import torch
 
 from stoker.errors import InputError, SourceError
 from stoker.packing.samples import png_url
+from stoker.recipes.contract import Facts
 from stoker.recipes.options import Range
 from stoker.recipes.scaling import evenly
 from stoker.sources.images.decoding import (
@@ -119,9 +120,28 @@ def sized_store(store: Store, size: Size | None, default: Size) -> Store:
     return cast(Store, SizedStore(store, size or default))
 
 
-def is_encoded(store: Store) -> bool:
-    """Whether pictures of this store have to be decoded."""
-    return isinstance(store, SizedStore)
+def describe_pictures(store: Store, train: Array) -> dict[str, Any]:
+    """Return the facts of a checkpoint by which new pictures are made like those of a store."""
+    made_by, images = store.manifest.provenance, store.fields["images"]
+    packed = {} if made_by is None else made_by.options
+    mean, std = channel_statistics(store, train)
+    return {
+        "channels": int(images.shape[0]),
+        "size": list(images.shape[1:]),
+        # Decoded while they are loaded, and brought to the size there.
+        **({"encoded": True} if isinstance(store, SizedStore) else {}),
+        # LOW and HIGH of 16-bit and float pictures; whether films gave their first frame.
+        "value_range": packed.get("range"),
+        "first_frame": bool(packed.get("first_frame", False)),
+        "mean": mean,
+        "std": std,
+    }
+
+
+def spell_fields(store: Store) -> str:
+    """Return what a store holds, for an error that says what it lacks."""
+    shown = [f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()]
+    return ", ".join(shown) or "no fields"
 
 
 # -- pixels of a store -----------------------------------------------------------------------------
@@ -154,9 +174,9 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
     return mean.tolist(), std.tolist()
 
 
-def make_normaliser(mean: list[float], std: list[float]) -> Callable[[Tensor], Tensor]:
+def make_normaliser(facts: Facts) -> Callable[[Tensor], Tensor]:
     """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
-    means, deviations = torch.tensor([mean, std]).view(2, 1, -1, 1, 1)
+    means, deviations = torch.tensor([facts["mean"], facts["std"]]).view(2, 1, -1, 1, 1)
 
     def normalise(pixels: Tensor) -> Tensor:
         on = pixels.device
@@ -164,13 +184,6 @@ def make_normaliser(mean: list[float], std: list[float]) -> Callable[[Tensor], T
         return normal
 
     return normalise
-
-
-def packed_as(store: Store) -> tuple[list[float] | None, bool]:
-    """Return LOW and HIGH that 16-bit and float pictures were packed with, and whether films gave their first frame."""
-    made_by = store.manifest.provenance
-    options = {} if made_by is None else made_by.options
-    return options.get("range"), bool(options.get("first_frame", False))
 
 
 def sample_name(store: Store, sample: int) -> str:
@@ -193,29 +206,27 @@ class FolderPictures:
     def __init__(
         self,
         pictures: GivenPictures,  # files or arrays
-        *,
-        channels: int,  # 1 for grey, 3 for RGB
-        # LOW and HIGH of 16-bit and float pictures, as in training
-        value_range: tuple[float, float] | None,
-        first_frame: bool,  # take the first frame of files that hold several
+        facts: Facts,  # of training, from `describe_pictures`
         batch_size: int,  # pictures at once
     ) -> None:
         self._pictures, self.key = pictures, pictures.key
-        self._channels, self._value_range = channels, value_range
-        self._first_frame, self._batch_size = first_frame, batch_size
+        self._batch_size, self._first_frame = batch_size, facts["first_frame"]
+        self._channels, span = facts["channels"], facts["value_range"]
+        self._size: Size = (facts["size"][0], facts["size"][1])
+        self._value_range = None if span is None else (span[0], span[1])
         self._num_refused = 0
         self._one_grey: list[str] = []
         self.num_rows: int | None = len(pictures.keys)
 
     @classmethod
-    def open(cls, given: Any, **more: Any) -> Self | None:
+    def open(cls, given: Any, facts: Facts, batch_size: int, **more: Any) -> Self | None:
         """Return a reader of what `given_pictures` takes; None for anything else.
 
         Raises:
             SourceError: The folder holds no picture.
         """
         found = given_pictures(given)
-        return None if found is None else cls(found, **more)
+        return None if found is None else cls(found, facts, batch_size, **more)
 
     def _decode(self, place: int) -> Decoded:
         return self._pictures.decode(place, self._first_frame, self._value_range)

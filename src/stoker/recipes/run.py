@@ -21,7 +21,6 @@ import torch
 import xxhash
 
 from stoker.address import as_url
-from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.config.resolve import describe_choices
@@ -119,32 +118,21 @@ def run_recipe(
             if settings.recipe.store is not None and not resume:
                 _require_fresh(run_folder(settings))
         told = progress if ranks.is_first else None
-        return _train_and_judge(settings, chosen, resume, place, told, ranks)
-
-
-def _train_and_judge(
-    settings: Settings,
-    chosen: Chosen,
-    resume: bool,
-    device: torch.device,
-    progress: Progress | None,
-    ranks: Ranks,
-) -> RecipeRun:
-    with contextlib.ExitStack() as stack:
-        with ranks.shared_fate():
-            opened = open_run(settings, chosen, device=device, progress=progress)
-            run = stack.enter_context(opened)
-        check_alike(ranks, {"the store": fingerprint(run.store), "the config": run.digest})
-        with blamed(chosen.recipe, "training"):
-            history = run.train(resume)
-        made = RecipeRun(
-            **vars(history),
-            recipe=chosen.recipe.name,
-            run_dir=run.folder,
-            monitor=run.job.monitor,
-            baseline=dict(run.job.baseline),
-        )
-        return run.evaluate(made) if history.ended == "done" else made
+        with contextlib.ExitStack() as stack:
+            with ranks.shared_fate():
+                opened = open_run(settings, chosen, device=place, progress=told)
+                run = stack.enter_context(opened)
+            check_alike(ranks, {"the store": fingerprint(run.store), "the config": run.digest})
+            with blamed(chosen.recipe, "training"):
+                history = run.train(resume)
+            made = RecipeRun(
+                **vars(history),
+                recipe=chosen.recipe.name,
+                run_dir=run.folder,
+                monitor=run.job.monitor,
+                baseline=dict(run.job.baseline),
+            )
+            return run.evaluate(made) if history.ended == "done" else made
 
 
 @contextlib.contextmanager
@@ -252,6 +240,7 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
     )
 
 
+@dataclass(eq=False)
 class Run:
     """One run: what `open_run` has settled, and what is done with it.
 
@@ -259,20 +248,17 @@ class Run:
     measure it.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        chosen: Chosen,
-        store: Store,
-        job: Job,
-        folder: Path,
-        device: torch.device,
-        told: Progress,
-    ) -> None:
-        self.settings, self.chosen, self.store, self.job = settings, chosen, store, job
-        self.folder, self.device, self.told = folder, device, told
+    settings: Settings
+    chosen: Chosen
+    store: Store
+    job: Job
+    folder: Path
+    device: torch.device
+    told: Progress
+
+    def __post_init__(self) -> None:
         self.ranks = Ranks.current()
-        self.rank_batch = share_batch(settings, self.ranks.world_size)
+        self.rank_batch = share_batch(self.settings, self.ranks.world_size)
 
     @property
     def digest(self) -> str:
@@ -283,12 +269,14 @@ class Run:
     @property
     def drawn_augmentation(self) -> Augments | None:
         """What the trainer draws for training images; the loader itself applies what only normalises."""
-        return as_augments(self.job.augmentation) if _draws(self.job.augmentation) else None
+        augmentation = self.job.augmentation
+        ops = () if augmentation is None else augmentation.ops
+        draws = any(not isinstance(op, Normalize | ToDtype) for op in ops)
+        return as_augments(augmentation) if draws else None
 
     def with_settings(self, settings: Settings) -> Run:
         """Return the same job under settings that do not change it: batch, precision, capture, chunks."""
-        settings = with_defaults(settings, self.chosen.recipe)
-        return Run(settings, self.chosen, self.store, self.job, self.folder, self.device, self.told)
+        return replace(self, settings=with_defaults(settings, self.chosen.recipe))
 
     def train(self, resume: bool) -> History:
         """Train, and return what the trainer says."""
@@ -305,19 +293,16 @@ class Run:
             trainer.history.told[:0] = notes
             progress.history = trainer.history
             self.ranks.first_does(lambda: self._write_setup(train))
-            telemetry = self._telemetry(progress)
+            telemetry = None  # the record of its machine; rank 0 keeps it
+            if self.ranks.is_first:
+                uuid = gpu_uuid(self.device)
+                telemetry = TelemetryLog(self.folder, progress.count, gpu_uuid=uuid)
             with telemetry or contextlib.nullcontext():
                 history = trainer.fit(resume=resume)
                 if telemetry is not None:
                     telemetry.end = RunEnd(history.ended)
             progress.tell_epochs()
             return history
-
-    def _telemetry(self, progress: RunProgress) -> TelemetryLog | None:
-        """Return the run's record of its machine; rank 0 keeps it."""
-        if not self.ranks.is_first:
-            return None
-        return TelemetryLog(self.folder, progress.count, gpu_uuid=gpu_uuid(self.device))
 
     def make_trainer(
         self, train: Any, val: Any, progress: Progress, *, run_dir: Path | None
@@ -357,13 +342,18 @@ class Run:
         with contextlib.ExitStack() as stack:
             with self.ranks.shared_fate():
                 log = stack.enter_context(self._evaluation_log()) if self.ranks.is_first else None
-            made, result, step = self._evaluate_best(made)
-
-            def write() -> None:
+            made, step = self._evaluate_best(made)
+            result = {
+                "best": None if made.best is None else made.best.name,
+                "baseline": made.baseline,
+                "val": made.val,
+                "test": made.test,
+                "num_test": len(self.job.samples["test"]),
+                "evaluation": None if made.evaluation is None else made.evaluation.to_json(),
+            }
+            with self.ranks.shared_fate():
                 if log is not None:
                     log.write("result", result, step=step)
-
-            self.ranks.first_does(write)
             return made
 
     @contextlib.contextmanager
@@ -377,8 +367,8 @@ class Run:
                 log.write("end", vars(RunEnd.by(error)))
                 raise
 
-    def _evaluate_best(self, made: RecipeRun) -> tuple[RecipeRun, dict[str, Any], int]:
-        """Return the run with its metrics, the same for the log, and the step of the best checkpoint."""
+    def _evaluate_best(self, made: RecipeRun) -> tuple[RecipeRun, int]:
+        """Return the run with its metrics, and the step of the best checkpoint."""
         job, settings = self.job, self.settings
         best = Checkpoints(self.folder, 1, *job.monitor).best()
         check_alike(self.ranks, {"the best checkpoint": None if best is None else best.path.name})
@@ -412,15 +402,7 @@ class Run:
                 with blamed(self.chosen.recipe, "evaluate"), torch.no_grad():
                     found = final.evaluate(job.model, self.device, job.samples["test"])
                 made = replace(made, evaluation=found)
-        result = {
-            "best": None if best is None else best.path.name,
-            "baseline": made.baseline,
-            "val": made.val,
-            "test": made.test,
-            "num_test": len(job.samples["test"]),
-            "evaluation": None if made.evaluation is None else made.evaluation.to_json(),
-        }
-        return made, result, step
+        return made, step
 
     # -- loaders -----------------------------------------------------------------------------
 
@@ -496,12 +478,15 @@ class Run:
 
     # -- what is written down ----------------------------------------------------------------
 
+    @property
+    def _place(self) -> str:
+        return str(as_url(self.store.name) or self.store.path.resolve())
+
     def _notes(self, train: Loader) -> list[Note]:
         chosen, settings = self.chosen, self.settings
-        place = str(as_url(self.store.name) or self.store.path.resolve())
         return [
             Note(f"recipe {chosen.recipe.name} on {self.device}"),
-            Note(f"store: {place}", Topic.STORE, {"store": place}),
+            Note(f"store: {self._place}", Topic.STORE, {"store": self._place}),
             *map(Note, describe_choices(settings)),
             *map(Note, self.job.notes),
             *self._rank_notes(),
@@ -551,7 +536,7 @@ class Run:
         samples = {name: len(ids) for name, ids in self.job.samples.items()}
         unused = self.store.num_samples - sum(samples.values())
         return {
-            "store": str(as_url(self.store.name) or self.store.path.resolve()),
+            "store": self._place,
             "digest": fingerprint(self.store),
             "num_samples": self.store.num_samples,
             "splits": samples | ({"unused": unused} if unused else {}),
@@ -590,13 +575,6 @@ def share_batch(settings: Settings, world_size: int) -> int:
         f"batch_size is {size} ({settings.reasons['training.batch_size']}), and {world_size} ranks share it.",
         f"a multiple of {world_size}: the batch is the same on any number of ranks",
         f"--set training.batch_size={near}, or --set training.batch_size={near + world_size}",
-    )
-
-
-def _draws(augmentation: Compose | ProgressiveAugmentation | None) -> bool:
-    """Whether anything is drawn; what only normalises is no augmentation."""
-    return augmentation is not None and any(
-        not isinstance(op, Normalize | ToDtype) for op in augmentation.ops
     )
 
 

@@ -159,9 +159,11 @@ def training_rows(store: Store, field: str, samples: Array) -> Array:
         )
     limit = max(1, min(FIT_ROWS, _FIT_BYTES // max(1, 8 * columns)))
     if info.kind == "series":
-        shards = list(_shards_of(store, samples))
+        shards = list(shards_of(store, samples))
         share = max(1, limit // max(1, len(shards)))
-        return np.concatenate([_visible_rows(store, field, *shard, share) for shard in shards])
+        return np.concatenate(
+            [_visible_rows(store, field, number, own, share) for number, _, own in shards]
+        )
     per_sample = int(np.prod(info.shape[:-1], dtype=np.int64))
     chosen = evenly(samples, max(1, limit // max(1, per_sample)))
     rows: Array = store.gather(field, chosen).reshape(-1, columns)
@@ -175,13 +177,13 @@ def evenly(values: Array, most: int) -> Array:
     return values[np.linspace(0, len(values) - 1, most).astype(np.int64)]
 
 
-def _shards_of(store: Store, samples: Array) -> Iterator[tuple[int, Array]]:
-    """Yield each shard that holds some of the samples, and their numbers within it."""
+def shards_of(store: Store, samples: Array) -> Iterator[tuple[int, slice, Array]]:
+    """Yield each shard that holds some of the samples, where they are, and their numbers within it."""
     first = 0
     for number, info in enumerate(store.manifest.shards):
         low, high = np.searchsorted(samples, (first, first + info.num_samples))
         if high > low:
-            yield number, samples[low:high] - first
+            yield number, slice(low, high), samples[low:high] - first
         first += info.num_samples
 
 

@@ -19,7 +19,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,22 +202,14 @@ _TOLERANCE = 1e-3
 _LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written."""
-
-    opset: int  # version of ONNX's operators
-    # largest difference of a float output from torch's, over that output's largest magnitude; None where
-    # onnxruntime is not installed
-    difference: float | None
-
-
 def write_onnx(
     graph: Deployed, out: str | Path, about: Mapping[str, str], opset: int | None = None
-) -> Written:
+) -> tuple[int, float | None]:
     """Write a graph; replaces an older file of this name when all is well.
 
-    `about` becomes the metadata of the file; `opset` None is torch's own.
+    Returns the version of ONNX's operators, and the largest difference of a float output from torch's, over that
+    output's largest magnitude; None where onnxruntime is not installed. `about` becomes the metadata of the file;
+    `opset` None is torch's own.
     """
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
         raise InputError(f"--opset is {opset}.", f"{OPSETS[0]} to {OPSETS[1]}", "leave --opset out")
@@ -244,7 +236,7 @@ def write_onnx(
             difference = _compare(graph, temporary)
     except OSError as error:
         raise unwritable(path, error) from error
-    return Written(made, difference)
+    return made, difference
 
 
 def _trace(graph: Deployed, opset: int | None) -> Any:

@@ -16,7 +16,7 @@ from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.ownership import check_output, has_signature
 from stoker.recipes.contract import Sizes
-from stoker.recipes.export.graph import Deployed, deploy
+from stoker.recipes.export.graph import Deployed, deploy, write_onnx
 from stoker.recipes.export.weights_file import SUFFIX, is_weights, write_weights
 from stoker.recipes.inference import Trained, find_training_store
 from stoker.store.reader import open_store
@@ -75,29 +75,28 @@ def export_trained(
         note = "no optimizer inside: a run is resumed from its checkpoint"
         size = path.stat().st_size
         return Exported(path, trained.chosen.recipe.name, size, {}, (), None, None, (note,))
-    return _export_graph(trained, path, sizes or Sizes(), opset, repairs)
-
-
-def _export_graph(
-    trained: Trained, path: Path, sizes: Sizes, opset: int | None, repairs: bool
-) -> Exported:
-    from stoker.recipes.export.graph import write_onnx
-
-    graph = deploy(trained, sizes, repairs=repairs)
-    written = write_onnx(graph, path, _describe(trained, graph), opset)
+    graph = deploy(trained, sizes or Sizes(), repairs=repairs)
+    inputs, windows = _describe_inputs(graph), _find_windows(trained, graph)
+    about = _describe(trained, graph, inputs, windows)
+    made, difference = write_onnx(graph, path, about, opset)
     return Exported(
         path,
         trained.chosen.recipe.name,
         path.stat().st_size,
-        _describe_inputs(graph),
+        inputs,
         graph.outputs,
-        written.opset,
-        written.difference,
-        tuple(_notes(trained, graph)),
+        made,
+        difference,
+        tuple(_notes(trained, graph, windows)),
     )
 
 
-def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
+def _describe(
+    trained: Trained,
+    graph: Deployed,
+    inputs: Mapping[str, Mapping[str, Any]],
+    windows: Mapping[str, int],
+) -> dict[str, str]:
     """Return the metadata of a graph: all that its user must know, as texts."""
     saved, facts = trained.loaded.saved, trained.facts
     made = {
@@ -108,10 +107,10 @@ def _describe(trained: Trained, graph: Deployed) -> dict[str, str]:
         "stoker.recipe": trained.chosen.key,
         "stoker.options": json_text(trained.chosen.plain),
         "stoker.blueprint": json_text(facts),
-        "stoker.inputs": json_text(_describe_inputs(graph)),
+        "stoker.inputs": json_text(inputs),
         "stoker.repairs": json_text(made),
         "stoker.classes": json_text(facts.get("class_names", [])),
-        "stoker.windows": json_text(_find_windows(trained, graph)),
+        "stoker.windows": json_text(windows),
         "stoker.checkpoint": json_text(
             {"step": saved.step, "epoch": saved.epoch, "metrics": dict(saved.metrics)}
         ),
@@ -146,16 +145,15 @@ def _describe_inputs(graph: Deployed) -> dict[str, dict[str, Any]]:
     }
 
 
-def _notes(trained: Trained, graph: Deployed) -> list[str]:
+def _notes(trained: Trained, graph: Deployed, windows: Mapping[str, int]) -> list[str]:
     notes = []
     for field, entries in trained.facts["repairs"].items():
         named = ", ".join(entry["repair"] for entry in entries)
-        where = (
-            "inside the graph: give raw values" if field in graph.repaired else "not inside: give"
-        )
-        where += "" if field in graph.repaired else " values that are repaired already"
+        is_inside = field in graph.repaired
+        outside = "not inside: give values that are repaired already"
+        where = "inside the graph: give raw values" if is_inside else outside
         notes.append(f"repairs of {field} ({named}) are {where}")
-    windows = ", ".join(f"{name}={bars}" for name, bars in _find_windows(trained, graph).items())
     if windows:
-        notes.append(f"trained on windows of {windows} bars; the graph takes any length")
+        shown = ", ".join(f"{name}={bars}" for name, bars in windows.items())
+        notes.append(f"trained on windows of {shown} bars; the graph takes any length")
     return [*notes, *trained.made.notes]

@@ -24,6 +24,7 @@ from stoker.recipes.classification import ScoreList, class_metrics, evaluate_cla
 from stoker.recipes.forex.labels import NUM_DIRECTIONS, LabelPlan
 from stoker.recipes.forex.model import DOWN, NAMES, NEUTRAL, UP
 from stoker.recipes.metrics import bootstrap
+from stoker.recipes.scaling import shards_of
 from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -35,16 +36,51 @@ _NUM_EXAMPLES = 6
 
 
 @dataclass(frozen=True, eq=False)
-class BarData:
-    """What the evaluation needs of the job."""
+class Trades:
+    """Sides that are taken, and what they earn."""
 
-    store: Store  # open while the run goes on
-    base: str  # the series that a linear baseline reads
-    plan: LabelPlan  # how returns become labels
-    samples: Mapping[str, Array]  # of the splits, in time order within a symbol
-    returns: Mapping[str, Array]  # of the splits, `(n, horizon)` log returns
+    sides: Array  # -1, 0 or 1 per decision
+    moves: Array  # of the price after each, in pips
     cost_pips: float  # of one trade, both ways
-    seed: int  # of the random baseline
+
+    @property
+    def earned(self) -> Array:
+        """Pips per decision after costs."""
+        earned: Array = self.sides * self.moves - self.cost_pips * (self.sides != 0)
+        return earned
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the decisions, and how many of the trades were right."""
+        traded = self.sides != 0
+        hits = np.sign(self.moves[traded]) == self.sides[traded]
+        return {
+            "net_pips": float(self.earned.mean()),
+            "gross_pips": float((self.sides * self.moves).mean()),
+            "traded": float(traded.mean()),
+            "hit_rate": float(hits.mean()) if len(hits) else math.nan,
+        }
+
+    def by_side(self) -> dict[str, dict[str, float]]:
+        """Return what each side earned, per trade."""
+        rows = {}
+        for name, side in (("long", 1), ("short", -1)):
+            gross = side * self.moves[self.sides == side]
+            rows[name] = {
+                "trades": float(len(gross)),
+                "hit_rate": float((gross > 0).mean()) if len(gross) else math.nan,
+                "gross_pips": float(gross.mean()) if len(gross) else math.nan,
+                "net_pips": float(gross.mean() - self.cost_pips) if len(gross) else math.nan,
+            }
+        return rows
+
+    def by_part(self, parts: Mapping[str, Array]) -> dict[str, dict[str, float]]:
+        """Return the metrics of parts, which are places of decisions by name."""
+        rows = {}
+        for name, places in parts.items():
+            taken = Trades(self.sides[places], self.moves[places], self.cost_pips)
+            rows[name] = {"samples": float(len(places)), **taken.metrics}
+        return rows
 
 
 class DirectionJudge:
@@ -74,14 +110,14 @@ class DirectionJudge:
         plan, chances = self._plan, np.concatenate(self._chances)
         report = evaluate_classes(chances, _sides(returns, plan.neutral) + NEUTRAL, NAMES)
         sides, moves = chances.argmax(axis=1) - NEUTRAL, returns / plan.pip
-        earned = _earned(sides, moves, self._cost_pips)
+        taken = Trades(sides, moves, self._cost_pips)
         return Evaluation(
             len(returns),
             ("net_pips", True),
-            {**report.metrics, **_traded(sides, moves, earned)},
-            {"net_pips": bootstrap(earned, block=plan.direction_step)},
-            {"buy and hold": _traded(np.ones_like(sides), moves, moves)},
-            {**report.groups, "side": _by_side(sides, moves, self._cost_pips)},
+            {**report.metrics, **taken.metrics},
+            {"net_pips": bootstrap(taken.earned, block=plan.direction_step)},
+            {"buy and hold": Trades(np.ones_like(sides), moves, 0.0).metrics},
+            {**report.groups, "side": taken.by_side()},
             report.confusion,
             notes=(
                 f"net_pips: per decision after {plan.direction_step} bars; a trade costs {self._cost_pips:g}",
@@ -89,13 +125,21 @@ class DirectionJudge:
         )
 
 
+@dataclass(eq=False)
 class BarEvaluation:
     """Final metrics of a forex run."""
 
-    def __init__(self, data: BarData) -> None:
-        self._data = data
+    store: Store  # open while the run goes on
+    base: str  # the series that a linear baseline reads
+    plan: LabelPlan  # how returns become labels
+    samples: Mapping[str, Array]  # of the splits, in time order within a symbol
+    returns: Mapping[str, Array]  # of the splits, `(n, horizon)` log returns
+    cost_pips: float  # of one trade, both ways
+    seed: int  # of the random baseline
+
+    def __post_init__(self) -> None:
         self._scores = ScoreList()
-        self._samples: list[Array] = []
+        self._walked: list[Array] = []
 
     def update(
         self, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
@@ -106,20 +150,20 @@ class BarEvaluation:
             ids = targets["sample"].cpu().numpy()
             rows = torch.from_numpy(np.flatnonzero(ids >= 0)).to(scores.device)
             scores, wanted = scores[rows], wanted[rows]
-            self._samples.append(ids[ids >= 0])
+            self._walked.append(ids[ids >= 0])
         self._scores.update(scores, wanted)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation, beside holding, chance, the last value and a line."""
-        data, plan = self._data, self._data.plan
+        plan, cost = self.plan, self.cost_pips
         chances, labels = self._scores.probabilities, self._scores.labels
-        moves = data.returns["test"] / plan.pip
+        moves = self.returns["test"] / plan.pip
         walked: tuple[str, ...] = ()
         step, horizon = plan.direction_step - 1, moves.shape[1]
         # Decisions that share a part of their labels.
         together = horizon
-        if self._samples:
-            seen = np.concatenate(self._samples)
+        if self._walked:
+            seen = np.concatenate(self._walked)
             order = np.argsort(seen, kind="stable")
             chances, labels = chances[order], labels[order]
             places = np.searchsorted(samples, seen[order])
@@ -130,55 +174,49 @@ class BarEvaluation:
             samples, moves = samples[places], moves[places]
         sides = chances.argmax(axis=1) - NEUTRAL
         others = self._baseline_sides(samples, sides, moves)
-        symbols = _symbols(data.store, samples)
-        if symbols is not None and "time" in data.store.fields:
-            order = np.argsort(data.store.gather("time", samples), kind="stable")
+        symbols = _symbols(self.store, samples)
+        if symbols is not None and "time" in self.store.fields:
+            order = np.argsort(self.store.gather("time", samples), kind="stable")
             chances, labels, sides = chances[order], labels[order], sides[order]
             samples, moves, symbols = samples[order], moves[order], symbols[order]
             others = {name: taken[order] for name, taken in others.items()}
             together *= len(np.unique(symbols))
         report = evaluate_classes(chances, labels, NAMES)
         kept = ("accuracy", "balanced_accuracy", "macro_f1", "log_loss", "calibration_error")
-        metrics = {name: report.metrics[name] for name in kept}
-        earned = {"model": _earned(sides, moves[:, step], data.cost_pips)}
-        baselines = {}
-        for name, taken in others.items():
-            cost = 0.0 if name == "buy and hold" else data.cost_pips
-            earned[name] = _earned(taken, moves[:, step], cost)
-            shares = np.eye(NUM_DIRECTIONS)[taken + NEUTRAL]
-            told = class_metrics(shares, labels)
-            baselines[name] = {
-                **{metric: told[metric] for metric in kept[:3]},
-                **_traded(taken, moves[:, step], earned[name]),
-            }
-        metrics |= _traded(sides, moves[:, step], earned["model"])
-        traded = sides != 0
-        hits = np.where(traded, np.sign(moves[:, step]) == sides, np.nan)
+        taken = Trades(sides, moves[:, step], cost)
+        earned, baselines = {"model": taken.earned}, {}
+        for name, other in others.items():
+            trades = Trades(other, moves[:, step], 0.0 if name == "buy and hold" else cost)
+            earned[name] = trades.earned
+            told = class_metrics(np.eye(NUM_DIRECTIONS)[other + NEUTRAL], labels)
+            baselines[name] = {metric: told[metric] for metric in kept[:3]} | trades.metrics
+        hits = (np.sign(taken.moves) == sides)[sides != 0]
         intervals = {
             "accuracy": bootstrap(chances.argmax(axis=1) == labels, block=together),
-            "net_pips": bootstrap(earned["model"], block=together),
-            "hit_rate": bootstrap(hits[traded].astype(float), block=together),
+            "net_pips": bootstrap(taken.earned, block=together),
+            "hit_rate": bootstrap(hits, block=together),
         }
-        pips = "pip" if data.cost_pips == 1 else "pips"
-        paid = f"a trade costs {data.cost_pips:g} {pips}, of {plan.pip:g} of the price"
+        groups = {
+            "class": report.groups["class"],
+            "side": taken.by_side(),
+            "horizon": _by_horizon(sides, moves, cost),
+            "part of the test span": taken.by_part(_parts(self.store, samples)),
+        }
+        if symbols is not None:
+            names = sorted(set(symbols))
+            groups["symbol"] = taken.by_part({n: np.flatnonzero(symbols == n) for n in names})
+        pips = "pip" if cost == 1 else "pips"
+        paid = f"a trade costs {cost:g} {pips}, of {plan.pip:g} of the price"
         return Evaluation(
             len(labels),
             ("net_pips", True),
-            metrics,
+            {name: report.metrics[name] for name in kept} | taken.metrics,
             {name: span for name, span in intervals.items() if math.isfinite(span[0])},
             baselines,
-            {
-                "class": report.groups["class"],
-                "side": _by_side(sides, moves[:, step], data.cost_pips),
-                "horizon": _by_horizon(sides, moves, data.cost_pips),
-                "part of the test span": _by_part(
-                    data.store, samples, sides, moves[:, step], earned["model"]
-                ),
-                **_by_symbol(symbols, sides, moves[:, step], earned["model"]),
-            },
+            groups,
             report.confusion,
             (_curve(earned, together), *report.curves),
-            examples=_examples(data, samples, symbols, chances, moves),
+            examples=_examples(self.store, plan, samples, symbols, chances, moves),
             notes=(
                 f"net_pips: per decision after {plan.direction_step} bars; {paid}",
                 f"intervals are drawn in blocks of {together} decisions, since neighbours share their labels",
@@ -188,24 +226,24 @@ class BarEvaluation:
 
     def _baseline_sides(self, samples: Array, sides: Array, moves: Array) -> dict[str, Array]:
         """Return each baseline's sides: -1, 0 or 1 per test sample."""
-        data, plan = self._data, self._data.plan
+        plan = self.plan
         step = plan.direction_step - 1
-        random = np.random.default_rng(data.seed)
+        random = np.random.default_rng(self.seed)
         found = {
             "buy and hold": np.ones(len(moves), np.int64),
             # As often in the market as the model, on sides that are drawn.
             "random": random.permutation(np.abs(sides)) * random.choice((-1, 1), len(sides)),
         }
-        last = last_values(data.store, samples, step)
+        last = last_values(self.store, samples, step)
         if last is not None:
             found["last value"] = _sides(last, plan.neutral)
-        fitted = thin_samples(np.arange(len(data.samples["train"])), _FIT_ROWS, data.seed)
-        known = summary_rows(data.store, data.base, data.samples["train"][fitted])
-        line = Ridge(known, data.returns["train"][fitted][:, [step]].astype(np.float64))
+        fitted = thin_samples(np.arange(len(self.samples["train"])), _FIT_ROWS, self.seed)
+        known = summary_rows(self.store, self.base, self.samples["train"][fitted])
+        line = Ridge(known, self.returns["train"][fitted][:, [step]].astype(np.float64))
         said = np.abs(line.predict(known)[:, 0])
-        tested = answer_samples(line, data.store, data.base, samples)[:, 0]
+        tested = answer_samples(line, self.store, self.base, samples)[:, 0]
         # A line says small returns: it trades as often as training samples moved.
-        share = float(np.mean(np.abs(data.returns["train"][:, step]) <= plan.neutral))
+        share = float(np.mean(np.abs(self.returns["train"][:, step]) <= plan.neutral))
         found["linear regression"] = _sides(tested, float(np.quantile(said, share)))
         return found
 
@@ -214,20 +252,16 @@ def last_values(store: Store, samples: Array, step: int) -> Array | None:
     """Return for each sample the latest return that was known at its decision; 0 where there is none."""
     if not {"time", "label_time"} <= store.fields.keys():
         return None
-    found, first = np.zeros(len(samples)), 0
-    for shard in store.manifest.shards:  # one symbol each; their times overlap
-        stop = first + shard.num_samples
-        low, high = np.searchsorted(samples, (first, stop))
-        if high > low:
-            time = store.gather("time", samples[low:high])
-            known_at = store.read_rows("label_time", first, stop)
-            returns = store.read_rows("targets", first, stop).reshape(shard.num_samples, -1)[
-                :, step
-            ]
-            order = np.argsort(known_at, kind="stable")
-            place = np.searchsorted(known_at[order], time, side="right") - 1
-            found[low:high] = np.where(place >= 0, returns[order][np.maximum(place, 0)], 0.0)
-        first = stop
+    found = np.zeros(len(samples))
+    starts = np.cumsum([0, *(shard.num_samples for shard in store.manifest.shards)])
+    for number, here, _ in shards_of(store, samples):  # one symbol each; their times overlap
+        span = int(starts[number]), int(starts[number + 1])
+        known_at = store.read_rows("label_time", *span)
+        returns = store.read_rows("targets", *span).reshape(len(known_at), -1)[:, step]
+        order = np.argsort(known_at, kind="stable")
+        time = store.gather("time", samples[here])
+        place = np.searchsorted(known_at[order], time, side="right") - 1
+        found[here] = np.where(place >= 0, returns[order][np.maximum(place, 0)], 0.0)
     return found
 
 
@@ -246,78 +280,30 @@ def _sides(returns: Array, neutral: float) -> Array:
     return (returns > neutral).astype(np.int64) - (returns < -neutral).astype(np.int64)
 
 
-def _earned(sides: Array, moves: Array, cost_pips: float) -> Array:
-    """Return pips per decision after costs."""
-    earned: Array = sides * moves - cost_pips * (sides != 0)
-    return earned
-
-
-def _traded(sides: Array, moves: Array, earned: Array) -> dict[str, float]:
-    traded = sides != 0
-    count = int(traded.sum())
-    return {
-        "net_pips": float(earned.mean()),
-        "gross_pips": float((sides * moves).mean()),
-        "traded": float(traded.mean()),
-        "hit_rate": float((np.sign(moves[traded]) == sides[traded]).mean()) if count else math.nan,
-    }
-
-
-def _by_side(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
-    rows = {}
-    for name, side in (("long", 1), ("short", -1)):
-        mine = sides == side
-        gross = side * moves[mine]
-        rows[name] = {
-            "trades": float(mine.sum()),
-            "hit_rate": float((gross > 0).mean()) if mine.any() else math.nan,
-            "gross_pips": float(gross.mean()) if mine.any() else math.nan,
-            "net_pips": float(gross.mean() - cost_pips) if mine.any() else math.nan,
-        }
-    return rows
-
-
 def _by_horizon(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
     """Return what the same sides earn when a trade is closed earlier or later."""
     last = moves.shape[1]
     steps = sorted({1, max(1, last // 4), max(1, last // 2), last})
     return {
-        f"{step} bars" if step > 1 else "1 bar": _traded(
-            sides, moves[:, step - 1], _earned(sides, moves[:, step - 1], cost_pips)
-        )
+        f"{step} bars" if step > 1 else "1 bar": Trades(
+            sides, moves[:, step - 1], cost_pips
+        ).metrics
         for step in steps
     }
 
 
-def _by_symbol(
-    symbols: Array | None, sides: Array, moves: Array, earned: Array
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the group of symbols, where there are several."""
-    if symbols is None:
-        return {}
-    rows = {}
-    for name in sorted(set(symbols)):
-        mine = symbols == name
-        values = _traded(sides[mine], moves[mine], earned[mine])
-        rows[str(name)] = {"samples": float(mine.sum()), **values}
-    return {"symbol": rows}
-
-
-def _by_part(
-    store: Store, samples: Array, sides: Array, moves: Array, earned: Array
-) -> dict[str, dict[str, float]]:
+def _parts(store: Store, samples: Array) -> dict[str, Array]:
     """Return consecutive parts of the test span: one good week makes no strategy."""
-    order, names = np.arange(len(samples)), None
+    order, days = np.arange(len(samples)), None
     if "time" in store.fields:
         time = store.gather("time", samples)
         order = np.argsort(time, kind="stable")
-        names = time.astype("M8[ns]").astype("M8[D]")
-    rows = {}
-    for number, part in enumerate(np.array_split(order, min(_NUM_PARTS, len(order)))):
-        span = "" if names is None else f", {names[part[0]]} to {names[part[-1]]}"
-        values = _traded(sides[part], moves[part], earned[part])
-        rows[f"{number + 1}{span}"] = {"samples": float(len(part)), **values}
-    return rows
+        days = time.astype("M8[ns]").astype("M8[D]")
+    parts = {}
+    for number, part in enumerate(np.array_split(order, min(_NUM_PARTS, len(order))), 1):
+        span = "" if days is None else f", {days[part[0]]} to {days[part[-1]]}"
+        parts[f"{number}{span}"] = part
+    return parts
 
 
 def _curve(earned: Mapping[str, Array], together: int) -> Curve:
@@ -331,7 +317,12 @@ def _curve(earned: Mapping[str, Array], together: int) -> Curve:
 
 
 def _examples(
-    data: BarData, samples: Array, symbols: Array | None, chances: Array, moves: Array
+    store: Store,
+    plan: LabelPlan,
+    samples: Array,
+    symbols: Array | None,
+    chances: Array,
+    moves: Array,
 ) -> tuple[Example, ...]:
     """Return the most confident answers of different parts of the test span, with what came after."""
     if not len(samples):
@@ -339,21 +330,15 @@ def _examples(
     confidence = np.maximum(chances[:, UP], chances[:, DOWN])
     parts = np.array_split(np.arange(len(samples)), min(_NUM_EXAMPLES, len(samples)))
     chosen = [int(part[np.argmax(confidence[part])]) for part in parts]
-    has_time = "time" in data.store.fields
-    keys: Sequence[Any] = (
-        data.store.gather("time", samples[np.asarray(chosen)])
-        .astype("M8[ns]")
-        .astype("M8[m]")
-        .tolist()
-        if has_time
-        else samples[np.asarray(chosen)].tolist()
-    )
-    step = data.plan.direction_step - 1
+    keys: Sequence[Any] = samples[chosen].tolist()
+    if "time" in store.fields:
+        times = store.gather("time", samples[chosen])
+        keys = times.astype("M8[ns]").astype("M8[m]").tolist()
+    step, band = plan.direction_step - 1, plan.neutral / plan.pip
     made = []
     for place, key in zip(chosen, keys, strict=True):
         answer = int(chances[place].argmax())
         path = [(0.0, 0.0), *((float(k + 1), float(v)) for k, v in enumerate(moves[place]))]
-        band = data.plan.neutral / data.plan.pip
         forecast = {"up": band, "down": -band, "neutral": 0.0}[NAMES[answer]]
         lines = {
             "what came, pips": path,

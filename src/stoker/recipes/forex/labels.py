@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from stoker.recipes.contract import Tensors
 from stoker.recipes.forex.model import DOWN, NAMES, NEUTRAL, SCALP_PIPS, SWING_PIPS, UP
+from stoker.recipes.forex.options import ForexOptions, LossWeights
 from stoker.recipes.metrics import (
     ClassCounts,
     CountedParts,
@@ -35,7 +36,6 @@ from stoker.recipes.metrics import (
 from stoker.recipes.options import require
 from stoker.store.fields import Array
 
-LossWeights = tuple[float, float, float, float]
 NUM_DIRECTIONS = 3
 _HUBER_SCALP, _HUBER_SWING = 0.3, 0.5
 _TINY_PATH = 1e-12
@@ -56,31 +56,23 @@ class LabelPlan:
     swing_step: int
 
 
-def plan_labels(
-    returns: Array,  # `(n, horizon)` log returns of training samples only
-    *,
-    pip: float,  # log return of one pip
-    neutral_share: float,  # share of the samples that are to be NEUTRAL
-    direction_step: int | None = None,  # None is the whole horizon
-    # None finds the step whose median move is nearest to the middle of the band
-    scalp_step: int | None = None,
-    swing_step: int | None = None,  # None finds it too
-) -> LabelPlan:
-    """Choose the limits."""
+def plan_labels(returns: Array, options: ForexOptions) -> LabelPlan:
+    """Choose the limits by `(n, horizon)` log returns of training samples only."""
     horizon = returns.shape[1]
-    steps = {"direction_step": direction_step, "scalp_step": scalp_step, "swing_step": swing_step}
-    for name, step in steps.items():
+    for name in ("direction_step", "scalp_step", "swing_step"):
+        step = getattr(options, name)
         allowed = f"1 to {horizon}, the horizon of the store"
         require(step is None or 1 <= step <= horizon, name, step, allowed, f"{name}={horizon}")
+    pip, neutral_share = options.pip, options.neutral_share
     moves = np.maximum(np.median(np.abs(returns), axis=0) / pip, 1e-12)
-    direction = direction_step or horizon
+    direction = options.direction_step or horizon
     neutral = np.quantile(np.abs(returns[:, direction - 1]), neutral_share)
     return LabelPlan(
         pip=pip,
         neutral=float(neutral) if neutral_share > 0 else 0.0,
         direction_step=direction,
-        scalp_step=scalp_step or _step_near(moves, SCALP_PIPS),
-        swing_step=swing_step or _step_near(moves, SWING_PIPS),
+        scalp_step=options.scalp_step or _step_near(moves, SCALP_PIPS),
+        swing_step=options.swing_step or _step_near(moves, SWING_PIPS),
     )
 
 

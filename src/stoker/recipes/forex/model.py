@@ -21,23 +21,20 @@ a replayed step differ from an eager one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, cast, overload
+from typing import Any, cast, overload
 
+import numpy as np
 import torch
 from torch import nn
 
 from stoker.errors import InputError
 from stoker.recipes.forex import lstm as recurrence
+from stoker.recipes.forex.options import ForexOptions
 from stoker.recipes.scaling import RobustScale
-from stoker.store.fields import Array
 
 State = dict[str, torch.Tensor]
 Outputs = dict[str, torch.Tensor]
-Gaps = Literal["mask", "flag", "ignore"]
-HeadWeights = Literal["mean", "document"]
-Pooling = Literal["attention+last", "attention", "last"]
 
 SCALP_PIPS = (0.5, 2.0)
 SWING_PIPS = (2.0, 5.0)
@@ -48,19 +45,6 @@ _DOCUMENT_WEIGHTS = {
     "scalp": (0.35, 0.30, 0.20, 0.10, 0.05),
     "swing": (0.20, 0.20, 0.25, 0.20, 0.15),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class SeriesInput:
-    """What the model must know of one timeframe."""
-
-    center: Array  # `(features,)` medians of training rows
-    scale: Array  # `(features,)` quartile ranges of training rows
-    steps: tuple[bool, ...]  # per feature, whether it compares a bar with the one before it
-    clip: float | None  # largest scaled magnitude; None for no limit
-    # "mask" sets `steps` features to 0 at the first bar after missing ones and adds a flag; "flag" only adds the
-    # flag; "ignore" does neither
-    gaps: Gaps
 
 
 class Recurrent(nn.Module):
@@ -108,27 +92,23 @@ class TimeframeEncoder(nn.Module):
 
     steps: torch.Tensor
 
-    def __init__(
-        self,
-        about: SeriesInput,
-        d_model: int,
-        num_layers: int,
-        heads: int,
-        dropout: float,
-        pooling: Pooling,
-    ) -> None:
+    def __init__(self, num_features: int, options: ForexOptions) -> None:
         super().__init__()
-        self.pooling = pooling
-        self.scaler = RobustScale(about.center, about.scale, about.clip)
-        self.gaps = about.gaps
-        self.register_buffer("steps", torch.tensor(about.steps, dtype=torch.float32))
-        num_inputs = len(about.steps) + (about.gaps != "ignore")
-        self.recurrent = Recurrent(num_inputs, d_model, num_layers, dropout)
-        self.norm = nn.LayerNorm(d_model)
-        if pooling != "last":
-            self.query = nn.Parameter(torch.empty(1, 1, d_model))
-            nn.init.normal_(self.query, std=d_model**-0.5)
-            self.pool = nn.MultiheadAttention(d_model, heads, dropout=dropout, batch_first=True)
+        self.pooling = options.pooling
+        self.scaler = RobustScale(np.zeros(num_features), np.ones(num_features), options.input_clip)
+        self.gaps = options.gaps
+        # 1 for each feature that compares a bar with the one before it
+        self.register_buffer("steps", torch.zeros(num_features))
+        width, dropout = options.d_model, options.dropout
+        num_inputs = num_features + (options.gaps != "ignore")
+        self.recurrent = Recurrent(num_inputs, width, options.layers, dropout)
+        self.norm = nn.LayerNorm(width)
+        if self.pooling != "last":
+            self.query = nn.Parameter(torch.empty(1, 1, width))
+            nn.init.normal_(self.query, std=width**-0.5)
+            self.pool = nn.MultiheadAttention(
+                width, options.heads, dropout=dropout, batch_first=True
+            )
 
     def prepare(self, window: torch.Tensor, gap: torch.Tensor) -> torch.Tensor:
         """Scale a window, and mask what reaches over missing bars."""
@@ -162,44 +142,32 @@ class ForexModel(nn.Module):
 
     def __init__(
         self,
-        series: Mapping[str, SeriesInput],  # timeframe, shortest first, to what is known of it
-        *,
-        d_model: int = 128,  # width of LSTMs and attention
-        num_layers: int = 2,  # LSTM layers per timeframe
-        heads: int = 4,  # of both attentions
-        dropout: float = 0.1,  # between LSTM layers and inside the attentions
-        ffn_factor: int = 4,  # width of the feed-forward part over `d_model`
-        # how a window's rows become one vector: attention with a learned query, the last row, or their sum
-        pooling: Pooling = "attention+last",
-        # "mean" gives all heads the mean of the timeframes; "document" gives the scalp and swing heads the fusion
-        # document's fixed weights, for five timeframes
-        head_weights: HeadWeights = "mean",
+        features: Mapping[str, int],  # timeframe, shortest first, to the number of its columns
+        options: ForexOptions,
         carried: Sequence[str] = (),  # timeframes whose LSTM state is carried from batch to batch
-        parallel_streams: bool = True,  # on a GPU, run the timeframes on streams of their own
     ) -> None:
+        """Make it with initial weights, and scalers that leave all as it is."""
         super().__init__()
-        self.timeframes = tuple(series)
+        width = options.d_model
+        self.timeframes = tuple(features)
         self.carried = tuple(carried)
-        self.parallel_streams = parallel_streams
+        self.parallel_streams = options.parallel_streams
         self.encoders = nn.ModuleDict(
-            {
-                name: TimeframeEncoder(about, d_model, num_layers, heads, dropout, pooling)
-                for name, about in series.items()
-            }
+            {name: TimeframeEncoder(count, options) for name, count in features.items()}
         )
         self.fusion = nn.TransformerEncoderLayer(
-            d_model,
-            heads,
-            ffn_factor * d_model,
-            dropout,
+            width,
+            options.heads,
+            options.ffn_factor * width,
+            options.dropout,
             activation="gelu",
             batch_first=True,
             norm_first=True,
         )
-        self.norm = nn.LayerNorm(d_model)
-        self.register_buffer("head_weights", _weigh(head_weights, self.timeframes))
+        self.norm = nn.LayerNorm(width)
+        self.register_buffer("head_weights", _weigh(options.head_weights, self.timeframes))
         sizes = {"direction": 3, "scalp": 1, "swing": 1, "trend": 1}
-        self.heads = nn.ModuleDict({name: nn.Linear(d_model, n) for name, n in sizes.items()})
+        self.heads = nn.ModuleDict({name: nn.Linear(width, n) for name, n in sizes.items()})
 
     head_weights: torch.Tensor
 
@@ -314,7 +282,7 @@ def _within(raw: torch.Tensor, band: tuple[float, float]) -> torch.Tensor:
     return low + (high - low) * torch.sigmoid(raw.float().squeeze(1))
 
 
-def _weigh(how: HeadWeights, timeframes: Sequence[str]) -> torch.Tensor:
+def _weigh(how: str, timeframes: Sequence[str]) -> torch.Tensor:
     """Weights of the timeframes `(3, timeframes)`: for the mean, the scalp and the swing head."""
     equal = torch.full((3, len(timeframes)), 1 / len(timeframes))
     if how == "mean":

@@ -3,18 +3,18 @@
 Enters: a store of `stoker pack bars` (or any store with series and forward returns). Leaves: a `Job`.
 Costs: one read of the targets and of up to 200,000 rows per timeframe; seconds.
 
-Labels are made on the device from the stored returns (`forex_labels.py`), the network is in
-`forex_model.py`. Samples are divided by time, with purge and embargo; every fitted number (scalers,
-label limits, baselines) comes from training samples.
+Labels are made on the device from the stored returns (`labels.py`), the network is in `model.py`.
+Samples are divided by time, with purge and embargo; every fitted number (scalers, label limits,
+baselines) comes from training samples.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.loader.batch import Batch
 from stoker.loader.lanes import LanePlan, plan_store_lanes
-from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_time
+from stoker.loader.splits import split_by_time
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -38,11 +38,10 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.forex.evaluation import BarData, BarEvaluation, DirectionJudge
+from stoker.recipes.forex.evaluation import BarEvaluation, DirectionJudge
 from stoker.recipes.forex.labels import (
     ForexMetrics,
     LabelPlan,
-    LossWeights,
     describe_cut,
     describe_labels,
     find_baseline,
@@ -51,114 +50,17 @@ from stoker.recipes.forex.labels import (
     plan_labels,
 )
 from stoker.recipes.forex.lstm import traceable
-from stoker.recipes.forex.model import NAMES, ForexModel, Gaps, HeadWeights, Pooling, SeriesInput
+from stoker.recipes.forex.model import NAMES, ForexModel, TimeframeEncoder
+from stoker.recipes.forex.options import ForexOptions
 from stoker.recipes.forex.raw_bars import open_raw_bars
-from stoker.recipes.gate import fill_parts, gate_notes, quality_gate
-from stoker.recipes.options import (
-    AtLeastOne,
-    CheckedOptions,
-    Range,
-    Share,
-    parse_options,
-    require,
-)
+from stoker.recipes.gate import drawn_parts, fill_parts, gate_notes, own_parts, quality_gate
+from stoker.recipes.options import parse_options, require
 from stoker.recipes.scaling import fit_robust, training_rows
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _FIRST_SHARE, _VAL_SHARE = 0.4, 0.15
-
-
-@dataclass(frozen=True)
-class ForexOptions(CheckedOptions):
-    """What the forex recipe may be told.
-
-    Attributes:
-        timeframes: Series to use; None takes all of the store, shortest first.
-        d_model: Width of LSTMs and attention.
-        layers: LSTM layers per timeframe.
-        heads: Of both attentions; divides `d_model`.
-        dropout: Between LSTM layers and in the attentions.
-        ffn_factor: Width of the feed-forward part over `d_model`.
-        pooling: "attention" with a learned query, the "last" row, or the sum of both:
-            the query alone cannot tell which bar is the last.
-        head_weights: "mean", or "document" for fixed timeframe weights of scalp and swing.
-        gaps: "mask" what reaches over missing bars and flag it, only "flag" it, or "ignore" it.
-        input_clip: Largest scaled input; None for no limit.
-        label_gaps: "keep" samples whose label runs over missing bars, or "drop" them.
-        pip: Log return of one pip. 1e-4 is the basis point; a pip of EURUSD at 1.17 is 0.85 of it.
-        cost_pips: What one trade costs in pips, both ways, in the evaluation: spread, commission, slippage.
-        neutral_share: Share of the training samples that are to be NEUTRAL.
-        direction_step: Bars ahead that decide the direction; None is the whole horizon.
-        scalp_step: Bars ahead of the scalp move; None finds the step whose median training move is
-            nearest to the middle of 0.5 to 2 pips.
-        swing_step: The same for 2 to 5 pips.
-        loss_weights: Of direction (cross-entropy), scalp (Huber 0.3), swing (Huber 0.5), trend (MSE).
-        ratios: Shares of train, val and test in time order, for stores without a split.
-        embargo: Decisions left out after each border, for stores without a split; None is the
-            horizon.
-        fold: Fold and number of folds of a walk forward, such as [2, 5], instead of the split: the last 60 % of the
-            time in equal test spans, each after everything that is trained on. `stoker train --folds 5` trains all.
-        weight_decay: Of AdamW, on matrices only.
-        warmup_share: Share of the updates in which the rate rises.
-        order: "shuffled", or "time". Each sample carries its whole past, so shuffling is right.
-        stateful: Carry the LSTM state from batch to batch, over lanes.
-        lanes: Rows of a batch when `stateful`: batch size times ranks.
-        carried: Timeframes whose state is carried; None is the store's base timeframe.
-        max_gap_rows: Bars that may be missing in a row without breaking a carried state.
-        parallel_streams: On a GPU, run the timeframes' LSTMs side by side.
-    """
-
-    timeframes: tuple[str, ...] | None = None
-    d_model: AtLeastOne = 128
-    layers: AtLeastOne = 2
-    heads: AtLeastOne = 4
-    dropout: Share = 0.1
-    ffn_factor: AtLeastOne = 4
-    pooling: Pooling = "attention+last"
-    head_weights: HeadWeights = "mean"
-    gaps: Gaps = "mask"
-    input_clip: float | None = 10.0
-    label_gaps: Literal["keep", "drop"] = "keep"
-    pip: Annotated[float, Range("a return above 0", lambda pip: pip > 0)] = 1e-4
-    cost_pips: Annotated[float, Range("0 or more", lambda pips: pips >= 0)] = 1.0
-    neutral_share: Share = 1 / 3
-    direction_step: int | None = None
-    scalp_step: int | None = None
-    swing_step: int | None = None
-    loss_weights: Annotated[
-        LossWeights,
-        Range(
-            "four weights of 0 or more, not all 0",
-            lambda weights: min(weights) >= 0 and sum(weights) > 0,
-        ),
-    ] = (0.40, 0.35, 0.15, 0.10)
-    ratios: tuple[float, float, float] = (0.70, 0.15, 0.15)
-    embargo: int | None = None
-    fold: Annotated[
-        tuple[int, int] | None,
-        Range("[1, N] to [N, N]", lambda fold: 1 <= fold[0] <= fold[1], (1, 5)),
-    ] = None
-    weight_decay: float = 1e-2
-    warmup_share: Share = 0.05
-    order: Literal["shuffled", "time"] = "shuffled"
-    stateful: bool = False
-    lanes: AtLeastOne = 16
-    carried: tuple[str, ...] | None = None
-    max_gap_rows: int = 0
-    parallel_streams: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.d_model % self.heads == 0,
-            "heads",
-            self.heads,
-            f"a divisor of d_model, which is {self.d_model}",
-            "heads=4",
-        )
 
 
 def unpack_forex(
@@ -199,30 +101,17 @@ class ForexRecipe(Recipe):
         fields = [*timeframes, "targets"]
         warnings = quality_gate(store, fields, scaled=True)
         samples, notes = split_store(store, chosen)
-        returns = {name: _read_returns(store, ids) for name, ids in samples.items()}
-        plan = plan_labels(
-            returns["train"],
-            pip=chosen.pip,
-            neutral_share=chosen.neutral_share,
-            direction_step=chosen.direction_step,
-            scalp_step=chosen.scalp_step,
-            swing_step=chosen.swing_step,
+        returns = {
+            name: store.gather("targets", ids).reshape(len(ids), _horizon(store))
+            for name, ids in samples.items()
+        }
+        plan = plan_labels(returns["train"], chosen)
+        carried = _find_carried(store, timeframes, chosen) if chosen.stateful else ()
+        plan_lanes = partial(
+            plan_store_lanes, store, fields=carried, max_gap_rows=chosen.max_gap_rows
         )
-        lanes = (
-            _plan_lanes(store, chosen, samples["train"], chosen.lanes) if chosen.stateful else None
-        )
-        criterion = partial(forex_loss, weights=chosen.loss_weights)
-        baseline = find_baseline(returns["train"], returns["val"], plan, chosen.loss_weights)
+        lanes = plan_lanes(chosen.lanes, samples=samples["train"]) if carried else None
         base = store.manifest.attributes.get("base")
-        data = BarData(
-            store,
-            base if base in timeframes else timeframes[0],
-            plan,
-            samples,
-            returns,
-            chosen.cost_pips,
-            seed,
-        )
         notes += [
             describe_labels(plan, returns["train"]),
             *describe_cut(plan, returns["train"], chosen.cost_pips),
@@ -230,23 +119,40 @@ class ForexRecipe(Recipe):
         ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = make_model(store, timeframes, samples["train"], chosen)
+            model = make_model(store, timeframes, samples["train"], chosen, carried)
         return Job(
             model=model,
-            criterion=criterion,
+            criterion=partial(forex_loss, weights=chosen.loss_weights),
             unpack=partial(unpack_forex, timeframes=timeframes, plan=plan),
             metrics=ForexMetrics,
-            final_metrics=partial(BarEvaluation, data),
-            baseline=baseline,
+            final_metrics=partial(
+                BarEvaluation,
+                store,
+                base if base in timeframes else timeframes[0],
+                plan,
+                samples,
+                returns,
+                chosen.cost_pips,
+                seed,
+            ),
+            baseline=find_baseline(returns["train"], returns["val"], plan, chosen.loss_weights),
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
             make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
             fields=fields,
             order="lanes" if lanes else chosen.order,
             lanes=lanes,
-            plan_lanes=partial(_plan_fewer_lanes, store, chosen),
+            plan_lanes=partial(_plan_fewer_lanes, plan_lanes, chosen.lanes),
             monitor=("loss", False),
             notes=(*notes, *gate_notes(warnings)),
+            facts={
+                "inputs": list(timeframes),
+                "features": {name: _num_columns(store, name) for name in timeframes},
+                "carried": list(carried),
+                "is_classifier": True,
+                "class_names": list(NAMES),
+                "labels": asdict(plan),
+            },
         )
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,26 +170,11 @@ class ForexRecipe(Recipe):
 
     def describe(self, job: Job) -> dict[str, Any]:
         """Return the timeframes, their columns, whose state is carried, and the names of the directions."""
-        model = cast(ForexModel, job.model)
-        encoders = cast(Mapping[str, Any], model.encoders)
-        return {
-            "inputs": list(model.timeframes),
-            "features": {name: len(encoders[name].steps) for name in model.timeframes},
-            "carried": list(model.carried),
-            "is_classifier": True,
-            "class_names": list(NAMES),
-            "labels": asdict(cast("partial[Any]", job.unpack).keywords["plan"]),
-        }
+        return dict(job.facts)
 
     def rebuild(self, options: ForexOptions, facts: Facts) -> Rebuilt:
         """Return the network; its scalers come with the weights."""
         names = list(facts["inputs"])
-        series = {
-            name: SeriesInput(
-                np.zeros(count), np.ones(count), (False,) * count, options.input_clip, options.gaps
-            )
-            for name, count in facts["features"].items()
-        }
         wanted = [part for name in names for part in (name, f"{name}/gap")]
 
         def unpack(batch: Tensors) -> Columns:
@@ -291,7 +182,7 @@ class ForexRecipe(Recipe):
 
         note = "trained with a carried state; a prediction begins each window without one"
         return Rebuilt(
-            build_network(series, options, facts["carried"]),
+            ForexModel(facts["features"], options, facts["carried"]),
             names,
             unpack,
             ForexModel.predict,
@@ -351,34 +242,22 @@ class ForexRecipe(Recipe):
 
 
 def make_model(
-    store: Store, timeframes: tuple[str, ...], train: Array, options: ForexOptions
+    store: Store,
+    timeframes: Sequence[str],
+    train: Array,
+    options: ForexOptions,
+    carried: Sequence[str],
 ) -> ForexModel:
     """Return the network with scalers fitted on the rows that training samples show."""
-    series = {}
+    model = ForexModel({name: _num_columns(store, name) for name in timeframes}, options, carried)
     for name in timeframes:
-        center, scale = fit_robust(training_rows(store, name, train))
-        columns = store.fields[name].columns or []
-        steps = tuple(column == "return" or column.endswith("_change") for column in columns)
-        series[name] = SeriesInput(center, scale, steps, options.input_clip, options.gaps)
-    return build_network(series, options, _carried(store, options) if options.stateful else ())
-
-
-def build_network(
-    series: Mapping[str, SeriesInput], options: ForexOptions, carried: Sequence[str]
-) -> ForexModel:
-    """Return the network over these inputs, with initial weights."""
-    return ForexModel(
-        series,
-        d_model=options.d_model,
-        num_layers=options.layers,
-        heads=options.heads,
-        dropout=options.dropout,
-        ffn_factor=options.ffn_factor,
-        pooling=options.pooling,
-        head_weights=options.head_weights,
-        carried=carried,
-        parallel_streams=options.parallel_streams,
-    )
+        encoder = cast(TimeframeEncoder, model.encoders[name])
+        center, scale = map(torch.from_numpy, fit_robust(training_rows(store, name, train)))
+        encoder.scaler.center.copy_(center)
+        encoder.scaler.scale.copy_(scale)
+        for place, column in enumerate(store.fields[name].columns or []):
+            encoder.steps[place] = column == "return" or column.endswith("_change")
+    return model
 
 
 # -- what the store offers -----------------------------------------------------------------
@@ -388,7 +267,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
     """Return the samples of train, val and test, and how they were divided."""
     samples: dict[str, Array]
     if "split" in store.fields and options.fold is None:
-        samples = {name: select_samples(store, name) for name in _SPLITS}
+        samples = own_parts(store)
         how = "as packed (by time, with purge and embargo)"
     else:
         missing = [name for name in ("time", "label_time") if name not in store.fields]
@@ -406,7 +285,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
         if options.fold is not None:
             known, ratios = _cut_fold(time, *options.fold)
         division = split_by_time(time[known], label_time[known], ratios, embargo)
-        samples = {name: known[samples_of(division, name)] for name in _SPLITS}
+        samples = {name: known[ids] for name, ids in drawn_parts(division).items()}
         how = f"fold {options.fold[0]} of {options.fold[1]}, " if options.fold else ""
         how += f"by time, labels purged at the borders, an embargo of {embargo} decisions"
         fill_parts(samples, ratios, 0, None, f"bars, divided {how},")
@@ -466,42 +345,30 @@ def _horizon(store: Store) -> int:
     return int(shape[0]) if shape else 1
 
 
-def _read_returns(store: Store, samples: Array) -> Array:
-    returns: Array = store.gather("targets", samples).reshape(len(samples), _horizon(store))
-    return returns
+def _num_columns(store: Store, name: str) -> int:
+    return int(store.fields[name].shape[-1])
 
 
-def _carried(store: Store, options: ForexOptions) -> tuple[str, ...]:
-    timeframes = _find_timeframes(store, options)
-    if options.carried is not None:
-        strange = [name for name in options.carried if name not in timeframes]
-        require(
-            not strange and bool(options.carried),
-            "carried",
-            options.carried,
-            f"some of {', '.join(timeframes)}",
-            f"carried=['{timeframes[0]}']",
-        )
-        return options.carried
-    base = store.manifest.attributes.get("base")
-    return (base if base in timeframes else timeframes[0],)
-
-
-def _plan_lanes(store: Store, options: ForexOptions, samples: Array, count: int) -> LanePlan:
-    return plan_store_lanes(
-        store,
-        count,
-        fields=_carried(store, options),
-        samples=samples,
-        max_gap_rows=options.max_gap_rows,
+def _find_carried(
+    store: Store, timeframes: tuple[str, ...], options: ForexOptions
+) -> tuple[str, ...]:
+    if options.carried is None:
+        base = store.manifest.attributes.get("base")
+        return (base if base in timeframes else timeframes[0],)
+    require(
+        bool(options.carried) and set(options.carried) <= set(timeframes),
+        "carried",
+        options.carried,
+        f"some of {', '.join(timeframes)}",
+        f"carried=['{timeframes[0]}']",
     )
+    return options.carried
 
 
-def _plan_fewer_lanes(store: Store, options: ForexOptions, samples: Array) -> LanePlan | None:
+def _plan_fewer_lanes(plan: Callable[..., LanePlan], count: int, samples: Array) -> LanePlan | None:
     """Return lanes as in training, fewer where there are fewer windows; None where there are none."""
-    count = options.lanes
     while count:
         with contextlib.suppress(InputError):
-            return _plan_lanes(store, options, samples, count)
+            return plan(count, samples=samples)
         count //= 2
     return None

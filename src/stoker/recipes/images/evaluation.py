@@ -9,12 +9,13 @@ pictures and of the test pictures.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from stoker.recipes.classification import ScoreList, class_metrics, evaluate_classes
-from stoker.recipes.metrics import Counted, bootstrap
+from stoker.recipes.metrics import ClassCounts, bootstrap
 from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
 from stoker.runs.evaluation import Evaluation, Example
@@ -30,39 +31,24 @@ _TOP = 5
 _OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
-class ImageMetrics(Counted):
-    """Counts classes against answers, and hits among the five best, on the device."""
+class ImageMetrics(ClassCounts):
+    """Counts answers and hits among the five best as well."""
 
-    def __init__(self, num_classes: int) -> None:
-        self._num_classes = num_classes  # labels are 0 to num_classes - 1
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
+    def update(self, scores: Tensor, labels: Tensor, valid: Tensor | None = None) -> None:
         """Take scores and class numbers of a batch."""
-        num = self._num_classes
-        if self.counts is None:
-            # Per class its samples, its answers and its hits; then the hits among the five best.
-            self.counts = torch.zeros(4, num, dtype=torch.int64, device=outputs.device)
-        labels, answers = targets.long(), outputs.argmax(dim=1)
-        ones = torch.ones_like(labels)
-        for row, places, seen in (
-            (0, labels, ones),
-            (1, answers, ones),
-            (2, labels, (labels == answers).long()),
-            (3, labels, hits_in_top(outputs, labels).long()),
-        ):
-            self.counts[row].index_add_(0, places, seen)
+        labels, answers = labels.long(), scores.argmax(dim=1)
+        seen = torch.ones_like(labels) if valid is None else valid.long()
+        hits, near = (labels == answers) * seen, hits_in_top(scores, labels) * seen
+        self.count((labels, seen), (labels, hits), (answers, seen), (labels, near))
 
     def compute(self) -> dict[str, float]:
         """Return accuracy, balanced accuracy, macro F1, and top-5 accuracy where there are more classes."""
         if self.counts is None:
             return {}
-        seen, answered, hits, near = self.counts.cpu().double().numpy()
+        seen, hits, answered, near = self.counts.cpu().double().numpy()
         occurs = seen > 0
-        found = {
-            "accuracy": float(hits.sum() / seen.sum()),
-            "balanced_accuracy": float((hits[occurs] / seen[occurs]).mean()),
-            "macro_f1": float((2 * hits[occurs] / (seen + answered)[occurs]).mean()),
-        }
+        f1 = 2 * hits[occurs] / (seen + answered)[occurs]
+        found = super().compute() | {"macro_f1": float(f1.mean())}
         if self._num_classes > _TOP:
             found["top5_accuracy"] = float(near.sum() / seen.sum())
         return found
@@ -94,16 +80,17 @@ class FinalImageMetrics:
         """Return the evaluation of everything seen; see `FinalMetrics`."""
         shares, labels = self._scores.probabilities, self._scores.labels
         report = evaluate_classes(shares, labels, self._names)
-        metrics, intervals = dict(report.metrics), dict(report.intervals)
+        metrics, intervals = {**report.metrics}, {**report.intervals}
         if len(self._names) > _TOP:
             near = np.concatenate(self._near)
             metrics["top5_accuracy"] = float(near.mean())
             intervals["top5_accuracy"] = bootstrap(near)
         baselines, note = self._baselines(samples, labels)
-        return Evaluation(
-            len(labels),
-            ("accuracy", True),
-            **vars(report) | {"metrics": metrics, "intervals": intervals},
+        return replace(
+            report,
+            compared_by=("accuracy", True),
+            metrics=metrics,
+            intervals=intervals,
             baselines=baselines,
             examples=tuple(self._mistakes(samples, labels, shares)),
             notes=(note, "pictures: the mistakes that the model was surest of"),

@@ -13,7 +13,7 @@ import copy
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -198,22 +198,18 @@ def _from_library(library: str, bare: str, name: str, num_classes: int, channels
         if bare not in names:
             continue
         if each == "timm":
-            return _nn(found.create_model(bare, num_classes=num_classes, in_chans=channels))
+            made = found.create_model(bare, num_classes=num_classes, in_chans=channels)
+            return cast(nn.Module, made)
         if channels != 3:
             raise InputError(
                 f"pictures of {channels} channel, and torchvision's {bare} takes 3.",
                 "pictures of 3 channels, or a network of ours or of timm",
                 "pack the pictures again with --channels 3",
             )
-        return _nn(found.get_model(bare, weights=None, num_classes=num_classes))
+        return cast(nn.Module, found.get_model(bare, weights=None, num_classes=num_classes))
     if missing:
         raise MissingExtraError.for_package(missing[0], "models", f"the network {name!r}")
     raise _unknown(name, offered)
-
-
-def _nn(made: Any) -> nn.Module:
-    assert isinstance(made, nn.Module)
-    return made
 
 
 def _unknown(name: str, offered: list[str]) -> InputError:

@@ -8,11 +8,11 @@ augmented on the device; class names and probabilities for new pictures. Costs: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from stoker.augment import (
     ToDtype,
 )
 from stoker.errors import InputError, SourceError
-from stoker.loader.splits import SplitName, draw_samples, samples_of
+from stoker.loader.splits import draw_samples
 from stoker.recipes.classification import label_places
 from stoker.recipes.contract import (
     BATCH,
@@ -46,7 +46,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import fill_parts
+from stoker.recipes.gate import fill_parts, own_parts
 from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
@@ -64,18 +64,16 @@ from stoker.recipes.pictures import (
     GivenPictures,
     Size,
     as_keys,
-    channel_statistics,
-    is_encoded,
+    describe_pictures,
     make_normaliser,
-    packed_as,
     sized_store,
+    spell_fields,
 )
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
 Tensor = torch.Tensor
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _HELD_BACK = 0.1
 _ENCODED_SIZE = (224, 224)
 _ALPHA = Range("0, or 0.001 to 100", lambda alpha: alpha == 0 or 1e-3 <= alpha <= 100, 0.2)
@@ -121,20 +119,6 @@ class ImagesOptions(CheckedOptions):
     warmup_share: Share = 0.15
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """What the pictures of a store are, for `describe` and for new ones."""
-
-    channels: int  # 1 or 3
-    size: tuple[int, int]  # height and width
-    num_classes: int  # labels are 0 to num_classes - 1
-    # LOW and HIGH that 16-bit and float pictures were packed with
-    value_range: tuple[float, float] | None = None
-    first_frame: bool = False  # whether the first frame of films was packed
-    # whether they are decoded while they are loaded, and brought to the size there
-    encoded: bool = False
-
-
 class ImagesRecipe(Recipe):
     """Builds jobs that classify pictures."""
 
@@ -156,93 +140,79 @@ class ImagesRecipe(Recipe):
         """Build the job; see `Recipe`."""
         chosen = parse_options(ImagesOptions, options, self.name)
         store = sized_store(store, chosen.size, _ENCODED_SIZE)
-        pictures, names = find_pictures(store)
+        names = find_classes(store)
         labels = store.read_rows("labels", 0, store.num_samples)
         samples, split_note = split_pictures(store, labels, chosen.ratios, seed)
-        mean, std = channel_statistics(store, samples["train"])
+        facts = {
+            "inputs": ["images"],
+            "is_classifier": True,
+            **describe_pictures(store, samples["train"]),
+            "num_classes": len(names),
+        }
         train_labels = labels[samples["train"]]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model, network_notes = _build(pictures, chosen)
+            model, network_notes = _build(facts, chosen)
         weights, class_note = class_weights(train_labels, names, chosen.balance)
+        mixing = (("mixup", chosen.mixup), ("cutmix", chosen.cutmix))
+        augmentation = [
+            chosen.augmentation,
+            *(f"{name} {alpha}" for name, alpha in mixing if alpha),
+        ]
         return Job(
             model=model,
             criterion=ClassificationLoss(chosen.label_smoothing, weights),
-            unpack=partial(unpack_pictures, pictures=pictures),
-            metrics=partial(ImageMetrics, pictures.num_classes),
+            unpack=unpack_pictures,
+            metrics=partial(ImageMetrics, len(names)),
             final_metrics=partial(FinalImageMetrics, store, samples["train"], names),
-            baseline=majority_baseline(train_labels, labels[samples["val"]], pictures.num_classes),
+            baseline=majority_baseline(train_labels, labels[samples["val"]], len(names)),
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
             make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
             fields=["images", "labels"],
-            augmentation=make_augmentation(pictures, chosen, mean, std, seed),
+            augmentation=make_augmentation(facts, chosen, seed),
             monitor=("accuracy", True),
             strata=train_labels,
             balance="labels" if chosen.balance == "sampling" else None,
             notes=(
-                f"{pictures.num_classes} classes: {_some(names)}",
+                f"{len(names)} classes: {_some(names)}",
                 split_note,
                 *network_notes,
                 *class_note,
-                f"augmentation: {chosen.augmentation}{_mixing(chosen)}",
+                f"augmentation: {', '.join(augmentation)}",
                 *([f"weights are averaged, decay {chosen.ema}"] if chosen.ema else []),
             ),
+            facts=facts,
         )
 
     def describe(self, job: Job) -> dict[str, Any]:
         """Return what the pictures are, and their normalisation: it is the loader's, not the model's."""
-        pictures: Pictures = cast("partial[Any]", job.unpack).keywords["pictures"]
-        assert job.augmentation is not None
-        (normalize,) = (op for op in job.augmentation.ops if isinstance(op, Normalize))
-        mean, std = normalize.for_channels(pictures.channels)
-        return {
-            "inputs": ["images"],
-            "is_classifier": True,
-            "channels": pictures.channels,
-            "size": list(pictures.size),
-            "num_classes": pictures.num_classes,
-            "value_range": None if pictures.value_range is None else list(pictures.value_range),
-            "first_frame": pictures.first_frame,
-            **({"encoded": True} if pictures.encoded else {}),
-            "mean": list(mean),
-            "std": list(std),
-        }
+        return dict(job.facts)
 
     def rebuild(self, options: ImagesOptions, facts: Facts) -> Rebuilt:
         """Return the network, and the normalisation of its pictures."""
-        model, _ = _build(_pictures_of(facts), options)
+        normalise = make_normaliser(facts)
 
         def unpack(batch: Tensors) -> Tensor:
-            return batch["images"]
+            images = batch["images"]  # of a store, which are normalised while they are gathered
+            return images if images.is_floating_point() else normalise(images)
 
-        resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
-        augment = Compose([*resize, *_normalisation(facts["mean"], facts["std"])])
-        return Rebuilt(model, ["images"], unpack, _predict, augment)
+        resize = [Resize(_size(facts))] if facts.get("encoded") else []
+        augment = Compose([*resize, *_normalisation(facts)])
+        return Rebuilt(_build(facts, options)[0], ["images"], unpack, _predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels of the training size as input; classes and probabilities."""
-        normalise = make_normaliser(facts["mean"], facts["std"])
         shape = (BATCH, facts["channels"], *facts["size"])
         about = "pixels from 0 to 255, channel by channel, resized to this size"
         port = Port("images", shape, torch.uint8, about, below=256)
-        return Layout([port], lambda named: normalise(named["images"]), _predict)
+        return Layout([port], made.unpack, made.predict)
 
     def open_raw(
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open a folder of pictures, or one picture."""
-        known = _pictures_of(facts)
-        return PictureReader.open(
-            given,
-            size=known.size,
-            channels=known.channels,
-            value_range=known.value_range,
-            first_frame=known.first_frame,
-            normalise=make_normaliser(facts["mean"], facts["std"]),
-            batch_size=int(told.get("batch_size", 64)),
-            classes=facts.get("class_names", ()),
-        )
+        return PictureReader.open(given, facts, int(told.get("batch_size", 64)))
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: ImagesOptions, facts: Facts
@@ -255,22 +225,15 @@ class ImagesRecipe(Recipe):
         return np.where(places < facts["num_classes"], places, -1)
 
 
-def _pictures_of(facts: Facts) -> Pictures:
-    span = facts["value_range"]
-    return Pictures(
-        facts["channels"],
-        (facts["size"][0], facts["size"][1]),
-        facts["num_classes"],
-        None if span is None else (span[0], span[1]),
-        facts["first_frame"],
-    )
+def _size(facts: Facts) -> Size:
+    return facts["size"][0], facts["size"][1]
 
 
-def _build(pictures: Pictures, options: ImagesOptions) -> tuple[Classifier, list[str]]:
+def _build(facts: Facts, options: ImagesOptions) -> tuple[Classifier, list[str]]:
     """Return the model with initial or pretrained weights, and what to say about it."""
-    name, why = choose_network(options.network, pictures.size)
+    name, why = choose_network(options.network, _size(facts))
     network = make_network(
-        name, pictures.num_classes, pictures.channels, options.width, pictures.size
+        name, facts["num_classes"], facts["channels"], options.width, _size(facts)
     )
     count = sum(parameter.numel() for parameter in network.parameters())
     notes = [f"{why}; {count:,} weights"]
@@ -285,17 +248,16 @@ def _predict(model: Any, images: Tensor) -> Columns:
     return {"class": shares.argmax(dim=1), "probability": shares}
 
 
-def unpack_pictures(batch: Tensors, pictures: Pictures) -> tuple[Tensor, Tensor]:
+def unpack_pictures(batch: Tensors) -> tuple[Tensor, Tensor]:
     """Return images and class numbers."""
-    del pictures  # stands here for `describe`
     return batch["images"], batch["labels"]
 
 
 # -- from a store --------------------------------------------------------------------------------
 
 
-def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
-    """Return what the pictures are and the names of their classes, or raise where the store has others."""
+def find_classes(store: Store) -> list[str]:
+    """Return the names of the classes, or raise where the store has no pictures and classes."""
     images, labels = store.fields.get("images"), store.fields.get("labels")
     fits = (
         images is not None
@@ -306,30 +268,17 @@ def find_pictures(store: Store) -> tuple[Pictures, list[str]]:
         and np.dtype(images.dtype) == np.uint8
         and np.dtype(labels.dtype).kind in "iu"
     )
-    if not fits or images is None:
-        have = ", ".join(
-            f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
-        )
-        raise _unfit(store, f"has {have or 'no fields'}")
+    if not fits:
+        raise _unfit(store, f"has {spell_fields(store)}")
     numbers = store.read_rows("labels", 0, store.num_samples)
     names = [str(name) for name in store.manifest.attributes.get("classes") or ()]
     least, most = int(numbers.min(initial=0)), int(numbers.max(initial=0))
-    num_classes = len(names) or max(2, most + 1)
-    if least < 0 or most >= num_classes:
-        raise _unfit(store, f"has labels from {least} to {most} for {num_classes} classes")
-    if num_classes < 2:
+    names = names or [str(number) for number in range(max(2, most + 1))]
+    if least < 0 or most >= len(names):
+        raise _unfit(store, f"has labels from {least} to {most} for {len(names)} classes")
+    if len(names) < 2:
         raise _unfit(store, f"has one class, {names[0]!r}")
-    span, first_frame = packed_as(store)
-    size = (int(images.shape[1]), int(images.shape[2]))
-    made = Pictures(
-        int(images.shape[0]),
-        size,
-        num_classes,
-        None if span is None else (float(span[0]), float(span[1])),
-        first_frame,
-        is_encoded(store),
-    )
-    return made, names or [str(number) for number in range(num_classes)]
+    return names
 
 
 def _unfit(store: Store, what: str) -> InputError:
@@ -346,8 +295,7 @@ def split_pictures(
     """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
     samples: dict[str, Array]
     if "split" in store.fields:
-        given = store.read_rows("split", 0, store.num_samples)
-        samples = {name: samples_of(given, name) for name in _SPLITS}
+        samples = own_parts(store)
         note = "split: the store's own"
     else:
         everything = np.arange(store.num_samples)
@@ -402,41 +350,32 @@ def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor
     return torch.from_numpy(weights).float(), [*notes, f"{spread}; the loss is weighed by 1 / size"]
 
 
-def make_augmentation(
-    pictures: Pictures, options: ImagesOptions, mean: list[float], std: list[float], seed: int
-) -> Compose:
+def make_augmentation(facts: Facts, options: ImagesOptions, seed: int) -> Compose:
     """Return the augmentation of training pictures; `.validation()` of it only normalises."""
     ops: list[Any] = []
-    height, width = pictures.size
+    size = _size(facts)
     if options.augmentation != "none":
-        if max(pictures.size) <= SMALL_SIDE:
+        if max(size) <= SMALL_SIDE:
             # Small pictures are cut close to what they show: shifted, not enlarged.
-            ops.append(RandomCrop((height, width), padding=max(1, max(pictures.size) // 8)))
+            ops.append(RandomCrop(size, padding=max(1, max(size) // 8)))
         else:
             least = {"light": 0.6, "standard": 0.35, "strong": 0.2}[options.augmentation]
-            ops.append(RandomResizedCrop((height, width), scale=(least, 1.0)))
+            ops.append(RandomResizedCrop(size, scale=(least, 1.0)))
         if options.horizontal_flip:
             ops.append(RandomHorizontalFlip(0.5))
     if options.augmentation == "standard":
-        saturation = 0.2 if pictures.channels == 3 else 0.0
+        saturation = 0.2 if facts["channels"] == 3 else 0.0
         ops.append(ColorJitter(0.2, 0.2, saturation, p=0.5))
     if options.augmentation == "strong":
         ops += [RandAugment(2, 9), RandomErasing(0.25)]
-    if pictures.encoded and not any(isinstance(op, RandomResizedCrop) for op in ops):
-        ops.insert(0, Resize(pictures.size))
-    return Compose([*ops, *_normalisation(mean, std)], seed=seed)
+    if facts.get("encoded") and not any(isinstance(op, RandomResizedCrop) for op in ops):
+        ops.insert(0, Resize(size))
+    return Compose([*ops, *_normalisation(facts)], seed=seed)
 
 
-def _normalisation(mean: list[float], std: list[float]) -> list[Any]:
+def _normalisation(facts: Facts) -> list[Any]:
     # Channels last is how convolutions are fastest, on a GPU and on most CPUs.
-    return [Normalize(mean, std), ToDtype(torch.float32, channels_last=True)]
-
-
-def _mixing(options: ImagesOptions) -> str:
-    parts = [
-        f"{name} {getattr(options, name)}" for name in ("mixup", "cutmix") if getattr(options, name)
-    ]
-    return "".join(f", {part}" for part in parts)
+    return [Normalize(facts["mean"], facts["std"]), ToDtype(torch.float32, channels_last=True)]
 
 
 def _some(names: list[str], most: int = 8) -> str:
@@ -448,28 +387,12 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 class PictureReader(FolderPictures):
-    """Pictures at the size of training; see `RawReader`.
+    """Pictures at the size of training, as pixels; a folder that is called like a class says the truth."""
 
-    Args:
-        pictures: Of the user.
-        size: Height and width of training.
-        normalise: Pixels `(n, channels, height, width)` uint8 to what the network takes.
-        classes: Names of the classes: a folder that is called like one says the truth.
-        more: As for `FolderPictures`.
-    """
-
-    def __init__(
-        self,
-        pictures: GivenPictures,
-        *,
-        size: Size,
-        normalise: Callable[[torch.Tensor], torch.Tensor],
-        classes: Sequence[str] = (),
-        **more: Any,
-    ) -> None:
-        super().__init__(pictures, **more)
-        self._size, self._normalise = size, normalise
-        self._places = {name: place for place, name in enumerate(classes)}
+    def __init__(self, pictures: GivenPictures, facts: Facts, batch_size: int) -> None:
+        super().__init__(pictures, facts, batch_size)
+        names = facts.get("class_names", ())
+        self._places = {name: place for place, name in enumerate(names)}
 
     def __iter__(self) -> Iterator[RawBatch]:
         """Yield every picture once, in the order of the names."""
@@ -485,12 +408,13 @@ class PictureReader(FolderPictures):
                 images[row] = self._pixels(place, self._decode(place), self._size)
             except SourceError as error:
                 reasons[row] = self._refuse(error)
-        made = self._normalise(torch.from_numpy(images))
         answered = np.array([reason is None for reason in reasons])
         names = [self._pictures.keys[place] for place in places]
         folders = [PurePosixPath(str(name)).parent.name for name in names]
         truth = np.array([self._places.get(folder, -1) for folder in folders])
-        return RawBatch(as_keys(names), {"images": made}, answered, reasons, truth=truth)
+        return RawBatch(
+            as_keys(names), {"images": torch.from_numpy(images)}, answered, reasons, truth=truth
+        )
 
     def notes(self) -> Sequence[str]:
         """Return what was left out."""

@@ -26,7 +26,6 @@ import torch
 from stoker.recipes.massspec.metrics import (
     Library,
     Ranking,
-    rank_queries,
     read_root_spectra,
     weighted_units,
 )
@@ -191,13 +190,10 @@ class FinalSpectrumMetrics:
         values = similarities(predicted, measured, power)
         answers = weighted_units(predicted, power).to(device)
         queries = weighted_units(measured, power).to(device)
-        for filtered in (False, True):
-            tolerance = self._ranking.tolerance if filtered else None
-            found_ranks = rank_queries(self._library, answers, queries, groups, masses, tolerance)
-            ranks = found_ranks.cpu().numpy()
-            for k in self._ranking.recall_at:
-                values[self._ranking.name(k, filtered)] = (ranks <= k).astype(np.float64)
-        return values
+        found = self._ranking.find(self._library, answers, queries, groups, masses)
+        return values | {
+            name: each.cpu().numpy().astype(np.float64) for name, each in found.items()
+        }
 
     def _nearest(self, samples: Array, device: torch.device) -> tuple[Tensor, Array, Array]:
         """Return the nearest training compounds' root spectra, how near they are, and the level of their conditions."""

@@ -85,6 +85,17 @@ class Ranking:
         """Return the name of a recall, without or with the mass filter."""
         return f"recall@{k}_within_{self.tolerance:g}da" if filtered else f"recall@{k}"
 
+    def find(
+        self, library: Library, predicted: Tensor, measured: Tensor, groups: Tensor, masses: Tensor
+    ) -> dict[str, Tensor]:
+        """Return for every recall which queries are found, `(queries,)` bool; see `rank_queries`."""
+        found: dict[str, Tensor] = {}
+        for filtered in (False, True):
+            tolerance = self.tolerance if filtered else None
+            ranks = rank_queries(library, predicted, measured, groups, masses, tolerance)
+            found |= {self.name(k, filtered): ranks <= k for k in self.recall_at}
+        return found
+
 
 class SpectrumMetrics:
     """Weighted cosine and library recall of one validation.
@@ -124,12 +135,8 @@ class SpectrumMetrics:
             torch.cat(parts) for parts in zip(*self._seen, strict=True)
         )
         result = {"weighted_cosine": float((predicted * measured).sum(dim=1).double().mean())}
-        for filtered in (False, True):
-            tolerance = self._ranking.tolerance if filtered else None
-            ranks = rank_queries(self._library, predicted, measured, groups, masses, tolerance)
-            for k in self._ranking.recall_at:
-                result[self._ranking.name(k, filtered)] = float((ranks <= k).double().mean())
-        return result
+        found = self._ranking.find(self._library, predicted, measured, groups, masses)
+        return result | {name: float(each.double().mean()) for name, each in found.items()}
 
 
 def rank_queries(

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from stoker.loader.ragged import GraphBatch
+from stoker.loader.ragged import batch_graphs
 from stoker.recipes.massspec.metrics import unit_length, weighted_cosine
+from stoker.recipes.massspec.options import MassSpecOptions, TeacherOptions
 from stoker.sources.molecules.packed import ECFP_SIZE, NUM_ATOM_FEATURES, NUM_BOND_FEATURES
 
 Tensor = torch.Tensor
@@ -73,13 +74,14 @@ class BidirectionalHead(nn.Module):
 class ResidualBlock(nn.Module):
     """Norm, ReLU, dropout, narrow; norm, ReLU, wide; added to what came in."""
 
-    def __init__(self, width: int, bottleneck: float, dropout: float) -> None:
+    def __init__(self, options: MassSpecOptions) -> None:
         super().__init__()
-        narrow = max(1, round(width * bottleneck))
+        width = options.width
+        narrow = max(1, round(width * options.bottleneck))
         self.layers = nn.Sequential(
             nn.LayerNorm(width),
             nn.ReLU(),
-            nn.Dropout(dropout),
+            nn.Dropout(options.dropout),
             nn.Linear(width, narrow),
             nn.LayerNorm(narrow),
             nn.ReLU(),
@@ -92,9 +94,9 @@ class ResidualBlock(nn.Module):
         return features + changed
 
 
-def _trunk(width: int, num_blocks: int, bottleneck: float, dropout: float) -> nn.Sequential:
-    blocks = [ResidualBlock(width, bottleneck, dropout) for _ in range(num_blocks)]
-    return nn.Sequential(*blocks, nn.LayerNorm(width), nn.ReLU())
+def _trunk(options: MassSpecOptions) -> nn.Sequential:
+    blocks = [ResidualBlock(options) for _ in range(options.num_blocks)]
+    return nn.Sequential(*blocks, nn.LayerNorm(options.width), nn.ReLU())
 
 
 def _condition_layer(num_conditions: int, width: int) -> nn.Linear | None:
@@ -110,20 +112,17 @@ class Student(nn.Module):
 
     def __init__(
         self,
-        num_bins: int = 501,  # `max_mz + 1`
-        width: int = 1024,  # of the hidden layers
-        num_blocks: int = 3,  # residual blocks
-        bottleneck: float = 0.5,  # share of the width inside a block
-        dropout: float = 0.25,  # inside a block
+        num_bins: int,  # `max_mz + 1`
         # numbers that say how a spectrum is measured, as `conditions (batch, numbers)`; 0 is none
-        num_conditions: int = 0,
+        num_conditions: int,
+        options: MassSpecOptions,
     ) -> None:
         super().__init__()
         self.num_bins = num_bins
-        self.inlet = nn.Linear(ECFP_SIZE, width)
-        self.conditions = _condition_layer(num_conditions, width)
-        self.trunk = _trunk(width, num_blocks, bottleneck, dropout)
-        self.head = BidirectionalHead(width, num_bins)
+        self.inlet = nn.Linear(ECFP_SIZE, options.width)
+        self.conditions = _condition_layer(num_conditions, options.width)
+        self.trunk = _trunk(options)
+        self.head = BidirectionalHead(options.width, num_bins)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the predicted spectra."""
@@ -174,29 +173,18 @@ class Teacher(nn.Module):
     `GraphBatch` has them. Returns `{"spectrum": (batch, num_bins)}`.
     """
 
-    def __init__(
-        self,
-        num_bins: int = 501,  # `max_mz + 1`
-        num_layers: int = 4,  # GINE layers
-        graph_width: int = 128,  # features per atom
-        width: int = 1024,  # of the joined features
-        num_blocks: int = 2,  # residual blocks after joining
-        # share of bonds that carry no message in a training step, both ways
-        drop_edge: float = 0.2,
-        bottleneck: float = 0.5,  # as for the student
-        dropout: float = 0.25,  # as for the student
-        num_conditions: int = 0,  # as for the student
-    ) -> None:
+    def __init__(self, num_bins: int, num_conditions: int, options: TeacherOptions) -> None:
         super().__init__()
+        width, graph_width = options.width, options.graph_width
         self.num_bins = num_bins
-        self.drop_edge = drop_edge
+        self.drop_edge = options.drop_edge
         self.conditions = _condition_layer(num_conditions, width)
         self.atom = nn.Linear(NUM_ATOM_FEATURES, graph_width)
-        self.layers = nn.ModuleList(GineLayer(graph_width) for _ in range(num_layers))
+        self.layers = nn.ModuleList(GineLayer(graph_width) for _ in range(options.num_layers))
         self.pooled = nn.LayerNorm(2 * graph_width)
         self.graph = nn.Linear(2 * graph_width, width)
         self.fingerprint = nn.Linear(ECFP_SIZE, width)
-        self.trunk = _trunk(width, num_blocks, bottleneck, dropout)
+        self.trunk = _trunk(options)
         self.head = BidirectionalHead(width, num_bins)
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -238,14 +226,11 @@ def pool_graphs(atoms: Tensor, owner: Tensor, num_graphs: int) -> Tensor:
     return torch.cat([total / count.clamp(min=1), total], dim=1)
 
 
-def graph_inputs(graphs: GraphBatch) -> dict[str, Tensor]:
+def graph_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the part of the teacher's inputs that describes graphs."""
-    return {
-        "x": graphs.x,
-        "edge_index": graphs.edge_index,
-        "edge_attr": graphs.edge_attr,
-        "batch": graphs.batch,
-    }
+    graphs = batch_graphs(batch)._asdict()
+    del graphs["ptr"]
+    return graphs
 
 
 # -- learning from a teacher ------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from pyarrow import feather
 from stoker.display import command, look_in
 from stoker.errors import InputError, Refusal, SourceError, unwritable
 from stoker.ownership import SIGNATURE, has_signature, temporary_folder, writing
-from stoker.recipes.contract import RawBatch
+from stoker.recipes.contract import Facts, RawBatch
 from stoker.recipes.massspec.evaluation import peak_list
 from stoker.recipes.massspec.metrics import root_spectra
 from stoker.recipes.raw_tables import as_frame
@@ -44,7 +44,6 @@ from stoker.sources.massspec.conditions import (
 from stoker.sources.massspec.formats import UNREADABLE, as_msp
 from stoker.sources.massspec.structures import healed, own_structure
 from stoker.sources.molecules.packed import (
-    ECFP_SIZE,
     PackedMolecule,
     StructureForm,
     pack_molecule,
@@ -81,19 +80,6 @@ _CONDITION_WORDS = {
 
 
 @dataclass(frozen=True)
-class ModelInputs:
-    """What a trained model reads and predicts."""
-
-    graphs: bool  # whether it reads graphs
-    max_mz: int  # its highest bin
-    # the commonest conditions of training; empty where the model reads none
-    usual: Sequence[float] = ()
-    # lowest and highest of each condition in training; empty where the checkpoint does not say
-    ranges: Ranges = ()
-    rounding: Rounding = "nearest"  # how an m/z finds its bin
-
-
-@dataclass(frozen=True)
 class Wanted:
     """One molecule of the input."""
 
@@ -113,24 +99,29 @@ class MoleculeReader:
     key = "name"
 
     def __init__(
-        self, molecules: Iterable[Wanted], source: str, model: ModelInputs, batch_size: int
+        self, molecules: Iterable[Wanted], source: str, facts: Facts, batch_size: int
     ) -> None:
-        self._molecules, self._source = molecules, source
-        self._model, self._batch_size = model, batch_size
+        self._molecules, self._source, self._batch_size = molecules, source, batch_size
+        self._graphs, self._max_mz = "atoms" in facts["inputs"], int(facts["num_bins"]) - 1
+        self._rounding: Rounding = facts.get("rounding", "nearest")
+        # Of training: the commonest conditions, empty where the model reads none; lowest and highest of each, empty
+        # where the checkpoint does not say.
+        self._usual: Sequence[float] = facts.get("usual_conditions", ())
+        self._ranges: Ranges = facts.get("condition_ranges", ())
         self._num_usual = self._num_refused = self._num_odd = self._num_measured = 0
         self.num_rows: int | None = None
 
     @classmethod
-    def open(cls, given: Any, model: ModelInputs, batch_size: int) -> MoleculeReader | None:
+    def open(cls, given: Any, facts: Facts, batch_size: int) -> MoleculeReader | None:
         """Return a reader of a path, a list of SMILES or a table with a column of them; None for anything else."""
         if isinstance(given, str | os.PathLike):
             path = Path(given)
             if path.is_dir() or (path.is_file() and _ending(path) in _KNOWN):
-                return cls(read_molecules_of(path), str(path), model, batch_size)
+                return cls(read_molecules_of(path), str(path), facts, batch_size)
             return None
         found = _from_memory(given)
         return (
-            None if found is None else cls(found, f"the {type(given).__name__}", model, batch_size)
+            None if found is None else cls(found, f"the {type(given).__name__}", facts, batch_size)
         )
 
     def __iter__(self) -> Iterator[RawBatch]:
@@ -140,7 +131,7 @@ class MoleculeReader:
             yield self._as_batch(held)
 
     def _as_batch(self, wanted: Sequence[Wanted]) -> RawBatch:
-        packed: list[PackedMolecule | None] = []
+        packed: list[PackedMolecule] = []
         reasons: list[str | None] = []
         labels: dict[str, list[str]] = {"formula": [], "smiles": []}
         conditions: list[list[float]] = []
@@ -150,7 +141,7 @@ class MoleculeReader:
             if isinstance(made, str):
                 self._num_refused += 1
                 reasons.append(made)
-                packed.append(None)
+                packed.append(_NOTHING)
                 formula, smiles = "", each.text if each.form == "smiles" else ""
             else:
                 packed.append(made[0])
@@ -159,21 +150,22 @@ class MoleculeReader:
                     remarks.append(
                         f"{parts} parts that no bond joins (a salt or a mixture), predicted as one of their whole mass"
                     )
-                if made[0].mol_weight > self._model.max_mz:
+                if made[0].mol_weight > self._max_mz:
                     remarks.append(
-                        f"heavier than the highest bin: peaks above m/z {self._model.max_mz} are not predicted"
+                        f"heavier than the highest bin: peaks above m/z {self._max_mz} are not predicted"
                     )
             labels["formula"].append(formula)
             labels["smiles"].append(smiles)
-            values, strange = self._conditions(each.meta, counted=packed[-1] is not None)
+            is_known = packed[-1] is not _NOTHING
+            values, strange = self._conditions(each.meta, counted=is_known)
             conditions.append(values)
-            if packed[-1] is not None:
+            if is_known:
                 remarks += [strange] if strange else []
                 reasons.append("; ".join(remarks) or None)
                 self._num_odd += bool(remarks)
-        rows = as_rows(packed, self._model.graphs)
-        if self._model.usual:
-            rows["conditions"] = torch.tensor(conditions)
+        fields = as_fields(packed, self._graphs)
+        if self._usual:
+            fields["conditions"] = torch.tensor(conditions)
             told = [described_conditions(values) for values in conditions]
             metas = [each.meta for each in wanted]
             for name in _CONDITION_LABELS:
@@ -183,8 +175,8 @@ class MoleculeReader:
                 ]
         return RawBatch(
             np.array([each.name for each in wanted], dtype=object),
-            rows,
-            np.array([each is not None for each in packed]),
+            fields,
+            np.array([each is not _NOTHING for each in packed]),
             reasons,
             {name: np.array(texts, dtype=object) for name, texts in labels.items()},
             self._measured(wanted),
@@ -197,9 +189,7 @@ class MoleculeReader:
         peaks = [each.peaks or (np.zeros(0), np.zeros(0, np.float32)) for each in wanted]
         offsets = np.cumsum([0, *(len(mz) for mz, _ in peaks)])
         mz, intensity = (np.concatenate(parts) for parts in zip(*peaks, strict=True))
-        made = bin_spectrum(
-            mz, intensity, offsets, self._model.max_mz, rounding=self._model.rounding
-        )
+        made = bin_spectrum(mz, intensity, offsets, self._max_mz, rounding=self._rounding)
         self._num_measured += sum(len(each) > 0 for each, _ in peaks)
         return root_spectra(torch.from_numpy(made.spectra)).numpy()
 
@@ -207,7 +197,7 @@ class MoleculeReader:
         """Return the conditions of a molecule, and what of them the model was not trained on."""
         is_told = any(meta.get(key) for key in _CONDITION_KEYS)
         kind = spectrum_kind(meta)
-        if not self._model.usual:
+        if not self._usual:
             is_other = is_told and kind != "EI"
             return (
                 [],
@@ -215,13 +205,13 @@ class MoleculeReader:
                 if is_other
                 else "",
             )
-        values = encode_conditions(kind, meta) if is_told else list(self._model.usual)
-        if not self._model.ranges:  # of a checkpoint that does not record them
+        values = encode_conditions(kind, meta) if is_told else list(self._usual)
+        if not self._ranges:  # of a checkpoint that does not record them
             self._num_usual += counted and not is_told
             return values, ""
-        full = completed_conditions(values, self._model.usual, self._model.ranges)
+        full = completed_conditions(values, self._usual, self._ranges)
         self._num_usual += counted and (not is_told or full != values)
-        strange = strange_conditions(full, self._model.ranges)
+        strange = strange_conditions(full, self._ranges)
         return full, f"training did not have {strange}" if strange else ""
 
     def _featurise(self, wanted: Wanted) -> tuple[PackedMolecule, str, str, int] | str:
@@ -254,7 +244,7 @@ class MoleculeReader:
             count = format_count(self._num_odd, "molecule")
             notes.append(f"{count} with a remark; see 'reason'")
         if self._num_usual:
-            known = described_conditions(self._model.usual)
+            known = described_conditions(self._usual)
             shown = ", ".join(
                 f"{_CONDITION_WORDS.get(name, '')} {text}".strip() for name, text in known.items()
             )
@@ -263,41 +253,21 @@ class MoleculeReader:
         return notes
 
 
-def as_rows(packed: Sequence[PackedMolecule | None], graphs: bool) -> dict[str, Tensor]:
-    """Return molecules as tensors of a row each; one that is None has zeros, and one atom where there are graphs."""
-    ecfp = torch.zeros(len(packed), ECFP_SIZE)
-    weights = torch.zeros(len(packed))
-    for row, each in enumerate(packed):
-        if each is not None:
-            ecfp[row, each.ecfp_bits.astype(np.int64)] = torch.from_numpy(each.ecfp_counts).float()
-            weights[row] = each.mol_weight
-    rows = {"ecfp": ecfp, "mol_weight": weights}
-    if not graphs:
-        return rows
-    for name in ("atoms", "bonds"):
-        words = [
-            np.zeros(1 if name == "atoms" else 0, np.uint32)
-            if each is None
-            else getattr(each, name)
-            for each in packed
-        ]
-        counts = np.array([len(each) for each in words])
-        table = np.zeros((len(packed), max(1, counts.max(initial=0))), np.int64)
-        for row, each_words in enumerate(words):
-            table[row, : len(each_words)] = each_words
-        rows |= {name: torch.from_numpy(table), f"num_{name}": torch.from_numpy(counts)}
-    return rows
+_NOTHING = PackedMolecule(
+    np.zeros(1, np.uint32), np.zeros(0, np.uint32), 0, np.zeros(0, np.uint16), np.zeros(0, np.uint8), 0.0
+)  # fmt: skip
+"""Stands for a molecule that cannot be read: one atom, since a graph has at least one."""
 
 
-def as_ragged(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return atoms and bonds of `as_rows` as a loader hands them over: joined, with offsets."""
-    made: dict[str, Tensor] = {}
-    for name in ("atoms", "bonds"):
-        table, counts = rows[name], rows[f"num_{name}"]
-        inside = torch.arange(table.shape[1], device=table.device) < counts[:, None]
-        made[name] = table[inside]
-        made[f"{name}/offsets"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return made
+def as_fields(molecules: Sequence[PackedMolecule], graphs: bool) -> dict[str, Tensor]:
+    """Return molecules as a loader hands them over."""
+    weights = [each.mol_weight for each in molecules]
+    fields = {"mol_weight": torch.tensor(weights, dtype=torch.float32)}
+    for name in ("ecfp_bits", "ecfp_counts", *(("atoms", "bonds") if graphs else ())):
+        parts = [getattr(each, name) for each in molecules]
+        fields[name] = torch.from_numpy(np.concatenate(parts).astype(np.int64))
+        fields[f"{name}/offsets"] = torch.from_numpy(np.cumsum([0, *map(len, parts)]))
+    return fields
 
 
 # -- files in ------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ import torch
 from stoker.config import Settings
 from stoker.config.options import DISTILL
 from stoker.errors import ConfigError, InputError
-from stoker.loader.ragged import batch_graphs, bin_spectra, expand_fingerprint
-from stoker.loader.splits import SplitName, samples_of, select_samples, split_by_group
+from stoker.loader.ragged import bin_spectra, expand_fingerprint
+from stoker.loader.splits import split_by_group
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -43,7 +43,7 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import complete_parts, fill_parts
+from stoker.recipes.gate import complete_parts, drawn_parts, fill_parts, own_parts
 from stoker.recipes.inference import load_trained
 from stoker.recipes.massspec.evaluation import FinalSpectrumMetrics, SpectrumJudge
 from stoker.recipes.massspec.metrics import (
@@ -63,15 +63,9 @@ from stoker.recipes.massspec.models import (
     graph_inputs,
     temperature_at,
 )
-from stoker.recipes.massspec.molecules import ModelInputs, MoleculeReader, as_ragged, write_spectra
-from stoker.recipes.options import (
-    AtLeastOne,
-    CheckedOptions,
-    Range,
-    Share,
-    parse_options,
-    require,
-)
+from stoker.recipes.massspec.molecules import MoleculeReader, write_spectra
+from stoker.recipes.massspec.options import MassSpecOptions, StudentOptions, TeacherOptions
+from stoker.recipes.options import parse_options, require
 from stoker.recipes.schedule import warmup_cosine
 from stoker.sources.massspec import MassSpecSource
 from stoker.sources.massspec.conditions import CONDITION_COLUMNS
@@ -84,101 +78,9 @@ from stoker.train.predict import Predicted
 LEARNING_RATE = 1e-3
 """Of Adam, for 100 samples per update (NEIMS)."""
 
-_SPECTRUM_FIELDS = ("mz", "intensity", "ecfp_bits", "ecfp_counts", "mol_weight", "group")
+_MOLECULE_FIELDS = ("ecfp_bits", "ecfp_counts", "mol_weight")
+_SPECTRUM_FIELDS = ("mz", "intensity", *_MOLECULE_FIELDS, "group")
 _GRAPH_FIELDS = ("atoms", "bonds")
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
-_TEMPERATURE = Range("1 or more", lambda value: value >= 1)
-
-
-@dataclass(frozen=True)
-class MassSpecOptions(CheckedOptions):
-    """What both massspec recipes may be told.
-
-    Attributes:
-        max_mz: Last bin; None takes what the store was packed for.
-        width: Of the hidden layers.
-        num_blocks: Residual blocks.
-        bottleneck: Share of the width inside a block.
-        dropout: Inside a block.
-        mass_power: Of the mass weights, in loss and metrics.
-        recall_at: The k of recall@k.
-        mass_tolerance: Of the mass filter, in dalton.
-        warmup_share: Share of the updates in which the rate rises.
-        ratios: Expected shares of compounds in train, val and test, for stores without a split.
-    """
-
-    max_mz: Annotated[int | None, Range("1 or more", lambda mz: mz >= 1, 500)] = None
-    width: AtLeastOne = 1024
-    num_blocks: AtLeastOne = 3
-    bottleneck: Annotated[float, Range("above 0, up to 1", lambda share: 0 < share <= 1)] = 0.5
-    dropout: Share = 0.25
-    mass_power: float = 1.0
-    recall_at: Annotated[
-        tuple[int, ...],
-        Range("one or more ranks of 1 or more", lambda ranks: bool(ranks) and min(ranks) >= 1),
-    ] = (1, 5, 10)
-    mass_tolerance: Annotated[float, Range("0 dalton or more", lambda mass: mass >= 0)] = 5.0
-    warmup_share: Share = 0.05
-    ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-
-
-@dataclass(frozen=True)
-class StudentOptions(MassSpecOptions):
-    """Of the recipe "massspec".
-
-    Attributes:
-        teacher: A checkpoint of the recipe "massspec-teacher" to learn from as well.
-        distill_weights: Of the loss against the measured spectrum, against the teacher's softened
-            spectrum, and against the teacher's as it is, without a weight by mass.
-        temperature_start: Of the first update.
-        temperature_end: Of the last.
-    """
-
-    teacher: str | None = None
-    distill_weights: Annotated[
-        tuple[float, float, float],
-        Range(
-            "three weights of 0 or more, not all 0",
-            lambda weights: len(weights) == 3 and min(weights) >= 0 and sum(weights) > 0,
-        ),
-    ] = (0.3, 0.5, 0.2)
-    temperature_start: Annotated[float, _TEMPERATURE] = 4.0
-    temperature_end: Annotated[float, _TEMPERATURE] = 1.0
-
-
-@dataclass(frozen=True)
-class TeacherOptions(MassSpecOptions):
-    """Of the recipe "massspec-teacher".
-
-    Attributes:
-        num_layers: GINE layers; the published teacher has 8 of width 256, the default is lighter.
-        graph_width: Features per atom.
-        drop_edge: Share of bonds that carry no message in a training step.
-    """
-
-    num_blocks: AtLeastOne = 2
-    num_layers: AtLeastOne = 4
-    graph_width: AtLeastOne = 128
-    drop_edge: Share = 0.2
-
-
-@dataclass(frozen=True)
-class Binning:
-    """How peaks become bins."""
-
-    max_mz: int  # last bin
-    rounding: Rounding  # how an m/z finds its bin
-    # the commonest conditions of the store's spectra; empty where it has none
-    usual_conditions: tuple[float, ...] = ()
-    # lowest and highest value of each condition in the store
-    condition_ranges: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def condition_fields(self) -> list[str]:
-        """The field of conditions, where the model reads it."""
-        return ["conditions"] if self.usual_conditions else []
-
-
 _SPECTRA_AT_ONCE = 65_536
 
 
@@ -206,29 +108,17 @@ class _SpectrumRecipe(Recipe):
         return MassSpecSource(Path(msp), mol_dir)
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return the packed inputs, and the number of bins."""
-        graphs = list(_GRAPH_FIELDS) if isinstance(job.model, Teacher) else []
-        bins: Binning = cast("partial[Any]", job.unpack).keywords["bins"]
-        return {
-            "inputs": ["ecfp_bits", "ecfp_counts", "mol_weight", *graphs, *bins.condition_fields],
-            "num_bins": int(cast(Any, job.model).num_bins),
-            "rounding": bins.rounding,
-            "usual_conditions": list(bins.usual_conditions),
-            "condition_ranges": [list(pair) for pair in bins.condition_ranges],
-        }
+        """Return the packed inputs, the number of bins, and how spectra are measured."""
+        return dict(job.facts)
 
     def rebuild(self, options: MassSpecOptions, facts: Facts) -> Rebuilt:
         """Return the network and how it reads molecules."""
-        graphs = isinstance(options, TeacherOptions)
-
-        def unpack(batch: Tensors) -> Columns:
-            return read_molecules(batch, graphs)
 
         def predict(model: Any, inputs: Any) -> Columns:
             return dict(model(inputs))
 
-        network = build_network(facts["num_bins"], options, len(facts.get("usual_conditions", ())))
-        return Rebuilt(network, facts["inputs"], unpack, predict)
+        unpack = partial(read_molecules, graphs=isinstance(options, TeacherOptions))
+        return Rebuilt(build_network(facts, options), facts["inputs"], unpack, predict)
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: MassSpecOptions, facts: Facts
@@ -273,14 +163,7 @@ class _SpectrumRecipe(Recipe):
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
         """Open molecules: SMILES, SDF, MOL, CSV, spectrum libraries, folders of them, or a frame."""
-        reads = ModelInputs(
-            "atoms" in facts["inputs"],
-            int(facts["num_bins"]) - 1,
-            facts.get("usual_conditions", ()),
-            facts.get("condition_ranges", ()),
-            facts.get("rounding", "nearest"),
-        )
-        return MoleculeReader.open(given, reads, int(told.get("batch_size", 256)))
+        return MoleculeReader.open(given, facts, int(told.get("batch_size", 256)))
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
@@ -360,8 +243,8 @@ class MassSpecRecipe(_SpectrumRecipe):
         chosen = parse_options(StudentOptions, options, self.name)
         if chosen.teacher is not None:
             teacher = load_trained(chosen.teacher, MassSpecTeacherRecipe.name).model
-        job, bins = _make_job(store, chosen, seed)
-        return job if teacher is None else _distil(job, teacher, chosen, bins)
+        job = _make_job(store, chosen, seed)
+        return job if teacher is None else _distil(job, teacher, chosen)
 
 
 class MassSpecTeacherRecipe(_SpectrumRecipe):
@@ -372,80 +255,59 @@ class MassSpecTeacherRecipe(_SpectrumRecipe):
 
     def make_job(self, store: Store, options: TeacherOptions | Mapping[str, Any], seed: int) -> Job:
         """Build the job; see `Recipe`."""
-        job, bins = _make_job(store, parse_options(TeacherOptions, options, self.name), seed)
-        return replace(
-            job,
-            unpack=partial(unpack_spectra, bins=bins, graphs=True),
-            fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS, *bins.condition_fields],
-        )
+        return _make_job(store, parse_options(TeacherOptions, options, self.name), seed)
 
 
-def build_network(
-    num_bins: int, options: MassSpecOptions, num_conditions: int = 0
-) -> torch.nn.Module:
+def build_network(facts: Facts, options: MassSpecOptions) -> Student | Teacher:
     """Return the student or the teacher with initial weights."""
-    if not isinstance(options, TeacherOptions):
-        return Student(
-            num_bins,
-            options.width,
-            options.num_blocks,
-            options.bottleneck,
-            options.dropout,
-            num_conditions,
-        )
-    return Teacher(
-        num_bins=num_bins,
-        num_layers=options.num_layers,
-        graph_width=options.graph_width,
-        width=options.width,
-        num_blocks=options.num_blocks,
-        drop_edge=options.drop_edge,
-        bottleneck=options.bottleneck,
-        dropout=options.dropout,
-        num_conditions=num_conditions,
-    )
+    sizes = facts["num_bins"], len(facts.get("usual_conditions", ()))
+    if isinstance(options, TeacherOptions):
+        return Teacher(*sizes, options)
+    return Student(*sizes, options)
 
 
-def _make_job(store: Store, options: MassSpecOptions, seed: int) -> tuple[Job, Binning]:
-    """Return the job of a model that learns from measured spectra alone, and how they are binned."""
-    bins = _find_bins(store, options)
+def _make_job(store: Store, options: MassSpecOptions, seed: int) -> Job:
+    """Return the job of a model that learns from measured spectra alone."""
+    graphs = isinstance(options, TeacherOptions)
+    facts = find_facts(store, options.max_mz, graphs)
+    num_bins, rounding = facts["num_bins"], facts["rounding"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build_network(bins.max_mz + 1, options, len(bins.usual_conditions))
+        model = build_network(facts, options)
     samples, note = split_compounds(store, options.ratios, seed)
     samples, told = _with_spectra(store, samples)
     library, mean = make_library(
-        store, samples["train"], bins.max_mz, bins.rounding, options.mass_power
+        store, samples["train"], num_bins - 1, rounding, options.mass_power
     )
     ranking = Ranking(options.recall_at, options.mass_tolerance, options.mass_power)
-    job = Job(
+    return Job(
         model=model,
         criterion=partial(cosine_loss, mass_power=options.mass_power),
-        unpack=partial(unpack_spectra, bins=bins, graphs=False),
+        unpack=partial(unpack_spectra, num_bins=num_bins, rounding=rounding, graphs=graphs),
         metrics=partial(SpectrumMetrics, library, ranking),
         final_metrics=partial(
-            FinalSpectrumMetrics, store, samples["train"], library, mean, ranking, bins.rounding
+            FinalSpectrumMetrics, store, samples["train"], library, mean, ranking, rounding
         ),
-        baseline=chance_metrics(store, samples["val"], library, mean, ranking, bins.rounding),
+        baseline=chance_metrics(store, samples["val"], library, mean, ranking, rounding),
         samples=samples,
         make_optimizer=make_adam,
         make_schedule=partial(warmup_cosine, warmup_share=options.warmup_share),
-        fields=[*_SPECTRUM_FIELDS, *bins.condition_fields],
+        fields=list(dict.fromkeys([*_SPECTRUM_FIELDS, *facts["inputs"]])),
         monitor=("weighted_cosine", True),
         notes=(
             note,
-            f"{bins.max_mz + 1} bins ({bins.rounding}); square roots of intensities, each spectrum of length 1",
+            f"{num_bins} bins ({rounding}); square roots of intensities, each spectrum of length 1",
             f"recall@k: held-out spectra among {len(library.groups):,} measured training compounds and all predictions",
             *told,
-            *_peaks_above(store, bins),
+            *_peaks_above(store, num_bins - 1, rounding),
         ),
+        facts=facts,
     )
-    return job, bins
 
 
-def _peaks_above(store: Store, bins: Binning) -> list[str]:
+def _peaks_above(store: Store, max_mz: int, rounding: Rounding) -> list[str]:
     """Say how many peaks the bins leave out; packing keeps all of them."""
-    end = bins.max_mz + (0.5 if bins.rounding == "nearest" else 1.0)
+    end = max_mz + (0.5 if rounding == "nearest" else 1.0)
     above = found = 0
     highest = 0.0
     for low in range(0, store.num_samples, _SPECTRA_AT_ONCE):
@@ -455,7 +317,9 @@ def _peaks_above(store: Store, bins: Binning) -> list[str]:
         highest = max(highest, float(mz.max(initial=0)))
     if not above:
         return []
-    told = f"{above:,} of {found:,} peaks lie above m/z {bins.max_mz} and are neither learned nor counted"
+    told = (
+        f"{above:,} of {found:,} peaks lie above m/z {max_mz} and are neither learned nor counted"
+    )
     return [f"{told}; --set recipe.options.max_mz={math.ceil(highest)} takes all"]
 
 
@@ -482,7 +346,7 @@ def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str,
     return kept, told
 
 
-def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job:
+def _distil(job: Job, given: Any, options: StudentOptions) -> Job:
     """Return the student's job beside a frozen copy of its teacher, which predicts in `unpack`."""
     require(
         isinstance(given, torch.nn.Module),
@@ -492,12 +356,13 @@ def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job
         "make_job(store, {'teacher': job.model}, seed)",
     )
     teacher = copy.deepcopy(given).eval().requires_grad_(False)
-    other = getattr(teacher, "num_bins", bins.max_mz + 1)
+    num_bins: int = job.facts["num_bins"]
+    other: int = getattr(teacher, "num_bins", num_bins)
     require(
-        other == bins.max_mz + 1,
+        other == num_bins,
         "teacher",
         f"a model of {other} bins",
-        f"{bins.max_mz + 1} bins, as the student has",
+        f"{num_bins} bins, as the student has",
         f"max_mz={other - 1}",
     )
     loss = DistillationLoss(options.distill_weights, options.temperature_start, options.mass_power)
@@ -514,9 +379,14 @@ def _distil(job: Job, given: Any, options: StudentOptions, bins: Binning) -> Job
     return replace(
         job,
         criterion=loss,
-        unpack=partial(unpack_with_teacher, bins=bins, teacher=teacher),
+        unpack=partial(
+            unpack_with_teacher,
+            teacher=teacher,
+            num_bins=num_bins,
+            rounding=job.facts["rounding"],
+        ),
         make_schedule=make_schedule,
-        fields=[*_SPECTRUM_FIELDS, *_GRAPH_FIELDS, *bins.condition_fields],
+        fields=[*(job.fields or ()), *_GRAPH_FIELDS],
         notes=(
             *job.notes,
             f"distilled: {hard:g} hard + {soft:g} soft + {shape:g} shape, temperature {start:g} to {end:g}",
@@ -533,14 +403,14 @@ def make_adam(parameters: Iterable[torch.nn.Parameter], lr: float) -> torch.opti
 
 
 def unpack_spectra(
-    batch: Tensors, bins: Binning, graphs: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    batch: Tensors, num_bins: int, rounding: Rounding, graphs: bool
+) -> tuple[Columns, Columns]:
     """Return (inputs, targets) of a batch, exact or padded; device work only.
 
     Inputs are those of `read_molecules`. Targets are `spectrum (batch, bins)`, `mol_weight` and `group`.
     """
     spectra = bin_spectra(
-        batch["mz"], batch["intensity"], batch["mz/offsets"], bins.max_mz, bins.rounding
+        batch["mz"], batch["intensity"], batch["mz/offsets"], num_bins - 1, rounding
     )
     targets = {
         "spectrum": root_spectra(spectra),
@@ -551,33 +421,26 @@ def unpack_spectra(
 
 
 def read_molecules(batch: Tensors, graphs: bool) -> Columns:
-    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules.
-
-    Args:
-        batch: Of a loader, or of raw molecules (`as_rows`), whose fingerprints are spread already.
-        graphs: Whether to join graphs.
-    """
-    conditions = {"conditions": batch["conditions"]} if "conditions" in batch else {}
-    if "ecfp" in batch:
-        plain = {"ecfp": batch["ecfp"], "mol_weight": batch["mol_weight"], **conditions}
-        return plain | graph_inputs(batch_graphs(as_ragged(batch))) if graphs else plain
+    """Return `ecfp (batch, 4096)`, `mol_weight (batch,)` and, if asked for, one graph of all molecules."""
     counts = batch["ecfp_bits"], batch["ecfp_counts"], batch["ecfp_bits/offsets"]
-    inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"], **conditions}
-    return inputs | graph_inputs(batch_graphs(batch)) if graphs else inputs
+    inputs = {"ecfp": expand_fingerprint(*counts), "mol_weight": batch["mol_weight"]}
+    if "conditions" in batch:
+        inputs["conditions"] = batch["conditions"]
+    return inputs | graph_inputs(batch) if graphs else inputs
 
 
 def unpack_with_teacher(
-    batch: Tensors, bins: Binning, teacher: torch.nn.Module
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    batch: Tensors, teacher: torch.nn.Module, num_bins: int, rounding: Rounding
+) -> tuple[Columns, Columns]:
     """Return (inputs, targets) with the teacher's prediction among the targets, in float32."""
-    inputs, targets = unpack_spectra(batch, bins, graphs=True)
+    inputs, targets = unpack_spectra(batch, num_bins, rounding, graphs=True)
     device = inputs["ecfp"].device
     if next(teacher.parameters()).device != device:
         teacher.to(device)  # once, by the first batch
     with torch.no_grad():
         targets["teacher"] = teacher(inputs)["spectrum"].float()
-    own = ("ecfp", "mol_weight", *bins.condition_fields)
-    return {name: inputs[name] for name in own}, targets
+    own = ("ecfp", "mol_weight", "conditions")
+    return {name: inputs[name] for name in own if name in inputs}, targets
 
 
 # -- from a store --------------------------------------------------------------------------------
@@ -596,12 +459,11 @@ def split_compounds(
     groups = store.read_rows("group", 0, store.num_samples)
     samples: dict[str, Array]
     if "split" in store.fields:
-        samples = {name: select_samples(store, name) for name in _SPLITS}
-        samples, made = complete_parts(samples, seed, groups)
+        samples, made = complete_parts(own_parts(store), seed, groups)
         note = f"split: the store's own{made}"
     else:
         division = split_by_group(groups, ratios, seed)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
+        samples = drawn_parts(division)
         samples, filled = fill_parts(samples, ratios, seed, groups, "compounds")
         note = f"split: by compound, seed {seed}{filled}"
     check_apart(groups, samples)
@@ -632,7 +494,8 @@ def check_apart(groups: Array, samples: Mapping[str, Array]) -> None:
             seen[group] = name
 
 
-def _find_bins(store: Store, options: MassSpecOptions) -> Binning:
+def find_facts(store: Store, max_mz: int | None, graphs: bool) -> dict[str, Any]:
+    """Return what a model reads and predicts; see `Recipe.describe`."""
     missing = [name for name in (*_SPECTRUM_FIELDS, *_GRAPH_FIELDS) if name not in store.fields]
     if missing:
         raise InputError(
@@ -641,13 +504,20 @@ def _find_bins(store: Store, options: MassSpecOptions) -> Binning:
             "stoker pack massspec --msp library.msp --mol-dir mols OUT",
         )
     about = store.manifest.attributes
-    max_mz = options.max_mz or about.get("max_mz", 500)
-    usual: tuple[float, ...] = ()
-    ranges: tuple[tuple[float, float], ...] = ()
+    usual: list[float] = []
+    ranges: list[list[float]] = []
     if "conditions" in store.fields:
         rows = store.read_rows("conditions", 0, store.num_samples)
         known, counts = np.unique(rows, axis=0, return_counts=True)
-        usual = tuple(known[counts.argmax()].tolist()) if len(known) else (0.0,) * rows.shape[1]
+        usual = known[counts.argmax()].tolist() if len(known) else [0.0] * rows.shape[1]
         if len(known):
-            ranges = tuple(zip(known.min(0).tolist(), known.max(0).tolist(), strict=True))
-    return Binning(int(max_mz), about.get("rounding", "nearest"), usual, ranges)
+            ranges = np.stack([known.min(0), known.max(0)], axis=1).tolist()
+    read = [*_MOLECULE_FIELDS, *(_GRAPH_FIELDS if graphs else ()), *(["conditions"] * bool(usual))]
+    return {
+        "inputs": read,
+        "num_bins": int(max_mz or about.get("max_mz", 500)) + 1,
+        "rounding": about.get("rounding", "nearest"),
+        # The commonest conditions of the spectra, and lowest and highest of each; empty where the store has none.
+        "usual_conditions": usual,
+        "condition_ranges": ranges,
+    }

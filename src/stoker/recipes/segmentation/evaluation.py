@@ -25,6 +25,7 @@ from stoker.recipes.metrics import Counted, bootstrap
 from stoker.recipes.pictures import as_data_url, read_rows, sample_name
 from stoker.recipes.scaling import evenly
 from stoker.runs.evaluation import Confusion, Evaluation, Example
+from stoker.sources.images.masks import IGNORE
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 
@@ -210,11 +211,16 @@ class FinalSegmentationMetrics:
 def count_each(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
     """Return `(batch, true, answered)` pixels of each image; those of mask 255 count nowhere."""
     batch, cells_each = len(masks), num_classes * num_classes + 1
-    cells = torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
-    cells = cells + torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
+    first = torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
+    cells = (_cells(answers, masks, num_classes) + first).flatten()
     counts = torch.zeros(batch * cells_each, dtype=torch.int64, device=masks.device)
-    counts.index_add_(0, cells.flatten(), torch.ones_like(cells.flatten()))
+    counts.index_add_(0, cells, torch.ones_like(cells))
     return counts.view(batch, cells_each)[:, :-1].view(batch, num_classes, num_classes)
+
+
+def _cells(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
+    """Return the cell of every pixel in a flat table; a spare one of those that count nowhere keeps shapes static."""
+    return torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
 
 
 def class_scores(confusions: Array) -> tuple[Array, Array]:
@@ -310,9 +316,6 @@ def legend(names: Sequence[str]) -> Mapping[int, tuple[str, str]]:
 # -- loss, and the pixels counted at the end --------------------------------------------------------
 
 
-IGNORE = 255  # mask value of pixels that count nowhere
-
-
 def segmentation_loss(
     logits: Tensor, masks: Tensor, ce_weight: float = 1.0, dice_weight: float = 1.5
 ) -> Tensor:
@@ -358,11 +361,8 @@ class SegmentationMetrics(Counted):
         """Take logits and masks of a batch."""
         num = self._num_classes
         if self.counts is None:
-            # One spare cell takes the pixels that count nowhere, so that shapes stay static.
             self.counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
-        masks = targets.long()
-        cells = torch.where(masks == IGNORE, num * num, masks * num + outputs.argmax(dim=1))
-        cells = cells.flatten()
+        cells = _cells(outputs.argmax(dim=1), targets.long(), num).flatten()
         self.counts.index_add_(0, cells, torch.ones_like(cells))
 
     def compute(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ from stoker.ownership import (
     writing,
 )
 from stoker.packing.samples import encode_png
-from stoker.recipes.contract import RawBatch
+from stoker.recipes.contract import Facts, RawBatch
 from stoker.recipes.pictures import FolderPictures, GivenPictures, Size, as_keys
 from stoker.recipes.segmentation.evaluation import legend, palette
 from stoker.store.fields import Array
@@ -59,8 +59,8 @@ class Scale:
     """How pictures of training became what the network saw."""
 
     size: Size  # height and width after resizing
-    most: Size | None = None  # largest height and width before; None where the store does not know
-    share: tuple[float, float] = (1.0, 1.0)  # mean of after / before, by height and width
+    most: Sequence[int] | None = None  # largest height and width before; None: not known
+    share: Sequence[float] = (1.0, 1.0)  # mean of after / before, by height and width
 
     def work_size(self, original: Size) -> Size:
         """Return the size in which a picture goes through the network, in tiles where it is not `size`."""
@@ -82,24 +82,23 @@ class ScenePictures(FolderPictures):
     """Pictures at the size they go through the network; see `RawReader`.
 
     Args:
-        pictures: Of the user.
-        scale: Of training.
         is_table: Whether answers become rows of one table, which needs masks of one size.
         skipped: What was left out of the folder, in words; "" for nothing.
-        more: As for `FolderPictures`.
     """
 
     def __init__(
         self,
         pictures: GivenPictures,
+        facts: Facts,
+        batch_size: int,
         *,
-        scale: Scale,
         is_table: bool,
         skipped: str = "",
-        **more: Any,
     ) -> None:
-        super().__init__(pictures, **more)
-        self._scale, self._is_table, self._skipped = scale, is_table, skipped
+        super().__init__(pictures, facts, batch_size)
+        sizes = facts["original_sizes"] or {}
+        self._scale = Scale(self._size, sizes.get("most"), sizes.get("scale", (1.0, 1.0)))
+        self._is_table, self._skipped = is_table, skipped
         self._num_tiled = 0
 
     def __iter__(self) -> Iterator[RawBatch]:

@@ -19,11 +19,12 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.errors import InputError
+from stoker.recipes.segmentation.options import Four, SegmentationOptions
 
 Tensor = torch.Tensor
 Size = tuple[int, int]
-Four = tuple[int, int, int, int]
 MAX_PARAMETERS = 1_821_085  # of the published net: ours may not be larger
+_REDUCTIONS: Four = (8, 4, 2, 1)  # sides of the squares that attention averages, per stage
 
 
 def to_tokens(maps: Tensor) -> Tensor:
@@ -207,32 +208,18 @@ class Head(nn.Module):
 
 
 class MicroSegFormer(nn.Module):
-    """Images to logits of the same size.
+    """Images to logits of the same size."""
 
-    Numbers are per stage; `reductions` are sides of the squares that attention averages.
-    """
-
-    def __init__(
-        self,
-        num_classes: int,
-        channels: int = 3,
-        widths: Four = (32, 64, 128, 192),
-        depths: Four = (2, 2, 2, 2),
-        heads: Four = (1, 2, 4, 6),
-        reductions: Four = (8, 4, 2, 1),
-        expansion: int = 3,
-        head_width: int = 128,
-        dropout: float = 0.1,
-    ) -> None:
+    def __init__(self, num_classes: int, channels: int, options: SegmentationOptions) -> None:
         super().__init__()
-        inlets = (channels, *widths[:-1])
+        sizes = options.widths, options.depths, options.heads
         self.stages = nn.ModuleList(
-            Stage(*numbers, expansion=expansion, first=number == 0)
+            Stage(*numbers, expansion=options.expansion, first=number == 0)
             for number, numbers in enumerate(
-                zip(inlets, widths, depths, heads, reductions, strict=True)
+                zip((channels, *options.widths[:-1]), *sizes, _REDUCTIONS, strict=True)
             )
         )
-        self.head = Head(widths, head_width, num_classes, dropout)
+        self.head = Head(options.widths, options.head_width, num_classes, options.dropout)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits `(batch, classes, height, width)`."""

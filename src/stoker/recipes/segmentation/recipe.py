@@ -10,12 +10,11 @@ metrics, not in the baseline. Augmentation writes 255 where a rotated image has 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from stoker.augment.geometry import Resize
 from stoker.augment.ops import Normalize
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.loader.splits import SplitName, samples_of, select_samples, split_randomly
+from stoker.loader.splits import split_randomly
 from stoker.recipes.contract import (
     BATCH,
     IMAGE_SIZES,
@@ -41,28 +40,18 @@ from stoker.recipes.contract import (
     Recipe,
     Tensors,
 )
-from stoker.recipes.gate import complete_parts, fill_parts
-from stoker.recipes.options import (
-    AtLeastOne,
-    CheckedOptions,
-    Range,
-    Share,
-    parse_options,
-    require,
-)
+from stoker.recipes.gate import complete_parts, drawn_parts, fill_parts, own_parts
+from stoker.recipes.options import parse_options, require
 from stoker.recipes.pictures import (
-    IMAGE_SIZE,
-    channel_statistics,
-    is_encoded,
+    describe_pictures,
     make_normaliser,
-    packed_as,
     read_rows,
     sized_store,
+    spell_fields,
 )
 from stoker.recipes.scaling import evenly
 from stoker.recipes.schedule import make_adamw, warmup_cosine
 from stoker.recipes.segmentation.evaluation import (
-    IGNORE,
     FinalSegmentationMetrics,
     MaskJudge,
     SegmentationMetrics,
@@ -70,9 +59,11 @@ from stoker.recipes.segmentation.evaluation import (
     compute_metrics,
     segmentation_loss,
 )
-from stoker.recipes.segmentation.masks import Scale, ScenePictures, segment, write_masks
-from stoker.recipes.segmentation.network import Four, MicroSegFormer
+from stoker.recipes.segmentation.masks import ScenePictures, segment, write_masks
+from stoker.recipes.segmentation.network import MicroSegFormer
+from stoker.recipes.segmentation.options import SegmentationOptions
 from stoker.sources.images import find_scenes
+from stoker.sources.images.masks import IGNORE
 from stoker.store.fields import Array
 from stoker.store.reader import Store
 from stoker.train.predict import Predicted
@@ -81,97 +72,9 @@ Tensor = torch.Tensor
 LEARNING_RATE = 8e-4
 """Of AdamW."""
 
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
 _ENCODED_SIZE = (512, 512)
-_CLASSES = Range("2 to 255", lambda num: 2 <= num <= IGNORE, 19)
-_MASK_VALUES = Range(
-    "mask values, 0 to 255", lambda values: all(0 <= value <= IGNORE for value in values), (11,)
-)
-_STAGES = Range("four numbers of 1 or more", lambda four: min(four) >= 1, (2, 2, 2, 2))
-
-
-@dataclass(frozen=True)
-class SegmentationOptions(CheckedOptions):
-    """What the segmentation recipe may be told.
-
-    Attributes:
-        num_classes: Classes are 0 to num_classes - 1; None takes the largest mask value + 1.
-        ignore_values: Mask values that count nowhere, besides 255 (CamVid: 11).
-        widths: Of the four stages.
-        depths: Blocks of the four stages.
-        heads: Of the four stages; each divides its width.
-        expansion: Of the feed-forward parts.
-        head_width: Of the joined map.
-        dropout: Before the classes.
-        ce_weight: Of the cross-entropy.
-        dice_weight: Of the Dice loss.
-        augmentation: "standard", "minimal", "strong", "progressive" (minimal, later strong), or "none": normalise only.
-        strong_from_epoch: The epoch, counted from 0, from which "progressive" is strong.
-        horizontal_flip_prob: Instead of the preset's; so are the next four.
-        rotation_degrees: Up to this, either way.
-        brightness: Within 1 plus or minus this.
-        contrast: The same.
-        saturation: The same.
-        split: For stores without a split: "random" samples, or "ordered": the first samples train and
-            the last ones test, which keeps most frames of one film on one side.
-        ratios: Shares of train, val and test, for stores without a split.
-        size: Height and width that encoded pictures are resized to; None takes the one that all have, else 512 x 512.
-        weight_decay: Of AdamW, on matrices only.
-        warmup_epochs: In which the rate rises, update by update; at most half of the run.
-        epochs: Of the run: what the trainer gets.
-    """
-
-    num_classes: Annotated[int | None, _CLASSES] = None
-    ignore_values: Annotated[tuple[int, ...], _MASK_VALUES] = ()
-    widths: Annotated[Four, _STAGES] = (32, 64, 128, 192)
-    depths: Annotated[Four, _STAGES] = (2, 2, 2, 2)
-    heads: Annotated[Four, _STAGES] = (1, 2, 4, 6)
-    expansion: AtLeastOne = 3
-    head_width: AtLeastOne = 128
-    dropout: Share = 0.1
-    ce_weight: float = 1.0
-    dice_weight: float = 1.5
-    augmentation: Literal["standard", "minimal", "strong", "progressive", "none"] = "standard"
-    strong_from_epoch: AtLeastOne = 50
-    horizontal_flip_prob: float | None = None
-    rotation_degrees: float | None = None
-    brightness: float | None = None
-    contrast: float | None = None
-    saturation: float | None = None
-    split: Literal["random", "ordered"] = "random"
-    ratios: tuple[float, float, float] = (0.8, 0.1, 0.1)
-    size: Annotated[tuple[int, int] | None, IMAGE_SIZE] = None
-    weight_decay: float = 0.01
-    warmup_epochs: Annotated[int, Range("0 or more", lambda epochs: epochs >= 0)] = 5
-    epochs: AtLeastOne = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole = all(
-            width % heads == 0 for width, heads in zip(self.widths, self.heads, strict=True)
-        )
-        require(
-            whole,
-            "heads",
-            self.heads,
-            f"divisors of the widths {self.widths}",
-            f"heads={[math.gcd(*each) for each in zip(self.widths, self.heads, strict=True)]}",
-        )
-        weights = (self.ce_weight, self.dice_weight)
-        require(
-            min(weights) >= 0 and sum(weights) > 0,
-            "ce_weight and dice_weight",
-            weights,
-            "0 or more, not both 0",
-            "ce_weight=1, dice_weight=1.5",
-        )
-
-    @property
-    def warmup_share(self) -> float:
-        """Share of the run that warms up."""
-        return min(0.5, self.warmup_epochs / self.epochs)
 
 
 class SegmentationRecipe(Recipe):
@@ -199,24 +102,25 @@ class SegmentationRecipe(Recipe):
         """Build the job; see `Recipe`."""
         chosen = parse_options(SegmentationOptions, options, self.name)
         store = sized_store(store, chosen.size, _ENCODED_SIZE)
-        channels = _check_fields(store)
+        _check_fields(store)
         num_classes, class_note = find_classes(store, chosen)
         samples, split_note = split_images(store, chosen, seed)
-        mean, std = channel_statistics(store, samples["train"])
-        high, wide = store.fields["images"].shape[1:]
-        size = (high, wide) if is_encoded(store) else None
-        augmentation = make_augmentation(chosen, mean, std, seed, size)
+        facts = {
+            "inputs": ["images"],
+            **describe_pictures(store, samples["train"]),
+            "num_classes": num_classes,
+            "original_sizes": find_original_sizes(store),
+        }
+        size = (facts["size"][0], facts["size"][1]) if facts.get("encoded") else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = build_network(num_classes, channels, chosen)
+            model = MicroSegFormer(num_classes, facts["channels"], chosen)
         return Job(
             model=model,
             criterion=partial(
                 segmentation_loss, ce_weight=chosen.ce_weight, dice_weight=chosen.dice_weight
             ),
-            unpack=partial(
-                unpack_images, ignore_values=chosen.ignore_values, packed=_packed_as(store)
-            ),
+            unpack=partial(unpack_images, ignore_values=chosen.ignore_values),
             metrics=partial(SegmentationMetrics, num_classes),
             final_metrics=partial(
                 FinalSegmentationMetrics,
@@ -224,22 +128,23 @@ class SegmentationRecipe(Recipe):
                 samples["train"],
                 class_names(store.manifest.attributes.get("classes") or (), num_classes),
                 chosen.ignore_values,
-                make_normaliser(mean, std),
+                make_normaliser(facts),
             ),
             baseline=majority_metrics(store, samples, num_classes, chosen.ignore_values),
             samples=samples,
             make_optimizer=partial(make_adamw, weight_decay=chosen.weight_decay),
             make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
             fields=["images", "masks"],
-            augmentation=augmentation,
+            augmentation=make_augmentation(chosen, facts["mean"], facts["std"], seed, size),
             monitor=("miou", True),
             notes=(
                 class_note,
                 split_note,
-                f"normalised by training images: mean {_spell(mean)}, std {_spell(std)}",
+                f"normalised by training images: mean {_spell(facts['mean'])}, std {_spell(facts['std'])}",
                 f"augmentation: {_augmentation_words(chosen)}",
                 *([f"pictures are resized to {size[0]} x {size[1]}"] if size else []),
             ),
+            facts=facts,
         )
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,23 +164,11 @@ class SegmentationRecipe(Recipe):
 
     def describe(self, job: Job) -> dict[str, Any]:
         """Return channels and classes, and the normalisation: it is the loader's, not the model's."""
-        model: Any = job.model
-        assert job.augmentation is not None
-        (normalize,) = (op for op in job.augmentation.ops if isinstance(op, Normalize))
-        channels = int(model.stages[0].embed.patches.in_channels)
-        mean, std = normalize.for_channels(channels)
-        return {
-            "inputs": ["images"],
-            "channels": channels,
-            "num_classes": int(model.head.classes[-1].out_channels),
-            "mean": list(mean),
-            "std": list(std),
-            **cast("partial[Any]", job.unpack).keywords["packed"],
-        }
+        return dict(job.facts)
 
     def rebuild(self, options: SegmentationOptions, facts: Facts) -> Rebuilt:
         """Return the network, and the normalisation of its images."""
-        normalise = make_normaliser(facts["mean"], facts["std"])
+        normalise = make_normaliser(facts)
 
         def unpack(batch: Tensors) -> Tensor | tuple[Tensor, Tensor]:
             # Of a store: normalised while they were gathered, and what the network itself takes.
@@ -291,15 +184,14 @@ class SegmentationRecipe(Recipe):
             tile = (facts["size"][0], facts["size"][1])
             return {"mask": segment(model, images, (high, wide), tile, normalise)}
 
-        network = build_network(facts["num_classes"], facts["channels"], options)
-        normalize = Normalize(facts["mean"], facts["std"])
+        network = MicroSegFormer(facts["num_classes"], facts["channels"], options)
         resize = [Resize((facts["size"][0], facts["size"][1]))] if facts.get("encoded") else []
-        augment = Compose([*resize, normalize])
+        augment = Compose([*resize, Normalize(facts["mean"], facts["std"])])
         return Rebuilt(network, ["images"], unpack, predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
         """Return raw pixels as input, of any size; scores beside the classes."""
-        normalise = make_normaliser(facts["mean"], facts["std"])
+        normalise = make_normaliser(facts)
 
         def answer(model: Any, images: Tensor) -> Columns:
             scores = model(images)
@@ -320,13 +212,6 @@ class SegmentationRecipe(Recipe):
                 "a store of pictures, or a new run",
                 "stoker pack segmentation --help",
             )
-        sizes, span = facts["original_sizes"], facts["value_range"]
-        size = (facts["size"][0], facts["size"][1])
-        scale = (
-            Scale(size)
-            if sizes is None
-            else Scale(size, tuple(sizes["most"]), tuple(sizes["scale"]))
-        )
         skipped = ""
         if isinstance(given, str | Path) and Path(given).is_dir():
             found = find_scenes(Path(given))
@@ -334,12 +219,9 @@ class SegmentationRecipe(Recipe):
                 given, skipped = found.images, f"{found.masks} holds masks: not predicted"
         return ScenePictures.open(
             given,
+            facts,
+            int(told.get("batch_size", 8)),
             skipped=skipped,
-            scale=scale,
-            channels=facts["channels"],
-            value_range=None if span is None else (span[0], span[1]),
-            first_frame=facts["first_frame"],
-            batch_size=int(told.get("batch_size", 8)),
             is_table=bool(told.get("is_table")),
         )
 
@@ -371,28 +253,11 @@ class SegmentationRecipe(Recipe):
         return write_masks(out, answers, names)
 
 
-def build_network(num_classes: int, channels: int, options: SegmentationOptions) -> MicroSegFormer:
-    """Return the network with initial weights."""
-    return MicroSegFormer(
-        num_classes,
-        channels,
-        widths=options.widths,
-        depths=options.depths,
-        heads=options.heads,
-        expansion=options.expansion,
-        head_width=options.head_width,
-        dropout=options.dropout,
-    )
-
-
 # -- batches -------------------------------------------------------------------------------------
 
 
-def unpack_images(
-    batch: Tensors, ignore_values: tuple[int, ...], packed: Mapping[str, Any] | None = None
-) -> tuple[Tensor, Tensor]:
+def unpack_images(batch: Tensors, ignore_values: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return images, and masks with 255 wherever a pixel counts nowhere; device work only."""
-    del packed  # stands here for `describe`
     masks = batch["masks"]
     for value in ignore_values:
         masks = masks.masked_fill(masks == value, IGNORE)
@@ -402,21 +267,14 @@ def unpack_images(
 # -- from a store --------------------------------------------------------------------------------
 
 
-def _packed_as(store: Store) -> dict[str, Any]:
-    """Return how the pictures were packed, for new ones."""
-    value_range, first_frame = packed_as(store)
-    size = list(store.fields["images"].shape[1:])
+def find_original_sizes(store: Store) -> Any:
+    """Return how large pictures were before packing, and what became of their scale; None where it is not known."""
     sizes = store.manifest.attributes.get("original_sizes")
-    if sizes is not None and "per_pixel" in sizes:
-        scale = [side * share for side, share in zip(size, sizes["per_pixel"], strict=True)]
-        sizes = {"least": sizes["least"], "most": sizes["most"], "scale": scale}
-    return {
-        "size": size,
-        **({"encoded": True} if is_encoded(store) else {}),
-        "original_sizes": sizes,
-        "value_range": value_range,
-        "first_frame": first_frame,
-    }
+    if sizes is None or "per_pixel" not in sizes:
+        return sizes
+    size = store.fields["images"].shape[1:]
+    scale = [side * share for side, share in zip(size, sizes["per_pixel"], strict=True)]
+    return {"least": sizes["least"], "most": sizes["most"], "scale": scale}
 
 
 def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
@@ -462,14 +320,13 @@ def split_images(
     """Return the samples of each split and how they were found."""
     samples: dict[str, Array]
     if "split" in store.fields:
-        samples = {name: select_samples(store, name) for name in _SPLITS}
-        samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
+        samples, made = complete_parts(own_parts(store), seed, np.arange(store.num_samples))
         note = f"split: the store's own{made}"
     else:
         division: Array = split_randomly(store.num_samples, options.ratios, seed)
         if options.split == "ordered":
             division = np.sort(division)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
+        samples = drawn_parts(division)
         each = np.arange(store.num_samples)
         samples, filled = fill_parts(samples, options.ratios, seed, each, "images")
         note = f"split: {options.split}" + (f", seed {seed}" if options.split == "random" else "")
@@ -550,8 +407,8 @@ def count_pixels(store: Store, samples: Array) -> Array:
     return counts
 
 
-def _check_fields(store: Store) -> int:
-    """Return the images' channels, or raise when the store is not one of images and masks."""
+def _check_fields(store: Store) -> None:
+    """Raise when the store is not one of images and masks."""
     images, masks = store.fields.get("images"), store.fields.get("masks")
     fits = (
         images is not None
@@ -562,15 +419,11 @@ def _check_fields(store: Store) -> int:
         and np.dtype(masks.dtype) == np.uint8
     )
     if not fits:
-        have = ", ".join(
-            f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()
-        )
         raise InputError(
-            f"{store.name} has {have or 'no fields'}.",
+            f"{store.name} has {spell_fields(store)}.",
             "images uint8 (channels, height, width) and masks uint8 (height, width)",
             "stoker pack segmentation --images IMAGES --masks MASKS OUT",
         )
-    return int(images.shape[0])
 
 
 def _spell(values: list[float]) -> str:

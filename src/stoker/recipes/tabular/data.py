@@ -7,30 +7,26 @@ what to type. Costs: a read of the targets; where equal rows are kept together, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
+import torch
 
 from stoker.errors import InputError
 from stoker.loader.splits import (
     Ratios,
-    SplitName,
-    samples_of,
-    select_samples,
     split_by_group,
     split_by_time,
     split_randomly,
 )
-from stoker.recipes.gate import complete_parts, fill_parts
+from stoker.recipes.contract import Tensors
+from stoker.recipes.gate import complete_parts, drawn_parts, fill_parts, own_parts
+from stoker.recipes.tabular.options import SplitMode
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
 from stoker.store.row_sketch import hash_rows
 from stoker.units import format_count
 
-TaskName = Literal["classification", "regression"]
-SplitMode = Literal["auto", "store", "time", "random", "distinct"]
-_SPLITS: tuple[SplitName, ...] = ("train", "val", "test")
 _MOST_CLASSES = 10_000
 _FEW_VALUES = 20
 _HASH_ROWS = 65_536
@@ -53,6 +49,14 @@ class Inputs:
     def num_columns(self) -> int:
         """Columns that the model sees: a series brings its gap flag."""
         return self.num_features + self.is_series
+
+    def read(self, batch: Tensors) -> torch.Tensor:
+        """Return the inputs of a batch as stored; of a series with its gap flag as one column more."""
+        values = batch[self.field]
+        if not self.is_series:
+            return values
+        flag = (batch[f"{self.field}/gap"] != 0).float().unsqueeze(-1)
+        return torch.cat([values.float(), flag], dim=-1)
 
 
 def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
@@ -105,28 +109,27 @@ def _is_usable(info: FieldInfo) -> bool:
 class Task:
     """What is predicted. `classes` are the targets' own numbers, rising; None for regression."""
 
-    name: TaskName
     classes: Array | None
     num_outputs: int
     reason: str
 
 
-def find_task(store: Store, target: str, values: Array, wanted: TaskName | None) -> Task:
-    """Decide what is predicted, from the type of the targets.
+def find_task(store: Store, target: str, values: Array, wanted: str) -> Task:
+    """Decide what is predicted: the option `task`, and for "auto" the type of the targets.
 
     `values` are those of all samples that are used, to find the classes.
     """
     whole = values.dtype.kind in "iu"
     # A packed table says what its target is; other floats are classes where they are a few whole numbers.
     told = "target" in store.manifest.attributes
-    few = 0 if whole or told or wanted is not None else _count_classes(values)
-    name: TaskName = wanted or ("classification" if whole or few else "regression")
-    why = "it was asked for" if wanted else f"the targets are {values.dtype}"
+    few = 0 if whole or told or wanted != "auto" else _count_classes(values)
+    is_regression = wanted == "regression" or (wanted == "auto" and not (whole or few))
+    why = f"the targets are {values.dtype}" if wanted == "auto" else "it was asked for"
     if few:
         why = f"the targets are {few} different whole numbers (task='regression' predicts them as numbers)"
     flat = values.reshape(len(values), -1)
-    if name == "regression":
-        return Task(name, None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}")
+    if is_regression:
+        return Task(None, flat.shape[1], f"regression of {flat.shape[1]} values: {why}")
     if flat.shape[1] != 1 or not (whole or (values == np.rint(values)).all()):
         raise InputError(
             f"classification of {target!r}, which holds {values.dtype} {values.shape[1:]} a sample.",
@@ -142,7 +145,7 @@ def find_task(store: Store, target: str, values: Array, wanted: TaskName | None)
             f"2 to {_MOST_CLASSES:,} classes",
             "task='regression'" if len(classes) > 2 else "pack samples of at least two classes",
         )
-    return Task(name, classes, len(classes), f"classification into {len(classes)} classes: {why}")
+    return Task(classes, len(classes), f"classification into {len(classes)} classes: {why}")
 
 
 def _require_int64(target: str, values: Array) -> None:
@@ -188,13 +191,13 @@ def split_samples(
         mode, why = _choose_split(store, inputs, rows_repeat)
     samples: dict[str, Array]
     if mode == "store":
-        samples = {name: select_samples(store, name) for name in _SPLITS}
+        samples = own_parts(store)
         if inputs.window is None and "time" not in store.fields:
             samples, made = complete_parts(samples, seed, np.arange(store.num_samples))
             why += made
     else:
         division, groups, more = _divide(store, inputs, mode, ratios, embargo, seed)
-        samples = {name: samples_of(division, name) for name in _SPLITS}
+        samples = drawn_parts(division)
         what = "different rows" if mode == "distinct" else "rows"
         what += f", divided by {mode!r}{more}," if groups is None else ""
         samples, filled = fill_parts(samples, ratios, seed, groups, what)

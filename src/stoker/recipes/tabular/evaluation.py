@@ -10,9 +10,9 @@ over a few hundred rows for every column.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from stoker.recipes.classification import (
     evaluate_classes,
     macro_f1,
 )
-from stoker.recipes.contract import Metrics, Tensors
+from stoker.recipes.contract import Metrics
 from stoker.recipes.metrics import (
     ClassCounts,
     CountedParts,
@@ -48,6 +48,7 @@ from stoker.recipes.metrics import (
 from stoker.recipes.options import require
 from stoker.recipes.scaling import OnDevice, fit_robust
 from stoker.recipes.tabular.data import Inputs, Task
+from stoker.recipes.tabular.options import ClassWeights, RegressionLoss, TabularOptions
 from stoker.runs.evaluation import Curve, Evaluation, Example
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -64,25 +65,15 @@ _QUIET = {
 
 @dataclass(frozen=True, eq=False)
 class TableData:
-    """What the evaluation needs of the job.
-
-    `quiet_class` is the name of the class that should raise no alarm; None finds it by its name.
-    """
+    """What the evaluation needs of the job."""
 
     store: Store
     inputs: Inputs
-    target_field: str
     task: Task
     samples: Mapping[str, Array]
     targets: Mapping[str, Array]
-    quiet_class: str | None
-    unpack: Callable[[Tensors], torch.Tensor]
+    options: TabularOptions
     seed: int
-
-    @property
-    def class_names(self) -> list[str]:
-        """Names of the classes."""
-        return class_names(self.store, self.task)
 
     def places(self, split: str) -> Array:
         """Return the targets of a split as places of classes."""
@@ -118,7 +109,8 @@ class ClassTable:
     def __init__(self, data: TableData) -> None:
         self._data = data
         self._scores = ScoreList()
-        self._quiet, self._notes = find_quiet(data.class_names, data.quiet_class)
+        self._names = class_names(data.store, data.task)
+        self._quiet, self._notes = find_quiet(self._names, data.options.quiet_class)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take a batch."""
@@ -126,7 +118,7 @@ class ClassTable:
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
         """Return the evaluation, beside the majority and boosted trees."""
-        data, names = self._data, self._data.class_names
+        data, names = self._data, self._names
         chances, labels = self._scores.probabilities, self._scores.labels
         report = evaluate_classes(chances, labels, names, quiet_class=self._quiet)
         known = data.places("train")
@@ -148,10 +140,8 @@ class ClassTable:
             baselines["linear"] = class_metrics(scores, wanted, self._quiet)
             note = f"linear baseline: least squares on {len(rows):,} training samples"
         importance, told = _importance(data, model, device, samples, labels)
-        return Evaluation(
-            len(labels),
-            ("macro_f1", True),
-            **vars(report),
+        return replace(
+            report,
             baselines=baselines,
             importance=importance,
             examples=_with_inputs(
@@ -194,7 +184,7 @@ class ValueTable:
             said = answer_samples(fitted, data.store, data.inputs.field, samples[drawn])
             baselines[who] = _value_metrics(said, truth, mean)
         errors = np.abs(answers - wanted).mean(axis=1)
-        names = data.store.fields[data.target_field].columns or [
+        names = data.store.fields[data.options.target_field].columns or [
             f"value {number}" for number in range(wanted.shape[1])
         ]
         groups = {}
@@ -328,7 +318,7 @@ def _importance(
     wanted = truth[chosen]
 
     def reached(rows: torch.Tensor) -> float:
-        outputs: Any = model(data.unpack({data.inputs.field: rows}))
+        outputs: Any = model(data.inputs.read({data.inputs.field: rows}))
         if data.task.classes is not None:
             answers = outputs.argmax(dim=1).cpu().numpy()
             counts = confusion_counts(wanted, answers, data.task.num_outputs)
@@ -355,9 +345,6 @@ def _importance(
 
 # -- the two tasks --------------------------------------------------------------------------------
 
-ClassWeights = Literal["none", "balanced"] | tuple[float, ...]
-RegressionLoss = Literal["huber", "mse"]
-
 
 class Classify:
     """Targets as places in the list of classes; cross-entropy, the mean over samples."""
@@ -365,7 +352,7 @@ class Classify:
     def __init__(self, classes: Array, train: Array, val: Array, weights: ClassWeights) -> None:
         self._classes = classes
         self._on_device = OnDevice(classes, torch.int64)
-        self.model_facts: dict[str, Any] = {"classes": classes}
+        self.fitted = {"classes": classes}  # buffers of the model
         self.notes: tuple[str, ...] = ()
         self._weights: OnDevice | None = None
         if weights != "none":
@@ -433,10 +420,8 @@ class Regress:
         self._loss = loss
         self._center_on, self._scale_on = OnDevice(self._center), OnDevice(self._scale)
         self._mean = OnDevice((flat.mean(axis=0) - self._center) / self._scale)
-        self.model_facts: dict[str, Any] = {
-            "target_center": self._center,
-            "target_scale": self._scale,
-        }
+        # Buffers of the model.
+        self.fitted = {"target_center": self._center, "target_scale": self._scale}
         flat_val = val.reshape(len(val), -1).astype(np.float64)
         self.baseline = self._find_baseline(flat_val)
         self.notes: tuple[str, ...] = (

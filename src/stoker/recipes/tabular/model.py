@@ -11,19 +11,16 @@ there, and the loss does not show it. `bound * tanh(x / bound)` bounds as well a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from stoker.errors import InputError
+from stoker.recipes.contract import Facts
 from stoker.recipes.scaling import Ramps, RobustScale
-from stoker.store.fields import Array
-
-BoundMode = Literal["soft", "clamp"]
-Channels = Literal["mixed", "independent"]
+from stoker.recipes.tabular.options import BoundMode, TabularOptions
 
 
 def bound_outputs(values: torch.Tensor, bound: float | None, mode: BoundMode) -> torch.Tensor:
@@ -65,60 +62,42 @@ class RowMlp(nn.Sequential):
         super().__init__(*layers, nn.Linear(widths[-1], num_outputs))
 
 
-@dataclass(frozen=True)
-class PatchShape:
-    """Sizes of the patch transformer."""
-
-    d_model: int = 256  # width
-    layers: int = 3  # transformer layers
-    heads: int = 4  # attention heads
-    ffn_factor: int = 4  # width of the feed-forward part over `d_model`
-    patch: int = 16  # rows per patch
-    stride: int = 8  # rows from one patch to the next
-    # "mixed" embeds all features of a patch together; "independent" runs every feature by itself with shared
-    # weights, as PatchTST does, for `features` times the work
-    channels: Channels = "mixed"
-
-    def num_patches(self, window: int) -> int:
-        """Return the patches of a window; the first one may begin before it."""
-        return -(-(window - self.patch) // self.stride) + 1
-
-
 class PatchTransformer(nn.Module):
     """Overlapping patches of a window as tokens; the last patch ends with the last row."""
 
     def __init__(
-        self, window: int, num_features: int, shape: PatchShape, num_outputs: int, dropout: float
+        self, window: int, num_features: int, options: TabularOptions, num_outputs: int
     ) -> None:
         super().__init__()
-        if not 1 <= shape.patch <= window:
+        self.patch, self.stride = options.patch, options.stride
+        self.is_mixed = options.channels == "mixed"
+        if self.patch > window:
             raise InputError(
-                f"patches of {shape.patch} rows for windows of {window}.",
+                f"patches of {self.patch} rows for windows of {window}.",
                 f"1 to {window}",
                 f"patch={max(1, window // 4)}, stride={max(1, window // 8)}",
             )
-        self.shape = shape
-        count = shape.num_patches(window)
-        # A window that the stride does not divide is filled up at its old end, by its first row.
-        self.missing = shape.patch + (count - 1) * shape.stride - window
-        width = shape.patch * (num_features if shape.channels == "mixed" else 1)
-        self.embed = nn.Linear(width, shape.d_model)
-        self.places = nn.Parameter(torch.empty(1, count, shape.d_model))
+        # The first patch may begin before a window that the stride does not divide: its first row fills it up.
+        count = -(-(window - self.patch) // self.stride) + 1
+        self.missing = self.patch + (count - 1) * self.stride - window
+        width = options.d_model
+        self.embed = nn.Linear(self.patch * (num_features if self.is_mixed else 1), width)
+        self.places = nn.Parameter(torch.empty(1, count, width))
         nn.init.normal_(self.places, std=0.02)
         layer = nn.TransformerEncoderLayer(
-            shape.d_model,
-            shape.heads,
-            shape.ffn_factor * shape.d_model,
-            dropout,
+            width,
+            options.heads,
+            options.ffn_factor * width,
+            options.dropout,
             activation="gelu",
             batch_first=True,
             norm_first=True,
         )
         self.encoder = nn.TransformerEncoder(
-            layer, shape.layers, nn.LayerNorm(shape.d_model), enable_nested_tensor=False
+            layer, options.layers, nn.LayerNorm(width), enable_nested_tensor=False
         )
         self.head = nn.Sequential(
-            nn.Flatten(), nn.Dropout(dropout), nn.Linear(count * shape.d_model, num_outputs)
+            nn.Flatten(), nn.Dropout(options.dropout), nn.Linear(count * width, num_outputs)
         )
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
@@ -127,16 +106,25 @@ class PatchTransformer(nn.Module):
         if self.missing:
             window = torch.cat([window[:, :1].expand(-1, self.missing, -1), window], dim=1)
         # (batch, patches, features, patch)
-        patches = window.unfold(1, self.shape.patch, self.shape.stride)
-        if self.shape.channels == "mixed":
-            tokens = patches.flatten(2)
-        else:
-            tokens = patches.transpose(1, 2).flatten(0, 1)
+        patches = window.unfold(1, self.patch, self.stride)
+        tokens = patches.flatten(2) if self.is_mixed else patches.transpose(1, 2).flatten(0, 1)
         tokens = self.encoder(self.embed(tokens) + self.places)
-        if self.shape.channels == "independent":
+        if not self.is_mixed:
             tokens = tokens.view(batch, features, *tokens.shape[1:]).mean(dim=1)
         made: torch.Tensor = self.head(tokens)
         return made
+
+
+def make_scaler(options: TabularOptions, facts: Facts) -> RobustScale:
+    """Return the scaler of a model's inputs, before it is fitted."""
+    num_columns = facts["num_features"] + facts["is_series"]
+    return RobustScale(
+        np.zeros(num_columns),
+        np.ones(num_columns),
+        options.input_clip if options.scale_inputs else None,
+        torch.float64 if facts.get("is_wide") else torch.float32,
+        is_squashed=facts.get("is_squashed", False),
+    )
 
 
 class TabularModel(nn.Module):
@@ -146,29 +134,30 @@ class TabularModel(nn.Module):
     target_scale: torch.Tensor
     classes: torch.Tensor
 
-    def __init__(
-        self,
-        scaler: RobustScale,  # fitted on training rows
-        body: nn.Module,  # `RowMlp` or `PatchTransformer`
-        *,
-        bound: float | None = None,  # largest magnitude of an output; None for no bound
-        bound_mode: BoundMode = "soft",  # how it is bounded
-        # `(classes,)` the targets' own numbers for them; None for regression
-        classes: Array | None = None,
-        target_center: Array | float = 0.0,  # `(outputs,)` for regression
-        target_scale: Array | float = 1.0,  # `(outputs,)` for regression
-        ramps: Ramps | None = None,  # between scaler and body, for rows; None is without
-    ) -> None:
+    def __init__(self, options: TabularOptions, facts: Facts) -> None:
+        """Make it with initial weights. What is fitted on training samples (the buffers) leaves all as it is."""
         super().__init__()
-        self.scaler = scaler
-        self.ramps = ramps
-        self.body = body
-        self.bound = bound
-        self.bound_mode: BoundMode = bound_mode
-        self.is_classifier = classes is not None
-        self.register_buffer("classes", torch.as_tensor([] if classes is None else classes))
-        for name, value in (("target_center", target_center), ("target_scale", target_scale)):
-            self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32))
+        num_outputs, num_ramps = facts["num_outputs"], facts.get("num_ramps", 0)
+        num_columns, window = facts["num_features"] + facts["is_series"], facts["window"] or 1
+        self.scaler = make_scaler(options, facts)
+        self.ramps = Ramps(*np.zeros((3, num_ramps))) if num_ramps else None
+        self.body: nn.Module
+        if facts["body"] == "mlp":
+            width = num_columns * window + num_ramps
+            self.body = RowMlp(width, options.hidden, num_outputs, options.dropout)
+        else:
+            self.body = PatchTransformer(window, num_columns, options, num_outputs)
+        if options.init_gain is not None:
+            set_gain(self.body, options.init_gain)
+        self.bound = options.output_bound
+        self.bound_mode = options.output_bound_mode
+        self.is_classifier = facts["is_classifier"]
+        # The targets' own numbers for the classes; or how values were scaled.
+        classes = np.zeros(num_outputs, np.int64) if self.is_classifier else np.zeros(0, np.float32)
+        units = () if self.is_classifier else (num_outputs,)
+        self.register_buffer("classes", torch.from_numpy(classes))
+        self.register_buffer("target_center", torch.zeros(units))
+        self.register_buffer("target_scale", torch.ones(units))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return `(batch, outputs)` in float32."""
