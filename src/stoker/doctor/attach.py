@@ -48,18 +48,13 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Attached:
-    """The result of a script.
+    """The result of a script."""
 
-    Attributes:
-        exit_code: The script's own, negative for a signal; None when the doctor ended it.
-        stopped: Why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the
-            doctor); "" when it ended by itself.
-        measurements: From the probe's files.
-    """
-
-    exit_code: int | None
+    exit_code: int | None  # the script's own, negative for a signal; None when the doctor ended it
+    # why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the doctor); ""
+    # when it ended by itself
     stopped: str
-    measurements: Measurements
+    measurements: Measurements  # from the probe's files
 
 
 def run_script(

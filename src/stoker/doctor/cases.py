@@ -23,17 +23,11 @@ WORTHWHILE = 1.1
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a rule.
+    """The input of a rule."""
 
-    Attributes:
-        measured: All measurements.
-        pace: The pace of the step; None if no step was measured.
-        starved: Whether the step waits for data.
-    """
-
-    measured: Measurements
-    pace: Pace | None
-    starved: bool
+    measured: Measurements  # all measurements
+    pace: Pace | None  # the pace of the step; None if no step was measured
+    starved: bool  # whether the step waits for data
 
     @classmethod
     def of(cls, measured: Measurements) -> Case:

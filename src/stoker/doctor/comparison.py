@@ -20,34 +20,21 @@ from stoker.strict_json import parse_json
 
 @dataclass(frozen=True)
 class Examination:
-    """One document of `stoker doctor --out`.
+    """One document of `stoker doctor --out`."""
 
-    Attributes:
-        path: The file.
-        measurements: What was measured.
-        findings: What was found.
-        verdict: The result in one sentence.
-    """
-
-    path: Path
-    measurements: Measurements
-    findings: tuple[Finding, ...]
-    verdict: str
+    path: Path  # the file
+    measurements: Measurements  # what was measured
+    findings: tuple[Finding, ...]  # what was found
+    verdict: str  # the result in one sentence
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result.
+    """The result."""
 
-    Attributes:
-        figures: (name, before, after) in words.
-        worse: Why the second is worse; empty if it is not.
-        notes: What makes the comparison weak.
-    """
-
-    figures: tuple[tuple[str, str, str], ...]
-    worse: tuple[str, ...]
-    notes: tuple[str, ...]
+    figures: tuple[tuple[str, str, str], ...]  # (name, before, after) in words
+    worse: tuple[str, ...]  # why the second is worse; empty if it is not
+    notes: tuple[str, ...]  # what makes the comparison weak
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

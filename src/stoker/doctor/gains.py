@@ -35,21 +35,15 @@ _EXPLAINED = 0.5
 
 @dataclass(frozen=True)
 class Pace:
-    """The terms that make up the time of a step.
+    """The terms that make up the time of a step."""
 
-    Attributes:
-        load: Seconds that one loading process needs for the batches of one step.
-        compute: Seconds of a step without waiting for data.
-        active_workers: Loading processes that work at once; 0 if the training process loads.
-        device_busy: Seconds per step in which the device computes; no remedy on the host goes below.
-        hand_over: Seconds for which a batch from a worker occupies the training process.
-    """
-
-    load: float
-    compute: float
+    load: float  # seconds that one loading process needs for the batches of one step
+    compute: float  # seconds of a step without waiting for data
+    # loading processes that work at once; 0 if the training process loads
     active_workers: float = 1.0
+    # seconds per step in which the device computes; no remedy on the host goes below
     device_busy: float = 0.0
-    hand_over: float = 0.0
+    hand_over: float = 0.0  # seconds for which a batch from a worker occupies the training process
 
     @property
     def step(self) -> float:
@@ -241,17 +235,11 @@ _SMALLEST_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class StepShare:
-    """A part of the median step.
+    """A part of the median step."""
 
-    Attributes:
-        label: The work, in words.
-        seconds: Its duration.
-        kind: "wait", "load", "host" or "compute"; selects the colour.
-    """
-
-    label: str
-    seconds: float
-    kind: str
+    label: str  # the work, in words
+    seconds: float  # its duration
+    kind: str  # "wait", "load", "host" or "compute"; selects the colour
 
 
 def split_step(measured: Measurements) -> list[StepShare]:

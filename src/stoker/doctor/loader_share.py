@@ -31,17 +31,12 @@ _FILTERS = {FILTER_DEFLATE: "gzip", FILTER_LZF: "lzf"}
 
 
 class LoaderShare(NamedTuple):
-    """The result of `split_loader`.
+    """The result of `split_loader`."""
 
-    Attributes:
-        work: Seconds of one batch in one thread.
-        blocked_share: Share of these that was neither computing nor queued for a core: a disk, a network.
-        hdf5: Datasets that are chunked or compressed.
-    """
-
-    work: LoaderWork
+    work: LoaderWork  # seconds of one batch in one thread
+    # share of these that was neither computing nor queued for a core: a disk, a network
     blocked_share: float
-    hdf5: tuple[Hdf5Facts, ...] = ()
+    hdf5: tuple[Hdf5Facts, ...] = ()  # datasets that are chunked or compressed
 
 
 def split_loader(run: Run, loader: Loader, batch: Batch, copy_seconds: float | None) -> LoaderShare:

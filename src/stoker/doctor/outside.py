@@ -36,28 +36,19 @@ _INSTALL = "pip install py-spy"
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a process.
+    """What was seen of a process."""
 
-    Attributes:
-        subject: Its command line.
-        seconds: How long it was looked at.
-        busy_cores: Cores that it kept busy itself.
-        worker_cores: Cores that each of its child processes kept busy.
-        num_samples: Samples of its main thread; 0 if stacks could not be read.
-        shares: Share of the samples by what the thread did: "loader" (inside a DataLoader), "data" (other code that
-            looks like loading), "model", "between" (anything else).
-        lines: The user's lines outside of the model with most samples: (file:line, share).
-        unread: Why stacks could not be read; "" if they could.
-    """
-
-    subject: str
-    seconds: float
-    busy_cores: float
-    worker_cores: tuple[float, ...]
-    num_samples: int
+    subject: str  # its command line
+    seconds: float  # how long it was looked at
+    busy_cores: float  # cores that it kept busy itself
+    worker_cores: tuple[float, ...]  # cores that each of its child processes kept busy
+    num_samples: int  # samples of its main thread; 0 if stacks could not be read
+    # share of the samples by what the thread did: "loader" (inside a DataLoader), "data" (other code that looks like
+    # loading), "model", "between" (anything else)
     shares: dict[str, float]
+    # the user's lines outside of the model with most samples: (file:line, share)
     lines: tuple[tuple[str, float], ...]
-    unread: str = ""
+    unread: str = ""  # why stacks could not be read; "" if they could
 
     @property
     def verdict(self) -> str:

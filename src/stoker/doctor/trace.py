@@ -33,17 +33,12 @@ _NO_KERNEL = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are recorded.
+    """Which steps are recorded."""
 
-    Attributes:
-        wait: Steps skipped at the beginning; on a GPU the first ones capture the graph.
-        warmup: Steps that run under the profiler and are not kept, because its start costs time.
-        active: Steps that are recorded.
-    """
-
-    wait: int = 10
+    wait: int = 10  # steps skipped at the beginning; on a GPU the first ones capture the graph
+    # steps that run under the profiler and are not kept, because its start costs time
     warmup: int = 3
-    active: int = 5
+    active: int = 5  # steps that are recorded
 
     @property
     def most(self) -> int:
@@ -53,36 +48,22 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of operation over the recorded steps.
+    """One kind of operation over the recorded steps."""
 
-    Attributes:
-        name: As torch calls it.
-        calls: Number of calls.
-        cpu_seconds: Self time on the host.
-        device_seconds: Self time on the device; 0 without a GPU.
-    """
-
-    name: str
-    calls: int
-    cpu_seconds: float
-    device_seconds: float
+    name: str  # as torch calls it
+    calls: int  # number of calls
+    cpu_seconds: float  # self time on the host
+    device_seconds: float  # self time on the device; 0 without a GPU
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of `record`.
+    """The result of `record`."""
 
-    Attributes:
-        num_steps: Number of recorded steps.
-        seconds: Their duration, including the profiler's own work.
-        operations: Costliest first.
-        kernels: Kernels per step; None without a GPU.
-    """
-
-    num_steps: int
-    seconds: float
-    operations: tuple[Operation, ...]
-    kernels: KernelFacts | None
+    num_steps: int  # number of recorded steps
+    seconds: float  # their duration, including the profiler's own work
+    operations: tuple[Operation, ...]  # costliest first
+    kernels: KernelFacts | None  # kernels per step; None without a GPU
 
 
 def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:

@@ -39,17 +39,11 @@ _LONG_AFTER_SECONDS = 2.0
 
 @dataclass
 class Process:
-    """The lines of one process.
+    """The lines of one process."""
 
-    Attributes:
-        rows: Its steps, including the warm-up.
-        fetches: The batches that it loaded.
-        state: Its last snapshot of everything else.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)  # its steps, including the warm-up
+    fetches: list[Fetch] = field(default_factory=list)  # the batches that it loaded
+    state: dict[str, Any] = field(default_factory=dict)  # its last snapshot of everything else
 
     @property
     def rank(self) -> int | None:
@@ -129,25 +123,19 @@ def watched_rows(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Seconds since the first step that are in no other figure.
+    """Seconds since the first step that are in no other figure."""
 
-    Attributes:
-        loaders: Time of steps that read another DataLoader, without a usual step each; also after the last step.
-        evaluation: Time of `model.eval()` to `model.train()` in other steps, where a usual step has none.
-        long: Time by which a few steps are longer than a usual one, in nothing that is measured otherwise.
-        num_long: How many.
-        counted: Time of all counted steps, as that of the long ones without queueing for a core.
-        after: Time after the last step, if it was long and read no other loader.
-        whole: All time since the first step.
-    """
-
+    # time of steps that read another DataLoader, without a usual step each; also after the last step
     loaders: float
+    # time of `model.eval()` to `model.train()` in other steps, where a usual step has none
     evaluation: float
+    # time by which a few steps are longer than a usual one, in nothing that is measured otherwise
     long: float
-    num_long: int
+    num_long: int  # how many
+    # time of all counted steps, as that of the long ones without queueing for a core
     counted: float
-    after: float
-    whole: float
+    after: float  # time after the last step, if it was long and read no other loader
+    whole: float  # all time since the first step
 
     @property
     def share(self) -> float | None:
@@ -234,14 +222,10 @@ class Clock:
 
     Queueing behind other programs is left out of the step. Queueing behind the script's own loading processes is
     time that loading costs the step, and counts as waiting for data.
-
-    Attributes:
-        outside: Share of the queueing behind other programs.
-        loading: Share of the queueing behind the script's loading processes.
     """
 
-    outside: float = 1.0
-    loading: float = 0.0
+    outside: float = 1.0  # share of the queueing behind other programs
+    loading: float = 0.0  # share of the queueing behind the script's loading processes
 
     @classmethod
     def of(cls, process: Process, processes: Sequence[Process]) -> Clock:
