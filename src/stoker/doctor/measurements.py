@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
 from stoker.errors import CorruptError
-from stoker.measure.readings import Spread
+from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 FORMAT_VERSION = 1
 OPERATOR_SECONDS = 40e-6
@@ -191,6 +191,19 @@ class MemoryFacts:
     host_bytes_per_step: float | None = None
     device_bytes: int | None = None  # device memory in use at the end
     host_bytes: int | None = None  # host memory in use at the end
+
+    @classmethod
+    def of(
+        cls, device: Sequence[int | None], host: Sequence[int | None], per_step: float = 1.0
+    ) -> MemoryFacts:
+        """Return the growth of memory in use, from `per_step` readings a step; None is a reading that was not taken."""
+        grown = creep(device, CREEP_DEVICE_BYTES), creep(host, CREEP_HOST_BYTES)
+        device_grown, host_grown = (None if one is None else one * per_step for one in grown)
+        device_now, host_now = (
+            next((held for held in reversed(read) if held is not None), None)
+            for read in (device, host)
+        )
+        return cls(device_grown, host_grown, device_now, host_now)
 
 
 @dataclass(frozen=True)
