@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from stoker.display import command
-from stoker.doctor.probe.places import is_foreign
+from stoker.doctor.probe.places import own_places
 from stoker.doctor.probe.sampling import describe_training
 from stoker.errors import InputError
 from stoker.ownership import temporary_folder
@@ -186,14 +186,8 @@ def count_stacks(stacks: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
         kind = "loader" if "torch/utils/data/" in found[2] else "model" if kind == "timed" else kind
         doing[kind] += int(found[3])
         if kind != "model":
-            line = line or _own_line(frame)
+            # The loop that waits, where a library waits.
+            line = line or next(own_places(frame), None)
             if line is not None:
                 lines[line] += int(found[3])
     return doing, lines
-
-
-def _own_line(frame: Any) -> str | None:
-    """Return the innermost line of the user's own code: the loop that waits, where a library waits."""
-    while frame is not None and is_foreign(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -57,41 +57,19 @@ def probing(folder: Path) -> Iterator[recorder.Recorder]:
         register_optimizer_step_pre_hook(steps._before_update),
         register_optimizer_step_post_hook(steps._after_update),
     ]
-    replaced = _replace_methods()
     try:
-        yield seen
+        with hooks.lent():
+            loading.install(torch)
+            fetching.install(torch)
+            steps._torch = torch
+            hooks.replace(torch.autograd, "backward", steps._timed_backward)
+            yield seen
     finally:
-        for owner, name, original in reversed(replaced):
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
         for handle in handles:
             handle.remove()
         seen.finish()
         sampling._pid = 0  # ends the thread that looks at what is loaded
         recorder._RECORDER = before if before is not None else seen  # a thread may still ask for it
-
-
-def _replace_methods() -> list[tuple[Any, str, Any]]:
-    """Put the probe's wrappers in; return what stood there, None where it was inherited."""
-    replaced: list[tuple[Any, str, Any]] = []
-    put_in = hooks.replace
-
-    def keeping(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        if hasattr(owner, name):
-            replaced.append((owner, name, vars(owner).get(name)))
-            put_in(owner, name, make)
-
-    hooks.replace = keeping
-    try:
-        loading.install(torch)
-        fetching.install(torch)
-        steps._torch = torch
-        hooks.replace(torch.autograd, "backward", steps._timed_backward)
-    finally:
-        hooks.replace = put_in
-    return replaced
 
 
 class DoctorCallback(pl.Callback):
