@@ -45,7 +45,7 @@ from stoker.measure.jobs import (
     warm_up_batches,
 )
 from stoker.measure.laps import Lap, Patience
-from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
+from stoker.measure.readings import Spread
 from stoker.recipes.run import Run
 from stoker.report import Topic
 from stoker.train.losses import NonFiniteError
@@ -75,32 +75,6 @@ def default_patience(
 # -- the whole examination -------------------------------------------------------------------------
 
 
-class _Memory:
-    """Memory in use before each batch, on the host and on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._process = psutil.Process()
-        self.host: list[int] = []
-        self.on_device: list[int] = []
-
-    def look(self) -> None:
-        self.host.append(self._process.memory_info().rss)
-        if self._device.type == "cuda":
-            self.on_device.append(torch.cuda.memory_allocated(self._device))
-
-    def facts(self, batches_per_step: int) -> MemoryFacts:
-        """Return the growth per step."""
-        has_device = bool(self.on_device)
-        device, host = creep(self.on_device, CREEP_DEVICE_BYTES), creep(self.host, CREEP_HOST_BYTES)
-        return MemoryFacts(
-            device_bytes_per_step=None if device is None else device * batches_per_step,
-            host_bytes_per_step=None if host is None else host * batches_per_step,
-            device_bytes=self.on_device[-1] if has_device else None,
-            host_bytes=self.host[-1] if self.host else None,
-        )
-
-
 class _Round(NamedTuple):
     together: Timed
     loader: Timed
@@ -112,9 +86,18 @@ class _Round(NamedTuple):
 
 def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
     run.told.say(f"round {number} of {_ROUNDS}: everything together, then each part alone")
-    memory = _Memory(run.device)
+    host: list[int] = []
+    on_device: list[int] = []
+    process = psutil.Process()
+
+    def look() -> None:
+        """Note the memory in use, before each batch."""
+        host.append(process.memory_info().rss)
+        if run.device.type == "cuda":
+            on_device.append(torch.cuda.memory_allocated(run.device))
+
     busy, wall = time.process_time(), time.perf_counter()
-    together = time_together(run, patience, memory.look)
+    together = time_together(run, patience, look)
     busy, wall = time.process_time() - busy, time.perf_counter() - wall
     trouble = together.trouble
     if trouble is not None:
@@ -122,7 +105,7 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
         together = time_together(calm, patience)
     loader = time_loader(run, patience, together.history.is_captured)
     step = time_step(run, patience, captured=together.history.is_captured)
-    held = memory.facts(run.settings.training.gradient_accumulation_steps)
+    held = MemoryFacts.of(on_device, host, run.settings.training.gradient_accumulation_steps)
     return _Round(together, loader, step, trouble, busy / max(wall, 1e-9), held)
 
 

@@ -52,9 +52,9 @@ def split_loader(run: Run, loader: Loader, batch: Batch, copy_seconds: float | N
     if loader.tier == "resident":
         return LoaderShare(LoaderWork(0.0, 0.0, transform, collate, 0.0), 0.0)
     copied = copy_seconds if loader.device.type == "cuda" else 0.0
-    reading = _read(loader, len(batch.positions))
-    work = LoaderWork(reading.read, reading.decode, transform, collate, copied)
-    return LoaderShare(work, reading.blocked / max(work.total, 1e-12), reading.hdf5)
+    read, decode, blocked, hdf5 = _read(loader, len(batch.positions))
+    work = LoaderWork(read, decode, transform, collate, copied)
+    return LoaderShare(work, blocked / max(work.total, 1e-12), hdf5)
 
 
 def time_copy(batch: Batch, device: torch.device) -> Spread | None:
@@ -64,14 +64,7 @@ def time_copy(batch: Batch, device: torch.device) -> Spread | None:
     num_bytes = sum(tensor.nbytes for tensor in batch.values())
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device)
-    took = []
-    for _ in range(_REPEATS + 2):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        target.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
-        took.append(time.perf_counter() - began)
-    return Spread.of(took[2:])
+    return Spread.of(_times(lambda: target.copy_(host, non_blocking=True), device))
 
 
 def _gather_and_augment(run: Run, loader: Loader) -> tuple[float, float]:
@@ -84,15 +77,16 @@ def _gather_and_augment(run: Run, loader: Loader) -> tuple[float, float]:
         loader.assemble(index.indices, index.totals)
 
     loader.use_augmentation(None)
-    gather = _median(assemble, loader.device)
+    gather = statistics.median(_times(assemble, loader.device))
     augmented = gather
     if augmentation is not None:
         loader.use_augmentation(augmentation)
-        augmented = _median(assemble, loader.device)
+        augmented = statistics.median(_times(assemble, loader.device))
     return gather, max(0.0, augmented - gather)
 
 
-def _median(work: Callable[[], None], device: torch.device) -> float:
+def _times(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Return the seconds of some work, done a few times; the first two, which warm up, are left out."""
     took = []
     for _ in range(_REPEATS + 2):
         began = time.perf_counter()
@@ -100,7 +94,7 @@ def _median(work: Callable[[], None], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took.append(time.perf_counter() - began)
-    return statistics.median(took[2:])
+    return took[2:]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -118,18 +112,18 @@ class _Rows(NamedTuple):
         """Of the rows, decoded."""
         return (self.last - self.first) * self.array.location.row_bytes
 
-
-class _Reading(NamedTuple):
-    """Seconds of one batch in one thread, and the layout of its datasets."""
-
-    read: float
-    decode: float
-    blocked: float
-    hdf5: tuple[Hdf5Facts, ...]
+    @property
+    def chunk_rows(self) -> range:
+        """The rows of chunks that they lie in."""
+        height = (self.array.location.chunk_shape or (self.last - self.first,))[0]
+        return range(self.first // height, -(-self.last // height))
 
 
-def _read(loader: Loader, batch_size: int) -> _Reading:
-    """Read as many samples in a row as a chunk would, in one thread; scale to one batch."""
+def _read(loader: Loader, batch_size: int) -> tuple[float, float, float, tuple[Hdf5Facts, ...]]:
+    """Read as many samples in a row as a chunk would, in one thread, and scale to one batch.
+
+    Returns the seconds of reading, of decoding, and of either without a core; and the layout of the datasets.
+    """
     per_batch = max(1, sum(rows.num_bytes for rows in _rows(loader, 0, batch_size)))
     num_samples = min(len(loader.samples), batch_size * max(1, _READ_BYTES // per_batch))
     scale = batch_size / num_samples
@@ -144,7 +138,7 @@ def _read(loader: Loader, batch_size: int) -> _Reading:
             facts.append(_describe(rows, whole, scale))
     # Chunks were read twice, decoded and raw, but only the first time may have waited for the disk.
     waited = max(0.0, _idle_seconds() - waited) * scale
-    return _Reading(read, decode, min(waited, read), tuple(facts))
+    return read, decode, min(waited, read), tuple(facts)
 
 
 def _idle_seconds() -> float:
@@ -171,9 +165,8 @@ def _time_rows(rows: _Rows) -> tuple[float, float]:
     location = rows.array.location
     if location.layout != "chunked":
         return whole, whole
-    height = location.chunk_shape[0]
     began = time.perf_counter()
-    for row in range(rows.first // height, -(-rows.last // height)):
+    for row in rows.chunk_rows:
         for chunk in location.chunk_rows.get(row, ()):
             buffer = memoryview(bytearray(chunk.size))
             rows.array.file.read(chunk.byte_offset, buffer, location.dataset)
@@ -183,6 +176,7 @@ def _time_rows(rows: _Rows) -> tuple[float, float]:
 def _describe(rows: _Rows, seconds: float, scale: float) -> Hdf5Facts:
     location = rows.array.location
     used = rows.num_bytes * scale
+    num_chunks = sum(len(location.chunk_rows.get(row, ())) for row in rows.chunk_rows)
     return Hdf5Facts(
         name=f"{location.file}:{location.dataset}",
         shape=location.shape,
@@ -192,11 +186,5 @@ def _describe(rows: _Rows, seconds: float, scale: float) -> Hdf5Facts:
         # A stoker loader reads samples in order, so every chunk is decoded once.
         bytes_touched_per_batch=used,
         seconds_per_batch=seconds * scale,
-        reads_per_batch=_num_chunks(rows) * scale,
+        reads_per_batch=(num_chunks or len(rows.chunk_rows)) * scale,
     )
-
-
-def _num_chunks(rows: _Rows) -> int:
-    height = (rows.array.location.chunk_shape or (rows.last - rows.first,))[0]
-    found = range(rows.first // height, -(-rows.last // height))
-    return sum(len(rows.array.location.chunk_rows.get(row, ())) for row in found) or len(found)
