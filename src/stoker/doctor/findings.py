@@ -29,6 +29,10 @@ class Gain:
     likely: float = 1.0  # expected value
     high: float = 1.0  # hopeful estimate
 
+    def times(self, rate: float | None) -> tuple[float, float, float] | None:
+        """Return a rate after the remedy: low, likely, high; None if it is unknown now."""
+        return None if rate is None else (rate * self.low, rate * self.likely, rate * self.high)
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -67,10 +71,7 @@ class Finding:
     @property
     def predicted_samples_per_second(self) -> tuple[float, float, float] | None:
         """After the remedy: low, likely, high."""
-        now = self.samples_per_second
-        if now is None:
-            return None
-        return now * self.gain.low, now * self.gain.likely, now * self.gain.high
+        return self.gain.times(self.samples_per_second)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, including derived ones; `from_json` reads them."""
@@ -101,11 +102,10 @@ _MOST_ELSEWHERE = 0.25
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
     """Return "training.batch_size: 64, training.capture: auto"."""
-    words = (
-        (key, value if isinstance(value, str) else json_text(value))
+    return ", ".join(
+        f"{key}: {value if isinstance(value, str) else json_text(value)}"
         for key, value in changes.items()
     )
-    return ", ".join(f"{key}: {word}" for key, word in words)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,7 @@ class Outcome:
     @property
     def predicted(self) -> tuple[float, float, float] | None:
         """Low, likely and high samples per second: the rate before times the predicted gain."""
-        if self.before is None:
-            return None
-        gain = self.finding.gain
-        return self.before * gain.low, self.before * gain.likely, self.before * gain.high
+        return self.finding.gain.times(self.before)
 
     @property
     def miss(self) -> str:

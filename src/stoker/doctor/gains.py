@@ -54,13 +54,8 @@ class Pace:
 
     def loading(self, seconds: float, active_workers: float | None = None) -> Pace:
         """Return the pace if loading costs `seconds` per step, optionally with other active workers."""
-        return replace(
-            self,
-            load=max(0.0, seconds),
-            active_workers=self.active_workers
-            if active_workers is None
-            else max(0.0, active_workers),
-        )
+        workers = self.active_workers if active_workers is None else max(0.0, active_workers)
+        return replace(self, load=max(0.0, seconds), active_workers=workers)
 
     def saving(self, seconds: float) -> Pace:
         """Return the pace with `seconds` less on the host and the same work on the device."""
@@ -75,11 +70,7 @@ def pace_of(measured: Measurements) -> Pace | None:
     step = measured.step_seconds.median
     wait = measured.wait_seconds.median if measured.wait_seconds else 0.0
     alone = measured.ablation.step_seconds if measured.ablation else None
-    compute = (
-        (alone or measured.compute_seconds or measured.step_seconds).median
-        if wait or alone or measured.compute_seconds
-        else step
-    )
+    compute = (alone or measured.compute_seconds or measured.step_seconds).median
     busy = measured.kernels.busy_share * step if measured.kernels else 0.0
     load, active_workers = _loading(measured, step, wait)
     # If the step is not starved, its waiting is the measured cost of the hand-over.
@@ -158,12 +149,10 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
         # If the step waits, the loader is as slow as the step, whatever it manages alone.
         return (step, 1.0) if is_starved(measured) else (min(load, step), 1.0)
     load = load_seconds(loader)
+    workers, starved = float(loader.workers), is_starved(measured)
     if load <= 0:
-        return (step * loader.workers if is_starved(measured) else 0.0), float(loader.workers)
-    active_workers = (
-        load / step if is_starved(measured) else max(load / step, float(loader.workers))
-    )
-    return load, active_workers
+        return (step * workers if starved else 0.0), workers
+    return load, (load / step if starved else max(load / step, workers))
 
 
 def load_seconds(loader: LoaderFacts) -> float:
@@ -278,10 +267,9 @@ def _known_parts(measured: Measurements) -> list[StepShare]:
     if loader is not None and loader.kind == "stoker":
         batches = loader.batches_per_step
         if not measured.captured:  # a replayed step gathers by itself
-            parts.append(
-                StepShare("gathering the batch", (loader.work.collate or 0) * batches, "load")
-            )
-            parts.append(StepShare("augmenting it", (loader.work.transform or 0) * batches, "load"))
+            gather, augment = (loader.work.collate or 0), (loader.work.transform or 0)
+            parts.append(StepShare("gathering the batch", gather * batches, "load"))
+            parts.append(StepShare("augmenting it", augment * batches, "load"))
     copied = sum(copy.seconds_per_step for copy in measured.copies)
     parts.append(StepShare("copies for which the host waits", copied, "host"))
     synced = sum(sync.seconds_per_step for sync in measured.syncs)

@@ -225,11 +225,8 @@ class Hdf5Facts:
     @property
     def bytes_read_per_byte_used(self) -> float | None:
         """Bytes read for every byte used; 1 is ideal."""
-        return (
-            self.bytes_touched_per_batch / self.bytes_used_per_batch
-            if self.bytes_used_per_batch
-            else None
-        )
+        used = self.bytes_used_per_batch
+        return self.bytes_touched_per_batch / used if used else None
 
 
 @dataclass(frozen=True)

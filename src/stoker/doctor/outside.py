@@ -133,25 +133,15 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
     """Return lines of collapsed stacks with counts, or why there are none."""
     program = shutil.which("py-spy")
     if program is None:
-        return (
-            [],
-            f"py-spy is not installed, which reads the stacks of a running Python: {_INSTALL}",
-        )
+        missing = "py-spy is not installed, which reads the stacks of a running Python"
+        return [], f"{missing}: {_INSTALL}"
     with temporary_folder("stoker-doctor-") as folder:
         raw = folder / "stacks"
-        words = ["record", "--pid", str(pid), "--duration", str(max(1, round(seconds)))]
-        words += [
-            "--rate",
-            str(_RATE),
-            "--format",
-            "raw",
-            "--full-filenames",
-            "--idle",
-            "--threads",
-        ]
-        done = subprocess.run(
-            [program, *words, "--output", str(raw)], capture_output=True, text=True, check=False
+        words = (
+            f"record --pid {pid} --duration {max(1, round(seconds))} --rate {_RATE} --format raw"
         )
+        options = (*words.split(), "--full-filenames", "--idle", "--threads", "--output", str(raw))
+        done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
         if done.returncode or not raw.exists():
             lines = done.stderr.strip().splitlines() or ["it said nothing"]
             # Its complaint, not the trace below it.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
-from stoker.doctor.findings import Finding
+from stoker.doctor.findings import Consultation, Finding
 from stoker.doctor.gains import gain_of_steps, hand_over_seconds, load_seconds, split_step, worth
 from stoker.doctor.measurements import LoaderFacts, Measurements
 from stoker.measure.readings import Spread
@@ -32,6 +32,14 @@ FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
     "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
 )
+
+
+def consult(measurements: Measurements) -> Consultation:
+    """Return the findings, what the first one hides, and why the speed cannot be judged."""
+    found = diagnose(measurements)
+    later = find_later(measurements, found)
+    unjudged = why_unjudged(measurements, found)
+    return Consultation(measurements, tuple(found), unjudged=unjudged, later=tuple(later))
 
 
 def diagnose(measurements: Measurements) -> list[Finding]:

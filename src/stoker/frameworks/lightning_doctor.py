@@ -31,7 +31,7 @@ from stoker.doctor.findings import Consultation
 from stoker.doctor.findings_page import gain_text, spread_text
 from stoker.doctor.measurements import Measurements
 from stoker.doctor.probe import clocks, fetching, hooks, loading, recorder, sampling, steps
-from stoker.doctor.rules import diagnose, find_later, why_unjudged
+from stoker.doctor.rules import consult
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
@@ -169,14 +169,7 @@ class DoctorCallback(pl.Callback):
             measured = measure(read_folder(self._folder), ran, attach.machine_facts())
         if self._facts and self._clock is not None and not self._clock.num_waits:
             measured = replace(measured, wait_seconds=None, notes=(*measured.notes, UNTOLD))
-        measured = self._with_loader(measured)
-        findings = diagnose(measured)
-        self.consultation = Consultation(
-            measured,
-            tuple(findings),
-            unjudged=why_unjudged(measured, findings),
-            later=tuple(find_later(measured, findings)),
-        )
+        self.consultation = consult(self._with_loader(measured))
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             document = {"generator": SIGNATURE, **self.consultation.to_json()}
