@@ -22,7 +22,7 @@ from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
 from stoker.measure.gauge import MARGIN, Gauge
 from stoker.measure.search import largest_fitting
-from stoker.train.batches import map_tensors
+from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.generators import capture_rng, restore_rng
 from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks
@@ -103,14 +103,7 @@ def find_max_batch_size(
 
 def default_loss(outputs: Any) -> torch.Tensor:
     """Return a loss of every floating tensor of the outputs: cross entropy, or the mean square."""
-    found: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(take, outputs)
-    losses = [_loss_of(tensor) for tensor in found if tensor.is_floating_point()]
+    losses = [_loss_of(tensor) for tensor in iterate_tensors(outputs) if tensor.is_floating_point()]
     if not losses:
         raise InputError(
             f"the model returns {type(outputs).__name__} without a floating tensor.",

@@ -258,32 +258,31 @@ def _fitted(parts: list[StepShare], step: float) -> list[StepShare]:
 
 
 def _known_parts(measured: Measurements) -> list[StepShare]:
-    parts = []
-    if measured.wait_seconds is not None:
-        parts.append(StepShare("waiting for data", measured.wait_seconds.median, "wait"))
-    if measured.between_seconds is not None:
-        parts.append(StepShare("between the model's calls", measured.between_seconds, "load"))
-    loader = measured.loader
-    if loader is not None and loader.kind == "stoker":
-        batches = loader.batches_per_step
-        if not measured.captured:  # a replayed step gathers by itself
-            gather, augment = (loader.work.collate or 0), (loader.work.transform or 0)
-            parts.append(StepShare("gathering the batch", gather * batches, "load"))
-            parts.append(StepShare("augmenting it", augment * batches, "load"))
+    """Return the parts of a step that were measured; 0 seconds for the others."""
+    loader, gathering, augmenting = measured.loader, 0.0, 0.0
+    # A replayed step gathers by itself.
+    if loader is not None and loader.kind == "stoker" and not measured.captured:
+        gathering = (loader.work.collate or 0) * loader.batches_per_step
+        augmenting = (loader.work.transform or 0) * loader.batches_per_step
+    wait, backward, optimizer = (
+        spread.median if spread else 0.0
+        for spread in (measured.wait_seconds, measured.backward_seconds, measured.optimizer_seconds)
+    )
     copied = sum(copy.seconds_per_step for copy in measured.copies)
-    parts.append(StepShare("copies for which the host waits", copied, "host"))
     synced = sum(sync.seconds_per_step for sync in measured.syncs)
-    parts.append(StepShare("fetching values from the step", synced, "host"))
-    parts.append(StepShare("evaluation", measured.evaluation_seconds, "host"))
     calls = [*measured.host_calls, *measured.allocator.empty_cache]
-    parts.append(StepShare("housekeeping", sum(call.seconds_per_step for call in calls), "host"))
-    for label, spread in (
-        ("backward pass", measured.backward_seconds),
-        ("optimizer", measured.optimizer_seconds),
-    ):
-        if spread is not None:
-            parts.append(StepShare(label, spread.median, "compute"))
-    return parts
+    return [
+        StepShare("waiting for data", wait, "wait"),
+        StepShare("between the model's calls", measured.between_seconds or 0.0, "load"),
+        StepShare("gathering the batch", gathering, "load"),
+        StepShare("augmenting it", augmenting, "load"),
+        StepShare("copies for which the host waits", copied, "host"),
+        StepShare("fetching values from the step", synced, "host"),
+        StepShare("evaluation", measured.evaluation_seconds, "host"),
+        StepShare("housekeeping", sum(call.seconds_per_step for call in calls), "host"),
+        StepShare("backward pass", backward, "compute"),
+        StepShare("optimizer", optimizer, "compute"),
+    ]
 
 
 def split_work(work: LoaderWork) -> list[tuple[str, float | None]]:
