@@ -115,12 +115,7 @@ def _joined(timed: Sequence[Timed]) -> Timed:
 
 
 def examine(run: Run, patience: Patience, subject: str) -> Measurements:
-    """Measure a job's parts alone and together, in turn.
-
-    Args:
-        run: The job, not begun.
-        patience: How long each part is measured.
-        subject: The config, as the user named it.
+    """Measure the parts of a job that has not begun, alone and together, in turn.
 
     Raises:
         InputError: The job cannot be measured: no batch, no memory.

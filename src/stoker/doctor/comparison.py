@@ -73,13 +73,10 @@ def read_examination(path: str | Path) -> Examination:
 
 
 def compare(before: Examination, after: Examination, tolerance: float) -> Comparison:
-    """Compare two examinations of one job.
+    """Compare a new examination of a job with the one to be held.
 
-    Args:
-        before: The one to be held.
-        after: The new one.
-        tolerance: Share of the rate that may be lost. A smaller loss, or one within the quartiles of the steps, does
-            not count.
+    `tolerance` is the share of the rate that may be lost. A smaller loss, or one within the quartiles of the steps,
+    does not count.
 
     Raises:
         InputError: The first one measured no step.

@@ -74,19 +74,15 @@ def propose(job: JobConfig, measured: Measurements) -> list[Alternative]:
 
 
 def find_knee(
-    batch: int, seconds: float, most: int, measure: Callable[[int], float | None]
+    batch: int,  # the configured size
+    seconds: float,  # of its step alone
+    most: int,
+    measure: Callable[[int], float | None],  # seconds of the step alone; None if it does not fit
 ) -> tuple[list[tuple[int, float]], int | None]:
     """Double the batch while the step alone becomes faster per sample.
 
-    Args:
-        batch: The configured batch size.
-        seconds: Seconds of its step alone.
-        most: The largest batch to try.
-        measure: Returns the seconds of the step alone for a batch; None if it does not fit.
-
-    Returns:
-        The sizes tried with their seconds, and the smallest size that is nearly the best; None if that is the
-        configured one.
+    Returns the sizes tried with their seconds, and the smallest size that is nearly the best; None if that is the
+    configured one.
     """
     doublings = [batch * 2**n for n in range(1, _MOST_DOUBLINGS + 1)]
     sizes = [batch, *(size for size in doublings if size <= most)]
@@ -127,14 +123,7 @@ def batch_proposal(job: JobConfig, size: int) -> Alternative:
 def try_alternatives(
     run: Run, job: JobConfig, measured: Measurements, patience: Patience
 ) -> Measurements:
-    """Measure every proposal and add the results to the measurements.
-
-    Args:
-        run: The job, as it was measured.
-        job: Its config.
-        measured: The result of `examine`.
-        patience: How long each is measured.
-    """
+    """Measure every proposal for a job as it was examined, and add the results to its measurements."""
     ablation = measured.ablation
     assert ablation is not None
     tried, knee = _larger_batches(run, measured, patience)
@@ -286,20 +275,12 @@ _ROUNDS = 3
 def consult_job(
     job: JobConfig,
     *,
-    device: str | None = None,
-    steps: int | None = None,
-    seconds: float | None = None,
-    progress: Progress | None = None,
+    device: str | None = None,  # the first GPU by default, else the CPU
+    steps: int | None = None,  # of every measurement; by default 60 on a GPU and 20 on a CPU
+    seconds: float | None = None,  # after which one ends with fewer steps; 4 by default
+    progress: Progress | None = None,  # told what is being measured
 ) -> Consultation:
-    """Measure a job from its config, try other settings, and diagnose.
-
-    Args:
-        job: The config.
-        device: Where to train; by default the first GPU, else the CPU.
-        steps: Steps of every measurement; by default 60 on a GPU and 20 on a CPU.
-        seconds: A measurement ends after this time with fewer steps; 4 by default.
-        progress: Receives what is being measured.
-    """
+    """Measure a job from its config, try other settings, and diagnose."""
     with open_run(job.settings, device=device, progress=progress) as run:
         patience = default_patience(run.device, steps, seconds)
         measured = examine(run, patience, job.file)

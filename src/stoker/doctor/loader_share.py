@@ -40,13 +40,9 @@ class LoaderShare(NamedTuple):
 
 
 def split_loader(run: Run, loader: Loader, batch: Batch, copy_seconds: float | None) -> LoaderShare:
-    """Measure each part of the loader's work on one batch.
+    """Measure each part of an open loader's work on one of its batches, with the augmentation of the run.
 
-    Args:
-        run: The job, whose augmentation is used.
-        loader: Its loader, open.
-        batch: One batch of the loader.
-        copy_seconds: Seconds of copying one batch to the device; None if there is no such copy.
+    `copy_seconds` are those of copying one batch to the device; None if there is no such copy.
     """
     collate, transform = _gather_and_augment(run, loader)
     if loader.tier == "resident":

@@ -155,8 +155,7 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
 def count_stacks(stacks: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
     """Return the samples of the main thread by what it did, and by the user's line outside of the model.
 
-    Args:
-        stacks: As py-spy writes them: frames from the outermost, and a count.
+    py-spy writes a stack as its frames from the outermost, and a count.
     """
     doing: Counter[str] = Counter()
     lines: Counter[str] = Counter()

@@ -101,14 +101,9 @@ def _suggest(finding: Finding) -> str:
 
 
 def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
-    """Return a unified diff that gives the call at `where` these keyword arguments.
+    """Return a unified diff that gives the call at file:line these keyword arguments.
 
-    Args:
-        where: file:line of a call, as a traceback would name it.
-        arguments: Names and plain values.
-
-    Returns:
-        None when the file cannot be read or no call stands there.
+    None when the file cannot be read or no call stands there.
     """
     found = _call_at(where)
     if found is None or len(found[2].args) > _POSITIONAL:
@@ -120,8 +115,7 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
 def replace_call(where: str | None, code: str) -> str | None:
     """Return a unified diff that puts `code`, which uses the name stoker, in the place of the call at `where`.
 
-    Returns:
-        None when the file cannot be read or no call stands there.
+    None when the file cannot be read or no call stands there.
     """
     found = _call_at(where)
     if found is None:

@@ -67,12 +67,9 @@ class Trace:
 
 
 def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
-    """Train for the steps of the schedule under torch's profiler.
+    """Train a job that has not begun for the steps of the schedule under torch's profiler.
 
-    Args:
-        run: The job, not begun.
-        plan: Which steps.
-        out: Where the chrome trace goes; ".gz" at its end compresses it. None keeps none.
+    The chrome trace goes to `out`, compressed where that ends with ".gz"; None keeps none.
 
     Raises:
         InputError: An epoch of the job has no batch.
@@ -173,9 +170,7 @@ def _intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
 def find_kernels(intervals: Sequence[tuple[float, float]], num_steps: int) -> KernelFacts | None:
     """Return how many kernels a step has, how long they are, and how much of the time one ran.
 
-    Args:
-        intervals: Begin and end of every kernel, in seconds, in any order.
-        num_steps: That they belong to.
+    `intervals` are begin and end of every kernel, in seconds, in any order.
     """
     if not intervals:
         return None

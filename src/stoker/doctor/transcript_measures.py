@@ -240,18 +240,15 @@ def _costliest(state: Mapping[str, Any], family: str) -> list[dict[str, Any]]:
 
 
 def _usual_sync(
-    seen: Training, otherwise: float, slowed: Spread | None, step: Spread | None
+    seen: Training,
+    otherwise: float,  # the factor if most steps have none
+    slowed: Spread | None,  # seconds of steps in which calls were timed
+    step: Spread | None,  # of a usual one
 ) -> float:
     """Return the factor from the seconds of all syncs to those of a usual step.
 
     In a loop of thousands of calls the timing of each takes longer than the call. So the rest of a step in which calls
     are timed is taken off a step in which they are not.
-
-    Args:
-        seen: The steps in which they were timed, and the sites of the calls.
-        otherwise: The factor if most steps have none.
-        slowed: Seconds of steps in which they were timed.
-        step: Seconds of a usual one.
     """
     sites = [site for site in seen.state["sites"] if site["family"] == "sync"]
     whole = float(sum(site["seconds"] for site in sites))
@@ -293,12 +290,8 @@ def _between(
     """Return lines between model calls, their seconds per step, and why they cannot be judged.
 
     The training thread was sampled while no DataLoader was working. Calls that are timed anyway are known by the clock,
-    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest.
-
-    Args:
-        state: With the samples.
-        step: Seconds of a step.
-        known: Of these, waiting for data and in calls that are timed.
+    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest. `known`
+    are the seconds of a step that pass waiting for data and in calls that are timed.
     """
     doing = state.get("training", {})
     looks = sum(doing.values())
