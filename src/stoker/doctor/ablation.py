@@ -149,6 +149,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
             "data is resident: it was read once before the first step, and counts as no time here"
         )
     bad = [each.trouble.given for each in rounds if each.trouble is not None]
+    looks = max(1, len(together.laps))
     return Measurements(
         subject=subject,
         kind="job",
@@ -170,9 +171,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
             key=lambda facts: (facts.host_bytes_per_step or 0) + (facts.device_bytes_per_step or 0),
         ),
         hdf5=hdf5,
-        bad_values=(BadValues("loss", bad[0], len(bad), max(1, len(together.laps))),)
-        if bad
-        else (),
+        bad_values=(BadValues("loss", bad[0], len(bad), looks),) if bad else (),
         ablation=Ablation(
             loader_seconds=loader.alone_seconds,
             step_seconds=step.seconds,

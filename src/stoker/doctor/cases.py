@@ -74,6 +74,7 @@ class Case:
         evidence: Iterable[str | None],
         remedy: str,
         gain: Gain,
+        ends_the_run: bool = False,
         **patch: Any,
     ) -> Finding:
         """Return a finding; lines of evidence that are None are left out."""
@@ -85,6 +86,7 @@ class Case:
             gain=gain,
             samples_per_second=self.measured.samples_per_second,
             patch=Patch(**patch),
+            ends_the_run=ends_the_run,
         )
 
     def advise(self, *args: Any, **kwargs: Any) -> Finding | None:

@@ -126,9 +126,8 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
         rest = replace(measured, host_calls=others)
     elif name == "sync-every-step":
         spent = sum(one.seconds_per_step for one in measured.syncs)
-        if (
-            measured.kernels is not None
-        ):  # the host waited for work of the device as well, which remains
+        if measured.kernels is not None:
+            # The host waited for work of the device as well, which remains.
             spent = min(spent, compute.median - measured.kernels.busy_share * step.median)
         rest = replace(measured, syncs=())
     elif name == "slow-between-steps":
@@ -220,11 +219,8 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
     if share > _MUCH_WAITING:
         loader = measurements.loader
         busy = loader is not None and (loader.queued_share or 0.0) > _MUCH_QUEUEING
-        why = (
-            "other work keeps the cores busy"
-            if busy
-            else "no remedy is predicted to help by itself"
-        )
+        alone = "no remedy is predicted to help by itself"
+        why = "other work keeps the cores busy" if busy else alone
         place = [
             f"a DataLoader{at(loader.where)} with num_workers={loader.workers}" if loader else None,
             f"most of it at {loader.busiest_line}" if loader and loader.busiest_line else None,
