@@ -13,7 +13,7 @@ import pytest
 
 import warm_stoker
 from stoker.cli.main import app
-from stoker.doctor import scripts
+from stoker.doctor import rules, scripts
 from stoker.doctor.attach import Attached
 from stoker.doctor.findings import Consultation, Finding, Gain, Patch
 from stoker.doctor.measurements import Measurements
@@ -188,7 +188,7 @@ def test_loader_arguments_are_tried_in_a_second_run(inside, capsys, monkeypatch)
         return Attached(0, "", script_facts(100.0 if loader_arguments is None else 210.0))
 
     monkeypatch.setattr(scripts, "run_script", run_script)
-    monkeypatch.setattr(scripts, "diagnose", lambda measured: [no_workers()])
+    monkeypatch.setattr(rules, "diagnose", lambda measured: [no_workers()])
     code, out, err = call(
         capsys, "doctor", "--steps", 5, "--apply", "tried.patch", "--force", "--", "python", "x.py"
     )
@@ -246,7 +246,7 @@ def test_after_ctrl_c_the_script_is_not_run_again(inside, capsys, monkeypatch):
         return Attached(None, "interrupt", script_facts(100.0))
 
     monkeypatch.setattr(scripts, "run_script", run_script)
-    monkeypatch.setattr(scripts, "diagnose", lambda measured: [no_workers()])
+    monkeypatch.setattr(rules, "diagnose", lambda measured: [no_workers()])
     code, _, err = call(capsys, "doctor", "--apply", "cut.patch", "--", "python", "x.py")
     assert (code, len(runs)) == (130, 1)
     assert "not measured again" in err

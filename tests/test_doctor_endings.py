@@ -17,7 +17,7 @@ import pytest
 
 import forked_scripts
 from doctor_scripts import LIGHT, script
-from stoker.doctor import scripts
+from stoker.doctor import rules, scripts
 from stoker.doctor.attach import Attached, _lives, describe_ending, run_script
 from stoker.doctor.findings import HEALTHY, Consultation, Finding, Gain, Outcome, Patch
 from stoker.doctor.findings_page import findings_page
@@ -274,7 +274,7 @@ def test_the_failure_is_printed_and_an_empty_stdin_is_warned_of(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(scripts, "run_script", run_script)
-    monkeypatch.setattr(scripts, "diagnose", lambda measured: [no_workers()])
+    monkeypatch.setattr(rules, "diagnose", lambda measured: [no_workers()])
     ends = os.pipe() if piped else (os.open(os.devnull, os.O_RDONLY), None)
     kept = os.dup(0)
     os.dup2(ends[0], 0)

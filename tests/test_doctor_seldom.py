@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -137,8 +138,7 @@ def test_samples_of_a_step_are_counted_once_it_is_known_whether_it_is_long(monke
     late = [False, False, True, True, False]
     seen = SimpleNamespace(
         num_steps=50, disturbed_steps=0, training_thread=threading.get_ident(), evaluated=None,
-        looks=[], looked_at=50, training_doing={}, between_lines={}, model_lines={},
-        late_doing={}, late_lines={}, is_late=lambda: late[0],
+        looks=[], looked_at=50, counts=defaultdict(Counter), is_late=lambda: late[0],
     )  # fmt: skip
     kinds = iter([("between", "a:1"), ("model", "a:2"), ("data", "a:3"), ("model", "a:4")] * 2)
     monkeypatch.setattr(sampling, "describe_training", lambda _: next(kinds))
@@ -146,25 +146,27 @@ def test_samples_of_a_step_are_counted_once_it_is_known_whether_it_is_long(monke
     for _ in range(4):
         sampling._look_at_training(seen)
         late.pop(0)
-    assert (seen.training_doing, seen.between_lines) == ({}, {}), "all of it was a long step"
-    assert seen.late_doing == {"between": 1, "model": 2, "data": 1}
-    assert seen.late_lines == {"a:1": 1, "a:2": 1, "a:3": 1, "a:4": 1}
+    assert (seen.counts["training"], seen.counts["between"]) == ({}, {}), (
+        "all of it was a long step"
+    )
+    assert seen.counts["late"] == {"between": 1, "model": 2, "data": 1}
+    assert seen.counts["late_lines"] == {"a:1": 1, "a:2": 1, "a:3": 1, "a:4": 1}
     late[:] = [False]
     sampling._look_at_training(seen)
     sampling._look_at_training(seen)
     seen.num_steps += 1
     sampling._look_at_training(seen)
-    assert seen.training_doing == {"between": 1, "model": 1}
-    assert seen.between_lines == {"a:1": 1}
-    assert seen.model_lines == {"a:2": 1}
+    assert seen.counts["training"] == {"between": 1, "model": 1}
+    assert seen.counts["between"] == {"a:1": 1}
+    assert seen.counts["model_lines"] == {"a:2": 1}
 
 
 def test_short_steps_are_sampled_half_as_often_and_every_sample_stands_for_its_time():
-    seen = SimpleNamespace(usual_seconds=0.0015, training_doing={"model": 400})
+    seen = SimpleNamespace(usual_seconds=0.0015, counts={"training": Counter(model=400)})
     assert sampling._weight_of_look(seen) == 2, "200 samples of 8 ms: a hundred more"
     seen.usual_seconds = 0.010
     assert sampling._weight_of_look(seen) == 5, "every 20 ms from 300 samples on"
-    seen.training_doing["model"] = 299
+    seen.counts["training"]["model"] = 299
     assert sampling._weight_of_look(seen) == 1
 
 

@@ -346,4 +346,4 @@ def test_generated_code_without_lines_is_no_place():
     mine = SimpleNamespace(f_code=code, f_lineno=7, f_back=None)
     made = SimpleNamespace(f_code=SimpleNamespace(co_filename="<string>"), f_lineno=0, f_back=mine)
     assert places.place_of(made) == "/home/me/train.py:7"
-    assert places.places_of(made) == ("/home/me/train.py:7",)
+    assert tuple(places.own_places(made)) == ("/home/me/train.py:7",)

@@ -22,10 +22,9 @@ from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
 from stoker.measure.gauge import MARGIN, Gauge
 from stoker.measure.search import largest_fitting
-from stoker.train.batches import map_tensors
+from stoker.train.batches import iterate_tensors, map_tensors
 from stoker.train.generators import capture_rng, restore_rng
-from stoker.train.oom import forget_frames, is_oom
-from stoker.train.precision import choose_precision
+from stoker.train.precision import PrecisionChoice, choose_precision
 from stoker.train.ranks import Ranks
 from stoker.train.settings import Precision
 from stoker.train.step import as_float32
@@ -73,15 +72,23 @@ def find_max_batch_size(
     """
     _check(input_shape, max_batch, margin)
     target = usable_device(device)
-    trials = _Trials(model, target, precision, margin)
-    trials.make_inputs = make_inputs or (
-        lambda size: torch.randn((size, *input_shape), device=target)
-    )
-    trials.make_loss = make_loss or default_loss
-    trials.optimizer = optimizer
+    gauge, chosen = Gauge(target, margin), choose_precision(precision, target, model)
+
+    def train(size: int) -> None:
+        inputs = (
+            make_inputs(size) if make_inputs else torch.randn((size, *input_shape), device=target)
+        )
+        _train_twice(model, inputs, make_loss or default_loss, optimizer, chosen, target)
+
+    def fits(size: int) -> bool:
+        """Whether two steps of this size ran and left the margin free, on all ranks."""
+        model.zero_grad(set_to_none=True)
+        _, refused = gauge.attempt(size, lambda: train(size))
+        return Ranks.current().all_of(not refused and gauge.peak_bytes() <= gauge.cap_bytes)
+
     with _as_it_was(model, target, optimizer):
-        best = largest_fitting(max_batch, lambda size: Ranks.current().all_of(trials.fits(size)))
-        trials.gauge.release()
+        best = largest_fitting(max_batch, fits)
+        gauge.release()
     if not best:
         raise InputError(
             f"one sample of shape {tuple(input_shape)} does not fit on {target} with the model's weights, "
@@ -96,14 +103,7 @@ def find_max_batch_size(
 
 def default_loss(outputs: Any) -> torch.Tensor:
     """Return a loss of every floating tensor of the outputs: cross entropy, or the mean square."""
-    found: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(take, outputs)
-    losses = [_loss_of(tensor) for tensor in found if tensor.is_floating_point()]
+    losses = [_loss_of(tensor) for tensor in iterate_tensors(outputs) if tensor.is_floating_point()]
     if not losses:
         raise InputError(
             f"the model returns {type(outputs).__name__} without a floating tensor.",
@@ -135,63 +135,34 @@ def _check(input_shape: Sequence[int], max_batch: int, margin: float) -> None:
         raise InputError(f"margin is {margin!r}.", "0 or more, below 1", f"margin={MARGIN}")
 
 
-class _Trials:
-    """Trains on batches of one size after the other."""
-
-    make_inputs: Callable[[int], Any]
-    make_loss: Callable[[Any], torch.Tensor]
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None
-
-    def __init__(
-        self, model: torch.nn.Module, device: torch.device, precision: Precision, margin: float
-    ) -> None:
-        self._model, self._device = model, device
-        self._precision = choose_precision(precision, device, model)
-        self.gauge = Gauge(device, margin)
-
-    def fits(self, size: int) -> bool:
-        """Whether two steps of this size ran and left the margin free."""
-        self._model.zero_grad(set_to_none=True)
-        self.gauge.begin()
-        if self.gauge.expect(size):
-            return False
-        try:
-            self._run(size)
-        except RuntimeError as error:
-            if not is_oom(error):
-                raise
-            forget_frames(error)
-            return False
-        self.gauge.note(size)
-        return self.gauge.peak_bytes() <= self.gauge.cap_bytes
-
-    def _run(self, size: int) -> None:
-        precision, device = self._precision, self._device
-        optimizer = self._make_optimizer()
-        scaler = precision.make_scaler(device)
-        inputs = self.make_inputs(size)
-        with precision.matmuls():
-            for _ in range(2):
-                with precision.autocast(device):
-                    outputs = self._model(inputs)
-                loss = self.make_loss(as_float32(outputs))
-                scaler.scale(loss).backward()
-                if scaler.is_enabled():
-                    scaler.unscale_(optimizer)
-                # Not by the scaler, which leaves the first updates out while it looks for its scale:
-                # the state would not be made, nor counted. The weights are put back anyway.
-                optimizer.step()
-                if scaler.is_enabled():
-                    scaler.update()
-                optimizer.zero_grad(set_to_none=True)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            return self.optimizer
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        if self.optimizer is None:
-            return torch.optim.AdamW(parameters)
-        return self.optimizer(parameters)
+def _train_twice(
+    model: torch.nn.Module,
+    inputs: Any,
+    make_loss: Callable[[Any], torch.Tensor],
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    precision: PrecisionChoice,
+    device: torch.device,
+) -> None:
+    """Run two training steps: the second runs beside the state that the first has made."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = (optimizer or torch.optim.AdamW)(
+            [p for p in model.parameters() if p.requires_grad]
+        )
+    scaler = precision.make_scaler(device)
+    with precision.matmuls():
+        for _ in range(2):
+            with precision.autocast(device):
+                outputs = model(inputs)
+            loss = make_loss(as_float32(outputs))
+            scaler.scale(loss).backward()
+            if scaler.is_enabled():
+                scaler.unscale_(optimizer)
+            # Not by the scaler, which leaves the first updates out while it looks for its scale:
+            # the state would not be made, nor counted. The weights are put back anyway.
+            optimizer.step()
+            if scaler.is_enabled():
+                scaler.update()
+            optimizer.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager

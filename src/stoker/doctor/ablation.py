@@ -5,21 +5,25 @@ steps that are measured. The job trains in memory while it is measured; nothing 
 
 "Together" is the job's own trainer and loader. The loader alone is the same loader without training. The step
 alone is the same trainer on one batch that is already on the device. The difference between together and the step
-alone is what the data costs.
+alone is what the data costs. The work of the loader is taken apart as well: reading, decoding, gathering, augmenting
+and copying one batch, each run a few times.
 """
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
 import torch
+from h5py.h5z import FILTER_DEFLATE, FILTER_LZF
 
 from stoker.config import Settings
-from stoker.doctor.loader_share import split_loader, time_copy
 from stoker.doctor.measurements import (
     Ablation,
     AllocatorFacts,
@@ -35,6 +39,7 @@ from stoker.doctor.measurements import (
 )
 from stoker.doctor.trace import measure_kernels
 from stoker.loader.batch import Batch
+from stoker.loader.loader import Loader
 from stoker.machine import probe
 from stoker.measure.jobs import (
     Timed,
@@ -45,9 +50,10 @@ from stoker.measure.jobs import (
     warm_up_batches,
 )
 from stoker.measure.laps import Lap, Patience
-from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
+from stoker.measure.readings import Spread
 from stoker.recipes.run import Run
 from stoker.report import Topic
+from stoker.store.arrays import StoredArray
 from stoker.train.losses import NonFiniteError
 from stoker.train.oom import let_go
 from stoker.train.precision import choose_precision
@@ -58,6 +64,9 @@ _ROUNDS = 2
 """Parts are measured in turn, more than once, so that a slow phase of the machine slows all of them."""
 _LONG_SECONDS = 30.0
 """A job whose first round takes longer than this is measured once."""
+_REPEATS = 7
+_READ_BYTES = 32 << 20
+_FILTERS = {FILTER_DEFLATE: "gzip", FILTER_LZF: "lzf"}
 
 
 def default_patience(
@@ -75,32 +84,6 @@ def default_patience(
 # -- the whole examination -------------------------------------------------------------------------
 
 
-class _Memory:
-    """Memory in use before each batch, on the host and on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._process = psutil.Process()
-        self.host: list[int] = []
-        self.on_device: list[int] = []
-
-    def look(self) -> None:
-        self.host.append(self._process.memory_info().rss)
-        if self._device.type == "cuda":
-            self.on_device.append(torch.cuda.memory_allocated(self._device))
-
-    def facts(self, batches_per_step: int) -> MemoryFacts:
-        """Return the growth per step."""
-        has_device = bool(self.on_device)
-        device, host = creep(self.on_device, CREEP_DEVICE_BYTES), creep(self.host, CREEP_HOST_BYTES)
-        return MemoryFacts(
-            device_bytes_per_step=None if device is None else device * batches_per_step,
-            host_bytes_per_step=None if host is None else host * batches_per_step,
-            device_bytes=self.on_device[-1] if has_device else None,
-            host_bytes=self.host[-1] if self.host else None,
-        )
-
-
 class _Round(NamedTuple):
     together: Timed
     loader: Timed
@@ -112,9 +95,18 @@ class _Round(NamedTuple):
 
 def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
     run.told.say(f"round {number} of {_ROUNDS}: everything together, then each part alone")
-    memory = _Memory(run.device)
+    host: list[int] = []
+    on_device: list[int] = []
+    process = psutil.Process()
+
+    def look() -> None:
+        """Note the memory in use, before each batch."""
+        host.append(process.memory_info().rss)
+        if run.device.type == "cuda":
+            on_device.append(torch.cuda.memory_allocated(run.device))
+
     busy, wall = time.process_time(), time.perf_counter()
-    together = time_together(run, patience, memory.look)
+    together = time_together(run, patience, look)
     busy, wall = time.process_time() - busy, time.perf_counter() - wall
     trouble = together.trouble
     if trouble is not None:
@@ -122,7 +114,7 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
         together = time_together(calm, patience)
     loader = time_loader(run, patience, together.history.is_captured)
     step = time_step(run, patience, captured=together.history.is_captured)
-    held = memory.facts(run.settings.training.gradient_accumulation_steps)
+    held = MemoryFacts.of(on_device, host, run.settings.training.gradient_accumulation_steps)
     return _Round(together, loader, step, trouble, busy / max(wall, 1e-9), held)
 
 
@@ -132,12 +124,7 @@ def _joined(timed: Sequence[Timed]) -> Timed:
 
 
 def examine(run: Run, patience: Patience, subject: str) -> Measurements:
-    """Measure a job's parts alone and together, in turn.
-
-    Args:
-        run: The job, not begun.
-        patience: How long each part is measured.
-        subject: The config, as the user named it.
+    """Measure the parts of a job that has not begun, alone and together, in turn.
 
     Raises:
         InputError: The job cannot be measured: no batch, no memory.
@@ -152,7 +139,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
     together = _joined([each.together for each in rounds])
     step = _joined([each.step for each in rounds])
     batch = hold_batch(run)
-    copied = time_copy(batch, run.device)
+    copied = _time_copy(batch, run.device)
     loader, hdf5 = _loader_facts(run, batch, rounds, copied)
     kernels = measure_kernels(run, patience.warm_up) if run.device.type == "cuda" else None
     seconds, waits = _per_step(together.laps, step, loader.work, batches, run.device)
@@ -162,6 +149,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
             "data is resident: it was read once before the first step, and counts as no time here"
         )
     bad = [each.trouble.given for each in rounds if each.trouble is not None]
+    looks = max(1, len(together.laps))
     return Measurements(
         subject=subject,
         kind="job",
@@ -183,9 +171,7 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
             key=lambda facts: (facts.host_bytes_per_step or 0) + (facts.device_bytes_per_step or 0),
         ),
         hdf5=hdf5,
-        bad_values=(BadValues("loss", bad[0], len(bad), max(1, len(together.laps))),)
-        if bad
-        else (),
+        bad_values=(BadValues("loss", bad[0], len(bad), looks),) if bad else (),
         ablation=Ablation(
             loader_seconds=loader.alone_seconds,
             step_seconds=step.seconds,
@@ -251,16 +237,22 @@ def _machine_facts(run: Run, copied: Spread | None, batch: Batch) -> MachineFact
 def _loader_facts(
     run: Run, batch: Batch, rounds: Sequence[_Round], copied: Spread | None
 ) -> tuple[LoaderFacts, tuple[Hdf5Facts, ...]]:
+    hdf5: tuple[Hdf5Facts, ...] = ()
     with run.make_train_loader() as loader:
-        share = split_loader(run, loader, batch, copied.median if copied else None)
+        collate, transform = _gather_and_augment(run, loader)
+        read = decode = copy = blocked = 0.0
+        if loader.tier != "resident":  # such data was read once, before the first step
+            read, decode, blocked, hdf5 = _read(loader, len(batch.positions))
+            copy = copied.median if copied else 0.0
+        work = LoaderWork(read, decode, transform, collate, copy)
         facts = LoaderFacts(
             kind="stoker",
             workers=loader.store.threads,
             batch_size=loader.batch_size,
             pin_memory=run.device.type == "cuda",
-            work=share.work,
+            work=work,
             alone_seconds=_joined([each.loader for each in rounds]).seconds,
-            blocked_share=share.blocked_share,
+            blocked_share=blocked / max(work.total, 1e-12),
             main_cpu_share=_mean([each.busy_cores for each in rounds]),
             steps_per_epoch=len(loader),
             batches_per_step=float(run.settings.training.gradient_accumulation_steps),
@@ -269,7 +261,7 @@ def _loader_facts(
             tier=loader.tier,
         )
     let_go(run.device)
-    return facts, share.hdf5
+    return facts, hdf5
 
 
 def _allocator_counts(device: torch.device) -> tuple[int, int]:
@@ -318,3 +310,136 @@ def draw_timeline(timed: Timed) -> tuple[TimelineSpan, ...]:
             if lap.began <= begin < lap.began + lap.seconds
         ]
     return tuple(spans)
+
+
+# -- the work of the loader on one batch -----------------------------------------------------------
+
+
+def _time_copy(batch: Batch, device: torch.device) -> Spread | None:
+    """Return the seconds of copying a batch from pinned memory to the GPU; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    num_bytes = sum(tensor.nbytes for tensor in batch.values())
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(host, device=device)
+    return Spread.of(_times(lambda: target.copy_(host, non_blocking=True), device))
+
+
+def _gather_and_augment(run: Run, loader: Loader) -> tuple[float, float]:
+    """Return the seconds of gathering a batch, and of augmenting it."""
+    augmentation = run.drawn_augmentation or loader.augment
+    indices = loader.index_batches()
+    index = next(indices)
+
+    def assemble() -> None:
+        loader.assemble(index.indices, index.totals)
+
+    loader.use_augmentation(None)
+    gather = statistics.median(_times(assemble, loader.device))
+    augmented = gather
+    if augmentation is not None:
+        loader.use_augmentation(augmentation)
+        augmented = statistics.median(_times(assemble, loader.device))
+    return gather, max(0.0, augmented - gather)
+
+
+def _times(work: Callable[[], object], device: torch.device) -> list[float]:
+    """Return the seconds of some work, done a few times; the first two, which warm up, are left out."""
+    took = []
+    for _ in range(_REPEATS + 2):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - began)
+    return took[2:]
+
+
+class _Rows(NamedTuple):
+    """A range of rows of one stored array."""
+
+    array: StoredArray
+    first: int
+    last: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows, decoded."""
+        return (self.last - self.first) * self.array.location.row_bytes
+
+    @property
+    def chunk_rows(self) -> range:
+        """The rows of chunks that they lie in."""
+        height = (self.array.location.chunk_shape or (self.last - self.first,))[0]
+        return range(self.first // height, -(-self.last // height))
+
+
+def _read(loader: Loader, batch_size: int) -> tuple[float, float, float, tuple[Hdf5Facts, ...]]:
+    """Read as many samples in a row as a chunk would, in one thread, and scale to one batch.
+
+    Returns the seconds of reading, of decoding, and of either without a core; and the layout of the datasets.
+    """
+    per_batch = max(1, sum(rows.num_bytes for rows in _rows(loader, 0, batch_size)))
+    num_samples = min(len(loader.samples), batch_size * max(1, _READ_BYTES // per_batch))
+    scale = batch_size / num_samples
+    read = decode = 0.0
+    facts = []
+    waited = _idle_seconds()
+    for rows in _rows(loader, 0, num_samples):
+        raw, whole = _time_rows(rows)
+        read += raw * scale
+        decode += max(0.0, whole - raw) * scale
+        if rows.array.location.layout != "contiguous":
+            facts.append(_describe(rows, whole, scale))
+    # Chunks were read twice, decoded and raw, but only the first time may have waited for the disk.
+    waited = max(0.0, _idle_seconds() - waited) * scale
+    return read, decode, min(waited, read), tuple(facts)
+
+
+def _idle_seconds() -> float:
+    """Return the seconds in which this thread neither ran nor queued for a core, up to a constant."""
+    queued = 0.0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return time.perf_counter() - time.thread_time() - queued
+
+
+def _rows(loader: Loader, start: int, stop: int) -> Iterator[_Rows]:
+    for column in loader.columns:
+        low, high = column.extent(start, min(stop, len(loader.samples)))
+        for values in column.values:
+            for array, first, last, _ in values.spans(low, high):
+                yield _Rows(array, first, last)
+
+
+def _time_rows(rows: _Rows) -> tuple[float, float]:
+    """Return the seconds for the bytes alone, and for the decoded rows."""
+    began = time.perf_counter()
+    rows.array.read(rows.first, rows.last)
+    whole = time.perf_counter() - began
+    location = rows.array.location
+    if location.layout != "chunked":
+        return whole, whole
+    began = time.perf_counter()
+    for row in rows.chunk_rows:
+        for chunk in location.chunk_rows.get(row, ()):
+            buffer = memoryview(bytearray(chunk.size))
+            rows.array.file.read(chunk.byte_offset, buffer, location.dataset)
+    return min(whole, time.perf_counter() - began), whole
+
+
+def _describe(rows: _Rows, seconds: float, scale: float) -> Hdf5Facts:
+    location = rows.array.location
+    used = rows.num_bytes * scale
+    num_chunks = sum(len(location.chunk_rows.get(row, ())) for row in rows.chunk_rows)
+    return Hdf5Facts(
+        name=f"{location.file}:{location.dataset}",
+        shape=location.shape,
+        chunks=location.chunk_shape or None,
+        compression=next((_FILTERS[code] for code in location.filters if code in _FILTERS), None),
+        bytes_used_per_batch=used,
+        # A stoker loader reads samples in order, so every chunk is decoded once.
+        bytes_touched_per_batch=used,
+        seconds_per_batch=seconds * scale,
+        reads_per_batch=(num_chunks or len(rows.chunk_rows)) * scale,
+    )

@@ -48,47 +48,31 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Attached:
-    """The result of a script.
+    """The result of a script."""
 
-    Attributes:
-        exit_code: The script's own, negative for a signal; None when the doctor ended it.
-        stopped: Why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the
-            doctor); "" when it ended by itself.
-        measurements: From the probe's files.
-    """
-
-    exit_code: int | None
+    exit_code: int | None  # the script's own, negative for a signal; None when the doctor ended it
+    # why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the doctor); ""
+    # when it ended by itself
     stopped: str
-    measurements: Measurements
+    measurements: Measurements  # from the probe's files
 
 
 def run_script(
-    command: Sequence[str],
+    command: Sequence[str],  # as typed after `--`
     *,
-    steps: int | None = None,
-    seconds: float | None = None,
-    loader_arguments: Mapping[str, Any] | None = None,
+    steps: int | None = None,  # end it after so many optimizer updates past the warm-up
+    seconds: float | None = None,  # end it after this time
+    loader_arguments: Mapping[str, Any] | None = None,  # forced on every DataLoader of the script
     cwd: str | Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,  # None is this process's own
 ) -> Attached:
     """Run `command` (such as ["python", "train.py"]) to its end, or for a number of steps or seconds.
-
-    Args:
-        command: As typed after `--`. stdin, stdout and stderr are the caller's.
-        steps: End the script after this many optimizer updates past the warm-up; None lets it finish.
-        seconds: End it after this many seconds.
-        loader_arguments: Arguments to force on every DataLoader of the script, to try a remedy.
-        cwd: Working directory; None is the current one.
-        environment: Variables to run it with; None is this process's own.
 
     Raises:
         InputError: The command is empty or cannot be started, or a limit is not above zero.
     """
     _check(command, steps, seconds)
-    with (
-        temporary_folder("stoker-doctor-") as folder,
-        until_terminated() as terminated,
-    ):
+    with temporary_folder("stoker-doctor-") as folder, until_terminated() as terminated:
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
         if seconds is not None:
             variables["STOKER_DOCTOR_SECONDS"] = f"{seconds:g}"

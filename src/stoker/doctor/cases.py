@@ -23,17 +23,11 @@ WORTHWHILE = 1.1
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a rule.
+    """The input of a rule."""
 
-    Attributes:
-        measured: All measurements.
-        pace: The pace of the step; None if no step was measured.
-        starved: Whether the step waits for data.
-    """
-
-    measured: Measurements
-    pace: Pace | None
-    starved: bool
+    measured: Measurements  # all measurements
+    pace: Pace | None  # the pace of the step; None if no step was measured
+    starved: bool  # whether the step waits for data
 
     @classmethod
     def of(cls, measured: Measurements) -> Case:
@@ -80,6 +74,7 @@ class Case:
         evidence: Iterable[str | None],
         remedy: str,
         gain: Gain,
+        ends_the_run: bool = False,
         **patch: Any,
     ) -> Finding:
         """Return a finding; lines of evidence that are None are left out."""
@@ -91,6 +86,7 @@ class Case:
             gain=gain,
             samples_per_second=self.measured.samples_per_second,
             patch=Patch(**patch),
+            ends_the_run=ends_the_run,
         )
 
     def advise(self, *args: Any, **kwargs: Any) -> Finding | None:

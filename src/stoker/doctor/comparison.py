@@ -20,34 +20,21 @@ from stoker.strict_json import parse_json
 
 @dataclass(frozen=True)
 class Examination:
-    """One document of `stoker doctor --out`.
+    """One document of `stoker doctor --out`."""
 
-    Attributes:
-        path: The file.
-        measurements: What was measured.
-        findings: What was found.
-        verdict: The result in one sentence.
-    """
-
-    path: Path
-    measurements: Measurements
-    findings: tuple[Finding, ...]
-    verdict: str
+    path: Path  # the file
+    measurements: Measurements  # what was measured
+    findings: tuple[Finding, ...]  # what was found
+    verdict: str  # the result in one sentence
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result.
+    """The result."""
 
-    Attributes:
-        figures: (name, before, after) in words.
-        worse: Why the second is worse; empty if it is not.
-        notes: What makes the comparison weak.
-    """
-
-    figures: tuple[tuple[str, str, str], ...]
-    worse: tuple[str, ...]
-    notes: tuple[str, ...]
+    figures: tuple[tuple[str, str, str], ...]  # (name, before, after) in words
+    worse: tuple[str, ...]  # why the second is worse; empty if it is not
+    notes: tuple[str, ...]  # what makes the comparison weak
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -86,13 +73,10 @@ def read_examination(path: str | Path) -> Examination:
 
 
 def compare(before: Examination, after: Examination, tolerance: float) -> Comparison:
-    """Compare two examinations of one job.
+    """Compare a new examination of a job with the one to be held.
 
-    Args:
-        before: The one to be held.
-        after: The new one.
-        tolerance: Share of the rate that may be lost. A smaller loss, or one within the quartiles of the steps, does
-            not count.
+    `tolerance` is the share of the rate that may be lost. A smaller loss, or one within the quartiles of the steps,
+    does not count.
 
     Raises:
         InputError: The first one measured no step.

@@ -74,19 +74,15 @@ def propose(job: JobConfig, measured: Measurements) -> list[Alternative]:
 
 
 def find_knee(
-    batch: int, seconds: float, most: int, measure: Callable[[int], float | None]
+    batch: int,  # the configured size
+    seconds: float,  # of its step alone
+    most: int,
+    measure: Callable[[int], float | None],  # seconds of the step alone; None if it does not fit
 ) -> tuple[list[tuple[int, float]], int | None]:
     """Double the batch while the step alone becomes faster per sample.
 
-    Args:
-        batch: The configured batch size.
-        seconds: Seconds of its step alone.
-        most: The largest batch to try.
-        measure: Returns the seconds of the step alone for a batch; None if it does not fit.
-
-    Returns:
-        The sizes tried with their seconds, and the smallest size that is nearly the best; None if that is the
-        configured one.
+    Returns the sizes tried with their seconds, and the smallest size that is nearly the best; None if that is the
+    configured one.
     """
     doublings = [batch * 2**n for n in range(1, _MOST_DOUBLINGS + 1)]
     sizes = [batch, *(size for size in doublings if size <= most)]
@@ -127,14 +123,7 @@ def batch_proposal(job: JobConfig, size: int) -> Alternative:
 def try_alternatives(
     run: Run, job: JobConfig, measured: Measurements, patience: Patience
 ) -> Measurements:
-    """Measure every proposal and add the results to the measurements.
-
-    Args:
-        run: The job, as it was measured.
-        job: Its config.
-        measured: The result of `examine`.
-        patience: How long each is measured.
-    """
+    """Measure every proposal for a job as it was examined, and add the results to its measurements."""
     ablation = measured.ablation
     assert ablation is not None
     tried, knee = _larger_batches(run, measured, patience)
@@ -172,32 +161,24 @@ def _larger_batches(
     ablation, settings = measured.ablation, run.settings
     if run.job.lanes is not None or ablation is None or ablation.step_seconds is None:
         return [], None
-    num_samples = len(run.job.samples["train"])
-
     per_sample = ablation.step_seconds.median / settings.training.batch_size
     num_steps = patience.warm_up + LEAST_LAPS
-
     gauge = Gauge(run.device)
 
-    def measure(size: int) -> float | None:
-        gauge.begin()
-        if gauge.expect(size) or per_sample * size * num_steps > _LONG_SECONDS:
-            return None
+    def time(size: int) -> Spread | None:
         run.told.say(f"the step alone, batches of {size:,}")
         larger = settings.changed({"training.batch_size": size, "training.survive_oom": False})
-        try:
-            took = time_step(run.with_settings(larger), patience).seconds
-        except RuntimeError as error:
-            if not is_oom(error):
-                raise
-            forget_frames(error)
+        return time_step(run.with_settings(larger), patience).seconds
+
+    def measure(size: int) -> float | None:
+        if per_sample * size * num_steps > _LONG_SECONDS:
             return None
-        gauge.note(size)
+        took, _ = gauge.attempt(size, lambda: time(size))
+        # The faster quartile of the steps: the least disturbed by other work on the machine.
         return None if took is None else took.low
 
     # At least two updates per epoch.
-    most = num_samples // 2
-    # The faster quartile of the steps: the least disturbed by other work on the machine.
+    most = len(run.job.samples["train"]) // 2
     return find_knee(settings.training.batch_size, ablation.step_seconds.low, most, measure)
 
 
@@ -261,12 +242,25 @@ def weigh(measured: Measurements, findings: Sequence[Finding]) -> list[Finding]:
         return list(findings)
     kept = {finding.name: finding for finding in findings}
     for alternative in ablation.alternatives:
-        if alternative.samples_per_second is None:
+        now, after = ablation.together_rate, alternative.samples_per_second
+        if after is None:
             continue
-        gain = measured_gain(ablation.together_rate, alternative.samples_per_second)
+        gain = measured_gain(now, after)
         known = kept.pop(alternative.finding, None)
-        if gain.likely >= WORTHWHILE and gain.low > 1.0:
-            kept[alternative.finding] = _as_finding(measured, alternative, gain, known)
+        if gain.likely < WORTHWHILE or gain.low <= 1.0:
+            continue
+        changes = describe_changes(alternative.changes)
+        title, remedy = _WORDS[alternative.finding]
+        tried = f"tried: {changes} gives {after.median:,.0f} samples/s instead of {now.median:,.0f}"
+        kept[alternative.finding] = Finding(
+            name=alternative.finding,
+            title=known.title if known else title,
+            evidence=(*(known.evidence if known else (alternative.reason,)), tried),
+            remedy=remedy.format(changes=changes),
+            gain=gain,
+            samples_per_second=now.median,
+            patch=Patch(config=alternative.changes),
+        )
     return sorted(kept.values(), key=lambda item: (not item.ends_the_run, -item.gain.likely))
 
 
@@ -275,49 +269,18 @@ def measured_gain(now: Spread, after: Spread) -> Gain:
     return Gain(after.low / now.high, after.median / now.median, after.high / now.low)
 
 
-def _as_finding(
-    measured: Measurements, alternative: Alternative, gain: Gain, known: Finding | None
-) -> Finding:
-    ablation = measured.ablation
-    assert ablation is not None
-    now, after = ablation.together_rate, alternative.samples_per_second
-    assert now is not None
-    assert after is not None
-    changes = describe_changes(alternative.changes)
-    title, remedy = _WORDS[alternative.finding]
-    tried = f"tried: {changes} gives {after.median:,.0f} samples/s instead of {now.median:,.0f}"
-    evidence = known.evidence if known is not None else (alternative.reason,)
-    return Finding(
-        name=alternative.finding,
-        title=known.title if known is not None else title,
-        evidence=(*evidence, tried),
-        remedy=remedy.format(changes=changes),
-        gain=gain,
-        samples_per_second=now.median,
-        patch=Patch(config=alternative.changes),
-    )
-
-
 _ROUNDS = 3
 
 
 def consult_job(
     job: JobConfig,
     *,
-    device: str | None = None,
-    steps: int | None = None,
-    seconds: float | None = None,
-    progress: Progress | None = None,
+    device: str | None = None,  # the first GPU by default, else the CPU
+    steps: int | None = None,  # of every measurement; by default 60 on a GPU and 20 on a CPU
+    seconds: float | None = None,  # after which one ends with fewer steps; 4 by default
+    progress: Progress | None = None,  # told what is being measured
 ) -> Consultation:
-    """Measure a job from its config, try other settings, and diagnose.
-
-    Args:
-        job: The config.
-        device: Where to train; by default the first GPU, else the CPU.
-        steps: Steps of every measurement; by default 60 on a GPU and 20 on a CPU.
-        seconds: A measurement ends after this time with fewer steps; 4 by default.
-        progress: Receives what is being measured.
-    """
+    """Measure a job from its config, try other settings, and diagnose."""
     with open_run(job.settings, device=device, progress=progress) as run:
         patience = default_patience(run.device, steps, seconds)
         measured = examine(run, patience, job.file)

@@ -23,63 +23,44 @@ _EXPLANATIONS = Path(__file__).with_name("explanations.md")
 
 @dataclass(frozen=True)
 class Gain:
-    """Speed-up by the remedy, in samples per second (after / before). 1 is no gain.
+    """Speed-up by the remedy, in samples per second (after / before). 1 is no gain."""
 
-    Attributes:
-        low: Cautious estimate.
-        likely: Expected value.
-        high: Hopeful estimate.
-    """
+    low: float = 1.0  # cautious estimate
+    likely: float = 1.0  # expected value
+    high: float = 1.0  # hopeful estimate
 
-    low: float = 1.0
-    likely: float = 1.0
-    high: float = 1.0
+    def times(self, rate: float | None) -> tuple[float, float, float] | None:
+        """Return a rate after the remedy: low, likely, high; None if it is unknown now."""
+        return None if rate is None else (rate * self.low, rate * self.likely, rate * self.high)
 
 
 @dataclass(frozen=True)
 class Patch:
-    """The change that a finding suggests.
+    """The change that a finding suggests."""
 
-    Attributes:
-        config: Keys of a stoker config with their new values, for stoker's own jobs.
-        loader_arguments: Arguments of torch's DataLoader with their new values, for scripts; these can be
-            tried without editing the script (see `attach.run_script`).
-        replacement: Code that may stand in the place of the call at `where`, in a script that imports stoker; "" if
-            there is none.
-        where: file:line of the script that is to be edited.
-        script: Suggested code or edit, a few lines; "" if there is none.
-    """
-
+    # keys of a stoker config with their new values, for stoker's own jobs
     config: Mapping[str, Any] = field(default_factory=dict)
+    # arguments of torch's DataLoader with their new values, for scripts; these can be tried without editing the script
+    # (see `attach.run_script`)
     loader_arguments: Mapping[str, Any] = field(default_factory=dict)
-    where: str | None = None
-    script: str = ""
+    where: str | None = None  # file:line of the script that is to be edited
+    script: str = ""  # suggested code or edit, a few lines; "" if there is none
+    # code that may stand in the place of the call at `where`, in a script that imports stoker; "" if there is none
     replacement: str = ""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause of lost time, or of a run that will fail.
+    """One cause of lost time, or of a run that will fail."""
 
-    Attributes:
-        name: Such as "sync-every-step"; the name of its explanation.
-        title: The cause in a few words.
-        evidence: Lines with numbers and file:line.
-        remedy: One sentence.
-        gain: Predicted gain.
-        samples_per_second: Rate now; None if samples were not counted.
-        patch: The suggested change.
-        ends_the_run: Whether the job fails or is worthless if nothing is done: memory that grows, values that
-            are not finite.
-    """
-
-    name: str
-    title: str
-    evidence: tuple[str, ...]
-    remedy: str
+    name: str  # such as "sync-every-step"; the name of its explanation
+    title: str  # the cause in a few words
+    evidence: tuple[str, ...]  # lines with numbers and file:line
+    remedy: str  # one sentence
     gain: Gain = field(default_factory=Gain)
-    samples_per_second: float | None = None
+    samples_per_second: float | None = None  # rate now; None if samples were not counted
     patch: Patch = field(default_factory=Patch)
+    # whether the job fails or is worthless if nothing is done: memory that grows, values that are not finite
     ends_the_run: bool = False
 
     @property
@@ -90,10 +71,7 @@ class Finding:
     @property
     def predicted_samples_per_second(self) -> tuple[float, float, float] | None:
         """After the remedy: low, likely, high."""
-        now = self.samples_per_second
-        if now is None:
-            return None
-        return now * self.gain.low, now * self.gain.likely, now * self.gain.high
+        return self.gain.times(self.samples_per_second)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, including derived ones; `from_json` reads them."""
@@ -124,30 +102,21 @@ _MOST_ELSEWHERE = 0.25
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
     """Return "training.batch_size: 64, training.capture: auto"."""
-    words = (
-        (key, value if isinstance(value, str) else json_text(value))
+    return ", ".join(
+        f"{key}: {value if isinstance(value, str) else json_text(value)}"
         for key, value in changes.items()
     )
-    return ", ".join(f"{key}: {word}" for key, word in words)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A remedy that was applied and measured.
-
-    Attributes:
-        finding: The finding whose remedy it is.
-        change: The change in words.
-        before: Samples per second without the change.
-        after: Samples per second with it; None if it could not be measured.
-        failure: What went wrong in the run with the change; "" if nothing did.
-    """
+    """A remedy that was applied and measured."""
 
     finding: Finding
     change: str
-    before: float | None
-    after: float | None
-    failure: str = ""
+    before: float | None  # samples per second without the change
+    after: float | None  # samples per second with it; None if it could not be measured
+    failure: str = ""  # what went wrong in the run with the change; "" if nothing did
 
     @property
     def ratio(self) -> float | None:
@@ -159,10 +128,7 @@ class Outcome:
     @property
     def predicted(self) -> tuple[float, float, float] | None:
         """Low, likely and high samples per second: the rate before times the predicted gain."""
-        if self.before is None:
-            return None
-        gain = self.finding.gain
-        return self.before * gain.low, self.before * gain.likely, self.before * gain.high
+        return self.finding.gain.times(self.before)
 
     @property
     def miss(self) -> str:
@@ -195,20 +161,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Consultation:
-    """The measurements and the findings.
+    """The measurements and the findings."""
 
-    Attributes:
-        measurements: Everything that was measured.
-        findings: Largest gain first; empty for a healthy job.
-        outcome: The result of `--apply`, if it ran.
-        unjudged: Why its speed cannot be judged; "" if it can, or if a finding promises more of it.
-        later: What would be found after the first finding's remedy; gains count from there.
-    """
-
-    measurements: Measurements
-    findings: tuple[Finding, ...]
-    outcome: Outcome | None = None
+    measurements: Measurements  # everything that was measured
+    findings: tuple[Finding, ...]  # largest gain first; empty for a healthy job
+    outcome: Outcome | None = None  # the result of `--apply`, if it ran
+    # why its speed cannot be judged; "" if it can, or if a finding promises more of it
     unjudged: str = ""
+    # what would be found after the first finding's remedy; gains count from there
     later: tuple[Finding, ...] = ()
 
     @property

@@ -98,16 +98,15 @@ def _findings(consultation: Consultation, of_job: bool) -> Html:
     if not consultation.findings:
         said = consultation.verdict
         return page.paragraph(f"{said[:1].upper()}{said[1:]}.")
-    rows = []
-    for number, finding in enumerate(consultation.findings, 1):
-        rows.append(
-            (
-                page.join([page.badge(f"{number}", "note"), " ", page.name(finding.name)]),
-                _gain(finding),
-                page.join([_prose(finding.title), page.bullets(finding.evidence)]),
-                _remedy(finding, of_job),
-            )
+    rows = [
+        (
+            page.join([page.badge(f"{number}", "note"), " ", page.name(finding.name)]),
+            _gain(finding),
+            page.join([_prose(finding.title), page.bullets(finding.evidence)]),
+            _remedy(finding, of_job),
         )
+        for number, finding in enumerate(consultation.findings, 1)
+    ]
     header = ("finding", "predicted gain", "evidence", "remedy")
     table = page.table(header, rows, key="findings-table", labels=(0, 1), wide=(2, 3))
     told = filter(None, (consultation.overlap, *consultation.behind))
@@ -187,16 +186,20 @@ def _waterfall(measured: Measurements) -> Html:
 
 
 def _waterfall_row(part: StepShare, left: float, share: float) -> str:
-    wide = max(share * 100, _NARROW)
-    left = min(left, 100 - wide)
     label = f'{page.escape(part.label)} <span class="quiet">{share:.0%}</span>'
     return (
         f'<div class="line"><div class="who">{label}</div>'
         f'<div class="how">{page.escape(milliseconds(part.seconds))}</div>'
         '<svg class="pic" aria-hidden="true" viewBox="0 0 100 10" preserveAspectRatio="none">'
-        '<path class="base" d="M0 5h100"/>'
-        f'<path style="fill:var({_PART_COLOURS[part.kind]})" '
-        f'd="M{left:.3f} 1h{wide:.3f}v8h-{wide:.3f}z"/></svg></div>'
+        f'<path class="base" d="M0 5h100"/>{_bar(_PART_COLOURS[part.kind], left, share * 100, 1, 8)}</svg></div>'
+    )
+
+
+def _bar(colour: str, left: float, wide: float, top: float, height: float) -> str:
+    wide = max(wide, _NARROW)
+    return (
+        f'<path style="fill:var({colour})" '
+        f'd="M{min(left, 100 - wide):.3f} {top:g}h{wide:.3f}v{height:g}h-{wide:.3f}z"/>'
     )
 
 
@@ -224,7 +227,17 @@ def draw_timeline(spans: Sequence[TimelineSpan]) -> Html:
 def _lane(lane: str, spans: Sequence[TimelineSpan], end: float) -> str:
     # Wide spans first, so that a step does not cover its forward and backward pass.
     ordered = sorted(spans, key=lambda span: -span.seconds)
-    marks = "".join(_span(span, end) for span in ordered)
+    top = (_LANE_HEIGHT - _SPAN_HEIGHT) / 2
+    marks = "".join(
+        _bar(
+            _SPAN_COLOURS.get(span.kind, "--quiet"),
+            span.start_seconds / end * 100,
+            span.seconds / end * 100,
+            top,
+            _SPAN_HEIGHT,
+        )
+        for span in ordered
+    )
     edges = "".join(
         f"M{span.start_seconds / end * 100:.3f} 0v{_LANE_HEIGHT}"
         for span in spans
@@ -245,16 +258,6 @@ def _told(lane: str, spans: Sequence[TimelineSpan]) -> str:
         totals[span.kind] = totals.get(span.kind, 0.0) + span.seconds
     said = ", ".join(f"{kind} {milliseconds(seconds)}" for kind, seconds in totals.items())
     return page.shorten(f"{lane}: {said}", 400)
-
-
-def _span(span: TimelineSpan, end: float) -> str:
-    colour = _SPAN_COLOURS.get(span.kind, "--quiet")
-    left, wide = span.start_seconds / end * 100, max(span.seconds / end * 100, _NARROW)
-    top = (_LANE_HEIGHT - _SPAN_HEIGHT) / 2
-    return (
-        f'<path style="fill:var({colour})" '
-        f'd="M{min(left, 100 - wide):.3f} {top:g}h{wide:.3f}v{_SPAN_HEIGHT}h-{wide:.3f}z"/>'
-    )
 
 
 def _time_axis(end: float) -> str:

@@ -35,21 +35,15 @@ _EXPLAINED = 0.5
 
 @dataclass(frozen=True)
 class Pace:
-    """The terms that make up the time of a step.
+    """The terms that make up the time of a step."""
 
-    Attributes:
-        load: Seconds that one loading process needs for the batches of one step.
-        compute: Seconds of a step without waiting for data.
-        active_workers: Loading processes that work at once; 0 if the training process loads.
-        device_busy: Seconds per step in which the device computes; no remedy on the host goes below.
-        hand_over: Seconds for which a batch from a worker occupies the training process.
-    """
-
-    load: float
-    compute: float
+    load: float  # seconds that one loading process needs for the batches of one step
+    compute: float  # seconds of a step without waiting for data
+    # loading processes that work at once; 0 if the training process loads
     active_workers: float = 1.0
+    # seconds per step in which the device computes; no remedy on the host goes below
     device_busy: float = 0.0
-    hand_over: float = 0.0
+    hand_over: float = 0.0  # seconds for which a batch from a worker occupies the training process
 
     @property
     def step(self) -> float:
@@ -60,13 +54,8 @@ class Pace:
 
     def loading(self, seconds: float, active_workers: float | None = None) -> Pace:
         """Return the pace if loading costs `seconds` per step, optionally with other active workers."""
-        return replace(
-            self,
-            load=max(0.0, seconds),
-            active_workers=self.active_workers
-            if active_workers is None
-            else max(0.0, active_workers),
-        )
+        workers = self.active_workers if active_workers is None else max(0.0, active_workers)
+        return replace(self, load=max(0.0, seconds), active_workers=workers)
 
     def saving(self, seconds: float) -> Pace:
         """Return the pace with `seconds` less on the host and the same work on the device."""
@@ -81,11 +70,7 @@ def pace_of(measured: Measurements) -> Pace | None:
     step = measured.step_seconds.median
     wait = measured.wait_seconds.median if measured.wait_seconds else 0.0
     alone = measured.ablation.step_seconds if measured.ablation else None
-    compute = (
-        (alone or measured.compute_seconds or measured.step_seconds).median
-        if wait or alone or measured.compute_seconds
-        else step
-    )
+    compute = (alone or measured.compute_seconds or measured.step_seconds).median
     busy = measured.kernels.busy_share * step if measured.kernels else 0.0
     load, active_workers = _loading(measured, step, wait)
     # If the step is not starved, its waiting is the measured cost of the hand-over.
@@ -164,12 +149,10 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
         # If the step waits, the loader is as slow as the step, whatever it manages alone.
         return (step, 1.0) if is_starved(measured) else (min(load, step), 1.0)
     load = load_seconds(loader)
+    workers, starved = float(loader.workers), is_starved(measured)
     if load <= 0:
-        return (step * loader.workers if is_starved(measured) else 0.0), float(loader.workers)
-    active_workers = (
-        load / step if is_starved(measured) else max(load / step, float(loader.workers))
-    )
-    return load, active_workers
+        return (step * workers if starved else 0.0), workers
+    return load, (load / step if starved else max(load / step, workers))
 
 
 def load_seconds(loader: LoaderFacts) -> float:
@@ -241,17 +224,11 @@ _SMALLEST_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class StepShare:
-    """A part of the median step.
+    """A part of the median step."""
 
-    Attributes:
-        label: The work, in words.
-        seconds: Its duration.
-        kind: "wait", "load", "host" or "compute"; selects the colour.
-    """
-
-    label: str
-    seconds: float
-    kind: str
+    label: str  # the work, in words
+    seconds: float  # its duration
+    kind: str  # "wait", "load", "host" or "compute"; selects the colour
 
 
 def split_step(measured: Measurements) -> list[StepShare]:
@@ -281,33 +258,31 @@ def _fitted(parts: list[StepShare], step: float) -> list[StepShare]:
 
 
 def _known_parts(measured: Measurements) -> list[StepShare]:
-    parts = []
-    if measured.wait_seconds is not None:
-        parts.append(StepShare("waiting for data", measured.wait_seconds.median, "wait"))
-    if measured.between_seconds is not None:
-        parts.append(StepShare("between the model's calls", measured.between_seconds, "load"))
-    loader = measured.loader
-    if loader is not None and loader.kind == "stoker":
-        batches = loader.batches_per_step
-        if not measured.captured:  # a replayed step gathers by itself
-            parts.append(
-                StepShare("gathering the batch", (loader.work.collate or 0) * batches, "load")
-            )
-            parts.append(StepShare("augmenting it", (loader.work.transform or 0) * batches, "load"))
+    """Return the parts of a step that were measured; 0 seconds for the others."""
+    loader, gathering, augmenting = measured.loader, 0.0, 0.0
+    # A replayed step gathers by itself.
+    if loader is not None and loader.kind == "stoker" and not measured.captured:
+        gathering = (loader.work.collate or 0) * loader.batches_per_step
+        augmenting = (loader.work.transform or 0) * loader.batches_per_step
+    wait, backward, optimizer = (
+        spread.median if spread else 0.0
+        for spread in (measured.wait_seconds, measured.backward_seconds, measured.optimizer_seconds)
+    )
     copied = sum(copy.seconds_per_step for copy in measured.copies)
-    parts.append(StepShare("copies for which the host waits", copied, "host"))
     synced = sum(sync.seconds_per_step for sync in measured.syncs)
-    parts.append(StepShare("fetching values from the step", synced, "host"))
-    parts.append(StepShare("evaluation", measured.evaluation_seconds, "host"))
     calls = [*measured.host_calls, *measured.allocator.empty_cache]
-    parts.append(StepShare("housekeeping", sum(call.seconds_per_step for call in calls), "host"))
-    for label, spread in (
-        ("backward pass", measured.backward_seconds),
-        ("optimizer", measured.optimizer_seconds),
-    ):
-        if spread is not None:
-            parts.append(StepShare(label, spread.median, "compute"))
-    return parts
+    return [
+        StepShare("waiting for data", wait, "wait"),
+        StepShare("between the model's calls", measured.between_seconds or 0.0, "load"),
+        StepShare("gathering the batch", gathering, "load"),
+        StepShare("augmenting it", augmenting, "load"),
+        StepShare("copies for which the host waits", copied, "host"),
+        StepShare("fetching values from the step", synced, "host"),
+        StepShare("evaluation", measured.evaluation_seconds, "host"),
+        StepShare("housekeeping", sum(call.seconds_per_step for call in calls), "host"),
+        StepShare("backward pass", backward, "compute"),
+        StepShare("optimizer", optimizer, "compute"),
+    ]
 
 
 def split_work(work: LoaderWork) -> list[tuple[str, float | None]]:

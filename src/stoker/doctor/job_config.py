@@ -24,15 +24,10 @@ _OPTIONS = "recipe.options"
 
 @dataclass(frozen=True)
 class JobConfig:
-    """The text of a config.
+    """The text of a config."""
 
-    Attributes:
-        text: YAML.
-        file: Name used in messages.
-    """
-
-    text: str
-    file: str
+    text: str  # YAML
+    file: str  # name used in messages
 
     @classmethod
     def read(

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
 from stoker.errors import CorruptError
-from stoker.measure.readings import Spread
+from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
 
 FORMAT_VERSION = 1
 OPERATOR_SECONDS = 40e-6
@@ -29,51 +29,34 @@ NOTABLE_BETWEEN = 0.12
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts of the machine that the rules use.
+    """Facts of the machine that the rules use."""
 
-    Attributes:
-        cores: Cores that the job may use.
-        physical_cores: Of these, how many are not the second thread of another one; None if unknown.
-        cores_worth: Work that all of them do at once, in single threads; less than `cores` if threads share a
-            physical core, as on most rented machines, which do not tell. None if it was not measured.
-        device: Where the step computes: "cuda" or "cpu".
-        device_name: The vendor's name for it.
-        torch: Version of torch.
-        pinned_bytes_per_second: Copy rate from pinned memory to the device, if measured.
-        ram_free_bytes: Free host memory when the measurement began.
-        device_free_bytes: Free device memory when the measurement began.
-    """
-
-    cores: int | None = None
+    cores: int | None = None  # that the job may use
+    # of these, how many are not the second thread of another one; None if unknown
     physical_cores: int | None = None
+    # work that all of them do at once, in single threads; less than `cores` if threads share a physical core, as on
+    # most rented machines, which do not tell. None if it was not measured
     cores_worth: float | None = None
-    device: Literal["cuda", "cpu"] = "cpu"
-    device_name: str | None = None
+    device: Literal["cuda", "cpu"] = "cpu"  # where the step computes: "cuda" or "cpu"
+    device_name: str | None = None  # the vendor's name for it
     torch: str | None = None
+    # copy rate from pinned memory to the device, if measured
     pinned_bytes_per_second: float | None = None
-    ram_free_bytes: int | None = None
-    device_free_bytes: int | None = None
+    ram_free_bytes: int | None = None  # free host memory when the measurement began
+    device_free_bytes: int | None = None  # free device memory when the measurement began
 
 
 @dataclass(frozen=True)
 class LoaderWork:
-    """Seconds that one loading process works on one batch, by kind of work.
+    """Seconds that one loading process works on one batch, by kind of work."""
 
-    Attributes:
-        read: Reading bytes: files, HDF5 without its decompression where that is known, sockets.
-        decode: Decoding bytes: images, archives, parsing.
-        transform: Augmentation and preprocessing of samples.
-        collate: Putting samples together into a batch.
-        copy: Moving the batch: pinning, shared memory, to the device.
-        other: The rest of the dataset's code.
-    """
-
+    # reading bytes: files, HDF5 without its decompression where that is known, sockets
     read: float | None = None
-    decode: float | None = None
-    transform: float | None = None
-    collate: float | None = None
-    copy: float | None = None
-    other: float | None = None
+    decode: float | None = None  # decoding bytes: images, archives, parsing
+    transform: float | None = None  # augmentation and preprocessing of samples
+    collate: float | None = None  # putting samples together into a batch
+    copy: float | None = None  # moving the batch: pinning, shared memory, to the device
+    other: float | None = None  # the rest of the dataset's code
 
     @property
     def total(self) -> float:
@@ -83,427 +66,295 @@ class LoaderWork:
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """The loader that feeds the step.
+    """The loader that feeds the step."""
 
-    Attributes:
-        kind: "torch" for a DataLoader, "stoker" for stoker's own.
-        workers: Loading processes; 0 if the training process loads. For stoker's own loader: threads.
-        batch_size: Samples per batch as configured.
-        pin_memory: Whether batches arrive in pinned memory.
-        persistent_workers: Whether workers live longer than an epoch.
-        prefetch_factor: Batches that each worker loads ahead.
-        start_method: "fork", "spawn" or "forkserver".
-        work: The work on one batch by kind, in one loading process.
-        alone_seconds: Seconds of one batch in one loading process (torch), or of the whole loader without
-            training (stoker).
-        sample_seconds: Seconds of one more sample in a batch, if samples are fetched one by one.
-        blocked_share: Share of `alone_seconds` that was not computing: a disk, a network, a sleep.
-        queued_share: Share of the time of a fetch in which the loading process was ready and no core was
-            free; not part of `alone_seconds`.
-        is_stream: Whether its dataset is an IterableDataset, which every worker reads whole unless the dataset
-            divides itself.
-        crowding_share: Share of a step in which the training queued for a core behind loading processes; part
-            of the wait for data.
-        worker_cpu_shares: Share of one core that each worker kept busy.
-        main_cpu_share: Number of cores that the training process kept busy.
-        epoch_starts: Iterators made within the measured time.
-        counted_starts: How many of these fell into counted steps; a step with a validation in it is not counted.
-        epoch_start_seconds: From asking for an iterator to its first batch, beyond a usual wait.
-        steps_per_epoch: Batches per epoch, if the loader has a length.
-        batches_per_step: Above 1 if gradients are accumulated.
-        batch_bytes: Size of the tensors of one batch.
-        where: file:line where the loader was made.
-        dataset_where: file:line of the dataset's `__getitem__`.
-        collate_where: file:line of a collate function that is not torch's own.
-        busiest_line: file:line of the user's code in which most of the loading time was sampled.
-        busiest_share: Share of the loading time on that line.
-        tier: Tier of a stoker plan: "resident", "chunked" or "streamed".
-        open_hdf5: Attribute and file name of an HDF5 file that the dataset holds open, which forked workers would
-            share; empty if there is none.
-        in_order: Whether samples come in the order of the dataset.
-    """
-
+    # "torch" for a DataLoader, "stoker" for stoker's own
     kind: Literal["torch", "stoker"] = "torch"
+    # loading processes; 0 if the training process loads. For stoker's own loader: threads
     workers: int = 0
-    batch_size: int | None = None
-    pin_memory: bool | None = None
-    persistent_workers: bool | None = None
-    prefetch_factor: int | None = None
-    start_method: str | None = None
+    batch_size: int | None = None  # samples per batch as configured
+    pin_memory: bool | None = None  # whether batches arrive in pinned memory
+    persistent_workers: bool | None = None  # whether workers live longer than an epoch
+    prefetch_factor: int | None = None  # batches that each worker loads ahead
+    start_method: str | None = None  # "fork", "spawn" or "forkserver"
+    # the work on one batch by kind, in one loading process
     work: LoaderWork = field(default_factory=LoaderWork)
+    # seconds of one batch in one loading process (torch), or of the whole loader without training (stoker)
     alone_seconds: Spread | None = None
+    # seconds of one more sample in a batch, if samples are fetched one by one
     sample_seconds: Spread | None = None
+    # share of `alone_seconds` that was not computing: a disk, a network, a sleep
     blocked_share: float | None = None
+    # share of the time of a fetch in which the loading process was ready and no core was free; not part of
+    # `alone_seconds`
     queued_share: float | None = None
+    # share of a step in which the training queued for a core behind loading processes; part of the wait for data
     crowding_share: float | None = None
+    # whether its dataset is an IterableDataset, which every worker reads whole unless the dataset divides itself
     is_stream: bool = False
-    worker_cpu_shares: tuple[float, ...] = ()
-    main_cpu_share: float | None = None
-    epoch_starts: int = 0
+    worker_cpu_shares: tuple[float, ...] = ()  # share of one core that each worker kept busy
+    main_cpu_share: float | None = None  # number of cores that the training process kept busy
+    epoch_starts: int = 0  # iterators made within the measured time
+    # how many of these fell into counted steps; a step with a validation in it is not counted
     counted_starts: int | None = None
+    # from asking for an iterator to its first batch, beyond a usual wait
     epoch_start_seconds: float | None = None
-    steps_per_epoch: int | None = None
-    batches_per_step: float = 1.0
-    batch_bytes: int | None = None
-    where: str | None = None
-    dataset_where: str | None = None
-    collate_where: str | None = None
+    steps_per_epoch: int | None = None  # batches per epoch, if the loader has a length
+    batches_per_step: float = 1.0  # above 1 if gradients are accumulated
+    batch_bytes: int | None = None  # size of the tensors of one batch
+    where: str | None = None  # file:line where the loader was made
+    dataset_where: str | None = None  # file:line of the dataset's `__getitem__`
+    collate_where: str | None = None  # file:line of a collate function that is not torch's own
+    # file:line of the user's code in which most of the loading time was sampled
     busiest_line: str | None = None
-    busiest_share: float | None = None
-    tier: str | None = None
+    busiest_share: float | None = None  # share of the loading time on that line
+    tier: str | None = None  # tier of a stoker plan: "resident", "chunked" or "streamed"
+    # attribute and file name of an HDF5 file that the dataset holds open, which forked workers would share; empty if
+    # there is none
     open_hdf5: tuple[str, ...] = ()
-    in_order: bool = False
+    in_order: bool = False  # whether samples come in the order of the dataset
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A line that fetches from or waits for the device, or does housekeeping such as `gc.collect`.
+    """A line that fetches from or waits for the device, or does housekeeping such as `gc.collect`."""
 
-    Attributes:
-        where: file:line.
-        call: Name of the call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", "gc.collect", ...
-        calls_per_step: Number of calls.
-        seconds_per_step: Time spent there; a loop of fetches counts with the time between them.
-        in_model: Whether the forward pass of a module calls it.
-    """
-
-    where: str
+    where: str  # file:line
+    # name of the call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", "gc.collect", ...
     call: str
     calls_per_step: float
-    seconds_per_step: float
-    in_model: bool = False
+    seconds_per_step: float  # time spent there; a loop of fetches counts with the time between them
+    in_model: bool = False  # whether the forward pass of a module calls it
 
 
 @dataclass(frozen=True)
 class DeviceCopy:
-    """A line that copies memory to the device, and the host waits for it.
+    """A line that copies memory to the device, and the host waits for it."""
 
-    Attributes:
-        where: file:line.
-        bytes_per_step: Bytes copied.
-        seconds_per_step: Time that the host spent there.
-        calls_per_step: Number of calls.
-        pinned: Whether the memory is pinned, so that the copy need not block; it is pageable otherwise.
-    """
-
-    where: str
+    where: str  # file:line
     bytes_per_step: float
-    seconds_per_step: float
+    seconds_per_step: float  # time that the host spent there
     calls_per_step: float = 1.0
+    # whether the memory is pinned, so that the copy need not block; it is pageable otherwise
     pinned: bool = False
 
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """Kernels of a few steps, from the profiler.
+    """Kernels of a few steps, from the profiler."""
 
-    Attributes:
-        per_step: Number of kernels.
-        mean_seconds: Mean duration of a kernel.
-        busy_share: Share of the step in which at least one kernel ran (the union of their intervals).
-    """
-
-    per_step: float
-    mean_seconds: float
+    per_step: float  # number of kernels
+    mean_seconds: float  # mean duration of a kernel
+    # share of the step in which at least one kernel ran (the union of their intervals)
     busy_share: float
 
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """torch's operators on the host in a few steps, from the profiler. Seconds are per step.
+    """torch's operators on the host in a few steps, from the profiler. Seconds are per step."""
 
-    Attributes:
-        per_step: Number of operators, nested ones not counted.
-        work_seconds: Time explained by the sizes of the tensors, which grows with the batch or the weights. The
-            rest is the cost of calling operators.
-        weight_seconds: The part of it that grows with the weights only: the optimizer's.
-        double_seconds: Time in operators on float64.
-        matmul_seconds: Time in matrix products and convolutions, by dtype.
-        num_rows: Most rows that a matrix product of the forward pass multiplies. 1 means that the model is called
-            with one sample at a time; a larger number may be that of weights or of pixels.
-        double_product_seconds: Of the kernels on float64, matrix products and convolutions; None without a GPU.
-        double_times: How many times as long a product in float64 takes on this GPU as in float32; None if not measured.
-    """
-
-    per_step: float
+    per_step: float  # number of operators, nested ones not counted
+    # time explained by the sizes of the tensors, which grows with the batch or the weights. The rest is the cost of
+    # calling operators
     work_seconds: float
+    # the part of it that grows with the weights only: the optimizer's
     weight_seconds: float | None = None
-    double_seconds: float | None = None
+    double_seconds: float | None = None  # time in operators on float64
+    # time in matrix products and convolutions, by dtype
     matmul_seconds: Mapping[str, float] = field(default_factory=dict)
+    # most rows that a matrix product of the forward pass multiplies. 1 means that the model is called with one sample
+    # at a time; a larger number may be that of weights or of pixels
     num_rows: int | None = None
+    # of the kernels on float64, matrix products and convolutions; None without a GPU
     double_product_seconds: float | None = None
+    # how many times as long a product in float64 takes on this GPU as in float32; None if not measured
     double_times: float | None = None
 
 
 @dataclass(frozen=True)
 class AllocatorFacts:
-    """The device's caching allocator; None on a CPU.
+    """The device's caching allocator; None on a CPU."""
 
-    Attributes:
-        retries_per_step: How often the cache was flushed to find room.
-        device_allocs_per_step: Calls to the driver for memory.
-        empty_cache: Calls of `empty_cache` by line, on a CPU too, where they do nothing.
-    """
-
-    retries_per_step: float | None = None
-    device_allocs_per_step: float | None = None
+    retries_per_step: float | None = None  # how often the cache was flushed to find room
+    device_allocs_per_step: float | None = None  # calls to the driver for memory
+    # calls of `empty_cache` by line, on a CPU too, where they do nothing
     empty_cache: tuple[HostCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Memory over the measured steps, without the first quarter.
+    """Memory over the measured steps, without the first quarter."""
 
-    Attributes:
-        device_bytes_per_step: Steady growth of allocated device memory; 0 if it does not grow.
-        host_bytes_per_step: Steady growth of resident host memory; 0 if it does not grow.
-        device_bytes: Device memory in use at the end.
-        host_bytes: Host memory in use at the end.
-    """
-
+    # steady growth of allocated device memory; 0 if it does not grow
     device_bytes_per_step: float | None = None
+    # steady growth of resident host memory; 0 if it does not grow
     host_bytes_per_step: float | None = None
-    device_bytes: int | None = None
-    host_bytes: int | None = None
+    device_bytes: int | None = None  # device memory in use at the end
+    host_bytes: int | None = None  # host memory in use at the end
+
+    @classmethod
+    def of(
+        cls, device: Sequence[int | None], host: Sequence[int | None], per_step: float = 1.0
+    ) -> MemoryFacts:
+        """Return the growth of memory in use, from `per_step` readings a step; None is a reading that was not taken."""
+        grown = creep(device, CREEP_DEVICE_BYTES), creep(host, CREEP_HOST_BYTES)
+        device_grown, host_grown = (None if one is None else one * per_step for one in grown)
+        device_now, host_now = (
+            next((held for held in reversed(read) if held is not None), None)
+            for read in (device, host)
+        )
+        return cls(device_grown, host_grown, device_now, host_now)
 
 
 @dataclass(frozen=True)
 class Hdf5Facts:
-    """How one HDF5 dataset is read.
+    """How one HDF5 dataset is read."""
 
-    Attributes:
-        name: Path of the file and of the dataset in it.
-        shape: Shape of the dataset.
-        chunks: Chunk shape; None if it is contiguous.
-        compression: "gzip", "lzf", ...; None if it is not compressed.
-        bytes_used_per_batch: Bytes that the reads of one batch return.
-        bytes_touched_per_batch: Bytes of the chunks that had to be read and decompressed for them, without
-            those that the chunk cache of one process can hold.
-        seconds_per_batch: Time of these reads.
-        reads_per_batch: Number of reads.
-        where: file:line of the reads.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...] | None
-    compression: str | None
-    bytes_used_per_batch: float
+    name: str  # path of the file and of the dataset in it
+    shape: tuple[int, ...]  # shape of the dataset
+    chunks: tuple[int, ...] | None  # chunk shape; None if it is contiguous
+    compression: str | None  # "gzip", "lzf", ...; None if it is not compressed
+    bytes_used_per_batch: float  # bytes that the reads of one batch return
+    # bytes of the chunks that had to be read and decompressed for them, without those that the chunk cache of one
+    # process can hold
     bytes_touched_per_batch: float
-    seconds_per_batch: float
-    reads_per_batch: float
-    where: str | None = None
+    seconds_per_batch: float  # time of these reads
+    reads_per_batch: float  # number of reads
+    where: str | None = None  # file:line of the reads
 
     @property
     def bytes_read_per_byte_used(self) -> float | None:
         """Bytes read for every byte used; 1 is ideal."""
-        return (
-            self.bytes_touched_per_batch / self.bytes_used_per_batch
-            if self.bytes_used_per_batch
-            else None
-        )
+        used = self.bytes_used_per_batch
+        return self.bytes_touched_per_batch / used if used else None
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One process of a data-parallel job.
-
-    Attributes:
-        rank: Number of the rank.
-        step_seconds: Duration of a step; nearly equal on all ranks, because they wait for each other.
-        own_seconds: The part of a step in which it does not wait for other ranks.
-    """
+    """One process of a data-parallel job."""
 
     rank: int
+    # duration of a step; nearly equal on all ranks, because they wait for each other
     step_seconds: float
-    own_seconds: float
+    own_seconds: float  # the part of a step in which it does not wait for other ranks
 
 
 @dataclass(frozen=True)
 class LongSteps:
-    """A few steps that take much longer than the others: a rollout, a plot, an export.
+    """A few steps that take much longer than the others: a rollout, a plot, an export."""
 
-    Attributes:
-        count: How many.
-        seconds: By how much they are longer, all together, without evaluation, waiting for data and saving.
-        share: That as a share of the time of all counted steps.
-        outside_share: Share of it outside of the model, its backward pass and the optimizer.
-        lines: Places at which they were sampled, with shares of their time, the largest first.
-    """
-
-    count: int
+    count: int  # how many
+    # by how much they are longer, all together, without evaluation, waiting for data and saving
     seconds: float
-    share: float
-    outside_share: float
+    share: float  # that as a share of the time of all counted steps
+    outside_share: float  # share of it outside of the model, its backward pass and the optimizer
+    # places at which they were sampled, with shares of their time, the largest first
     lines: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class BadValues:
-    """Values that are not finite.
+    """Values that are not finite."""
 
-    Attributes:
-        what: "batch", "loss", ... or a field's name.
-        where: file:line, or a field and row.
-        count: Number of checks that found any.
-        looks: Number of checks.
-    """
-
-    what: str
-    where: str | None
-    count: int
-    looks: int
+    what: str  # "batch", "loss", ... or a field's name
+    where: str | None  # file:line, or a field and row
+    count: int  # number of checks that found any
+    looks: int  # number of checks
 
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """A span of time in a few steps, for drawing.
+    """A span of time in a few steps, for drawing."""
 
-    Attributes:
-        step: Counted from the first step drawn.
-        lane: "main", "worker 0", "device", ...
-        kind: "step", "wait", "forward", "backward", "optimizer", "sync", "copy", "kernels", "load".
-        start_seconds: Start, since the beginning of the first step drawn.
-        seconds: Duration.
-    """
-
-    step: int
-    lane: str
+    step: int  # counted from the first step drawn
+    lane: str  # "main", "worker 0", "device", ...
+    # "step", "wait", "forward", "backward", "optimizer", "sync", "copy", "kernels", "load"
     kind: str
-    start_seconds: float
-    seconds: float
+    start_seconds: float  # start, since the beginning of the first step drawn
+    seconds: float  # duration
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change of a job's config that is worth trying, and the whole job measured with it.
+    """A change of a job's config that is worth trying, and the whole job measured with it."""
 
-    Attributes:
-        finding: Name of the finding whose remedy it is.
-        changes: Dotted keys of the config with their new values.
-        reason: Why it was tried, in words.
-        samples_per_second: Its rate; None if it was not tried or could not run.
-        failure: Why it could not run.
-    """
-
-    finding: str
-    changes: Mapping[str, Any]
-    reason: str
-    samples_per_second: Spread | None = None
-    failure: str = ""
+    finding: str  # name of the finding whose remedy it is
+    changes: Mapping[str, Any]  # dotted keys of the config with their new values
+    reason: str  # why it was tried, in words
+    samples_per_second: Spread | None = None  # its rate; None if it was not tried or could not run
+    failure: str = ""  # why it could not run
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Parts of a stoker job that were measured alone.
+    """Parts of a stoker job that were measured alone."""
 
-    Attributes:
-        loader_seconds: Per batch, without training.
-        step_seconds: Per step, on one batch that stays on the device.
-        copy_seconds: Per batch, host to device.
-        together_seconds: Per step, everything.
-        captured_step_seconds: Like `step_seconds`, replayed as a CUDA graph.
-        larger_batches: Step alone for larger batches: (size, seconds per step).
-        together_rate: Samples per second of everything together, to compare with the alternatives.
-        alternatives: Other settings that were tried.
-    """
-
-    loader_seconds: Spread | None = None
-    step_seconds: Spread | None = None
-    copy_seconds: Spread | None = None
-    together_seconds: Spread | None = None
-    captured_step_seconds: Spread | None = None
+    loader_seconds: Spread | None = None  # per batch, without training
+    step_seconds: Spread | None = None  # per step, on one batch that stays on the device
+    copy_seconds: Spread | None = None  # per batch, host to device
+    together_seconds: Spread | None = None  # per step, everything
+    captured_step_seconds: Spread | None = None  # like `step_seconds`, replayed as a CUDA graph
+    # step alone for larger batches: (size, seconds per step)
     larger_batches: tuple[tuple[int, float], ...] = ()
+    # samples per second of everything together, to compare with the alternatives
     together_rate: Spread | None = None
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()  # other settings that were tried
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All input of the rules.
+    """All input of the rules."""
 
-    Attributes:
-        subject: The command or the config that was measured, as the user wrote it.
-        kind: "script" or "job" (stoker's own, from a config).
-        machine: The machine.
-        steps: Number of measured steps, without warm-up.
-        seconds: Their duration.
-        samples_per_step: Samples per step of one process.
-        step_seconds: From one optimizer update to the next.
-        wait_seconds: Part of a step spent waiting for data (loading it, if there are no workers).
-        compute_seconds: The rest of the step.
-        backward_seconds: Part of the compute in `backward`.
-        optimizer_seconds: Part of the compute in the optimizer.
-        loader: The loader; None if the script uses no DataLoader.
-        syncs: Lines that make the host wait, costliest first.
-        copies: Copies to the device, costliest first.
-        kernels: Kernels; None without a GPU.
-        operators: Operators; None if the profiler could not run.
-        allocator: The device's allocator.
-        memory: Growth of memory.
-        host_calls: `gc.collect` and `torch.save` by line.
-        between: Lines outside of the model, its backward pass and the optimizer at which the training thread was
-            sampled, costliest first; time that is measured otherwise (a DataLoader, copies, syncs) is not in it.
-        between_seconds: Their time per step, all lines together; None if it was not sampled.
-        between_loads: Whether most of it looks like loading, which workers could do; otherwise it is code that
-            could run rarely or not at all, such as logging.
-        evaluation_seconds: Part of a usual step from `model.eval()` to `model.train()`; 0 if it has none.
-        evaluation_where: Line that calls `eval()`.
-        python_seconds: Part of a usual step in which the forward pass runs Python code and no operator.
-        python_lines: Lines of modules at which the training thread was sampled, the most frequent first.
-        long_steps: What a few steps do that take much longer than the others; None if that is little.
-        busy_cores: Cores that the training process kept busy; None if unknown.
-        hdf5: Datasets read through h5py, costliest first.
-        ranks: Ranks of a data-parallel job; empty for one process.
-        bad_values: Values that are not finite.
-        ablation: Parts measured alone; only for stoker's own jobs.
-        precision: Precision of the step ("fp32", "bf16", ...), if known.
-        captured: Whether the step is replayed as a CUDA graph.
-        elsewhere_share: Share of the time since the first step that went to other DataLoaders, to evaluation now
-            and then, to a few long steps, or came after the last step; it is in no other figure.
-        timeline: A few steps, for drawing.
-        unjudged: Why the steps cannot be judged, in words; empty if they can.
-        notes: What could not be measured, and why.
-    """
-
-    subject: str
-    kind: Literal["script", "job"] = "script"
+    subject: str  # the command or the config that was measured, as the user wrote it
+    kind: Literal["script", "job"] = "script"  # "script" or "job" (stoker's own, from a config)
     machine: MachineFacts = field(default_factory=MachineFacts)
-    steps: int = 0
-    seconds: float = 0.0
-    samples_per_step: float | None = None
-    step_seconds: Spread | None = None
+    steps: int = 0  # number of measured steps, without warm-up
+    seconds: float = 0.0  # their duration
+    samples_per_step: float | None = None  # samples per step of one process
+    step_seconds: Spread | None = None  # from one optimizer update to the next
+    # part of a step spent waiting for data (loading it, if there are no workers)
     wait_seconds: Spread | None = None
-    compute_seconds: Spread | None = None
-    backward_seconds: Spread | None = None
-    optimizer_seconds: Spread | None = None
-    loader: LoaderFacts | None = None
-    syncs: tuple[HostCall, ...] = ()
-    copies: tuple[DeviceCopy, ...] = ()
-    kernels: KernelFacts | None = None
-    operators: OperatorFacts | None = None
-    allocator: AllocatorFacts = field(default_factory=AllocatorFacts)
-    memory: MemoryFacts = field(default_factory=MemoryFacts)
-    host_calls: tuple[HostCall, ...] = ()
+    compute_seconds: Spread | None = None  # the rest of the step
+    backward_seconds: Spread | None = None  # part of the compute in `backward`
+    optimizer_seconds: Spread | None = None  # part of the compute in the optimizer
+    loader: LoaderFacts | None = None  # the loader; None if the script uses no DataLoader
+    syncs: tuple[HostCall, ...] = ()  # lines that make the host wait, costliest first
+    copies: tuple[DeviceCopy, ...] = ()  # copies to the device, costliest first
+    kernels: KernelFacts | None = None  # kernels; None without a GPU
+    operators: OperatorFacts | None = None  # operators; None if the profiler could not run
+    allocator: AllocatorFacts = field(default_factory=AllocatorFacts)  # the device's allocator
+    memory: MemoryFacts = field(default_factory=MemoryFacts)  # growth of memory
+    host_calls: tuple[HostCall, ...] = ()  # `gc.collect` and `torch.save` by line
+    # lines outside of the model, its backward pass and the optimizer at which the training thread was sampled,
+    # costliest first; time that is measured otherwise (a DataLoader, copies, syncs) is not in it
     between: tuple[HostCall, ...] = ()
+    # their time per step, all lines together; None if it was not sampled
     between_seconds: float | None = None
+    # whether most of it looks like loading, which workers could do; otherwise it is code that could run rarely or not
+    # at all, such as logging
     between_loads: bool = True
+    # part of a usual step from `model.eval()` to `model.train()`; 0 if it has none
     evaluation_seconds: float = 0.0
-    evaluation_where: str | None = None
+    evaluation_where: str | None = None  # line that calls `eval()`
+    # part of a usual step in which the forward pass runs Python code and no operator
     python_seconds: float = 0.0
+    # lines of modules at which the training thread was sampled, the most frequent first
     python_lines: tuple[str, ...] = ()
+    # what a few steps do that take much longer than the others; None if that is little
     long_steps: LongSteps | None = None
-    busy_cores: float | None = None
-    hdf5: tuple[Hdf5Facts, ...] = ()
-    ranks: tuple[RankFacts, ...] = ()
-    bad_values: tuple[BadValues, ...] = ()
-    ablation: Ablation | None = None
-    precision: str | None = None
-    captured: bool | None = None
+    busy_cores: float | None = None  # cores that the training process kept busy; None if unknown
+    hdf5: tuple[Hdf5Facts, ...] = ()  # datasets read through h5py, costliest first
+    ranks: tuple[RankFacts, ...] = ()  # ranks of a data-parallel job; empty for one process
+    bad_values: tuple[BadValues, ...] = ()  # values that are not finite
+    ablation: Ablation | None = None  # parts measured alone; only for stoker's own jobs
+    precision: str | None = None  # precision of the step ("fp32", "bf16", ...), if known
+    captured: bool | None = None  # whether the step is replayed as a CUDA graph
+    # share of the time since the first step that went to other DataLoaders, to evaluation now and then, to a few long
+    # steps, or came after the last step; it is in no other figure
     elsewhere_share: float | None = None
-    timeline: tuple[TimelineSpan, ...] = ()
-    unjudged: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    timeline: tuple[TimelineSpan, ...] = ()  # a few steps, for drawing
+    unjudged: tuple[str, ...] = ()  # why the steps cannot be judged, in words; empty if they can
+    notes: tuple[str, ...] = ()  # what could not be measured, and why
 
     @property
     def mean_step_seconds(self) -> float | None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from stoker.display import command
-from stoker.doctor.probe.places import is_foreign
+from stoker.doctor.probe.places import own_places
 from stoker.doctor.probe.sampling import describe_training
 from stoker.errors import InputError
 from stoker.ownership import temporary_folder
@@ -36,28 +36,19 @@ _INSTALL = "pip install py-spy"
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a process.
+    """What was seen of a process."""
 
-    Attributes:
-        subject: Its command line.
-        seconds: How long it was looked at.
-        busy_cores: Cores that it kept busy itself.
-        worker_cores: Cores that each of its child processes kept busy.
-        num_samples: Samples of its main thread; 0 if stacks could not be read.
-        shares: Share of the samples by what the thread did: "loader" (inside a DataLoader), "data" (other code that
-            looks like loading), "model", "between" (anything else).
-        lines: The user's lines outside of the model with most samples: (file:line, share).
-        unread: Why stacks could not be read; "" if they could.
-    """
-
-    subject: str
-    seconds: float
-    busy_cores: float
-    worker_cores: tuple[float, ...]
-    num_samples: int
+    subject: str  # its command line
+    seconds: float  # how long it was looked at
+    busy_cores: float  # cores that it kept busy itself
+    worker_cores: tuple[float, ...]  # cores that each of its child processes kept busy
+    num_samples: int  # samples of its main thread; 0 if stacks could not be read
+    # share of the samples by what the thread did: "loader" (inside a DataLoader), "data" (other code that looks like
+    # loading), "model", "between" (anything else)
     shares: dict[str, float]
+    # the user's lines outside of the model with most samples: (file:line, share)
     lines: tuple[tuple[str, float], ...]
-    unread: str = ""
+    unread: str = ""  # why stacks could not be read; "" if they could
 
     @property
     def verdict(self) -> str:
@@ -142,25 +133,15 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
     """Return lines of collapsed stacks with counts, or why there are none."""
     program = shutil.which("py-spy")
     if program is None:
-        return (
-            [],
-            f"py-spy is not installed, which reads the stacks of a running Python: {_INSTALL}",
-        )
+        missing = "py-spy is not installed, which reads the stacks of a running Python"
+        return [], f"{missing}: {_INSTALL}"
     with temporary_folder("stoker-doctor-") as folder:
         raw = folder / "stacks"
-        words = ["record", "--pid", str(pid), "--duration", str(max(1, round(seconds)))]
-        words += [
-            "--rate",
-            str(_RATE),
-            "--format",
-            "raw",
-            "--full-filenames",
-            "--idle",
-            "--threads",
-        ]
-        done = subprocess.run(
-            [program, *words, "--output", str(raw)], capture_output=True, text=True, check=False
+        words = (
+            f"record --pid {pid} --duration {max(1, round(seconds))} --rate {_RATE} --format raw"
         )
+        options = (*words.split(), "--full-filenames", "--idle", "--threads", "--output", str(raw))
+        done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
         if done.returncode or not raw.exists():
             lines = done.stderr.strip().splitlines() or ["it said nothing"]
             # Its complaint, not the trace below it.
@@ -174,8 +155,7 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
 def count_stacks(stacks: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
     """Return the samples of the main thread by what it did, and by the user's line outside of the model.
 
-    Args:
-        stacks: As py-spy writes them: frames from the outermost, and a count.
+    py-spy writes a stack as its frames from the outermost, and a count.
     """
     doing: Counter[str] = Counter()
     lines: Counter[str] = Counter()
@@ -195,14 +175,8 @@ def count_stacks(stacks: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
         kind = "loader" if "torch/utils/data/" in found[2] else "model" if kind == "timed" else kind
         doing[kind] += int(found[3])
         if kind != "model":
-            line = line or _own_line(frame)
+            # The loop that waits, where a library waits.
+            line = line or next(own_places(frame), None)
             if line is not None:
                 lines[line] += int(found[3])
     return doing, lines
-
-
-def _own_line(frame: Any) -> str | None:
-    """Return the innermost line of the user's own code: the loop that waits, where a library waits."""
-    while frame is not None and is_foreign(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
 from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
-from stoker.doctor.findings import Finding
+from stoker.doctor.findings import Consultation, Finding
 from stoker.doctor.gains import gain_of_steps, hand_over_seconds, load_seconds, split_step, worth
 from stoker.doctor.measurements import LoaderFacts, Measurements
 from stoker.measure.readings import Spread
@@ -32,6 +32,14 @@ FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
     "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
 )
+
+
+def consult(measurements: Measurements) -> Consultation:
+    """Return the findings, what the first one hides, and why the speed cannot be judged."""
+    found = diagnose(measurements)
+    later = find_later(measurements, found)
+    unjudged = why_unjudged(measurements, found)
+    return Consultation(measurements, tuple(found), unjudged=unjudged, later=tuple(later))
 
 
 def diagnose(measurements: Measurements) -> list[Finding]:
@@ -109,7 +117,8 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
         return None
     if name in _LOADING:
         spent = max(0.0, step.median - compute.median)
-        return _shorter(replace(measured, wait_seconds=None, loader=None), step.median - spent)
+        rest = replace(measured, wait_seconds=None, loader=None)
+        return _shorter(rest, step, step.median - spent)
     if name in _HOST:
         calls = [one for one in measured.host_calls if one.call == _HOST[name]]
         spent = sum(one.seconds_per_step for one in calls)
@@ -117,9 +126,8 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
         rest = replace(measured, host_calls=others)
     elif name == "sync-every-step":
         spent = sum(one.seconds_per_step for one in measured.syncs)
-        if (
-            measured.kernels is not None
-        ):  # the host waited for work of the device as well, which remains
+        if measured.kernels is not None:
+            # The host waited for work of the device as well, which remains.
             spent = min(spent, compute.median - measured.kernels.busy_share * step.median)
         rest = replace(measured, syncs=())
     elif name == "slow-between-steps":
@@ -132,16 +140,15 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
         return None
     timed = (measured.backward_seconds, measured.optimizer_seconds)
     known = sum(spread.median for spread in timed if spread is not None)
-    rest = replace(rest, compute_seconds=_less(compute, spent, known))
+    compute = _less(compute, spent, known)
+    rest = replace(rest, compute_seconds=compute)
     if rest.loader is not None and rest.loader.workers:
-        return _beside_workers(rest, rest.loader, spent)
-    return _shorter(rest, step.median - spent)
+        return _beside_workers(rest, step, compute, rest.loader, spent)
+    return _shorter(rest, step, step.median - spent)
 
 
-def _shorter(measured: Measurements, seconds: float) -> Measurements:
+def _shorter(measured: Measurements, step: Spread, seconds: float) -> Measurements:
     """Return the measurements with a median step of that many seconds, and the same work on the device."""
-    step = measured.step_seconds
-    assert step is not None
     after = _less(step, step.median - seconds)
     kernels = measured.kernels
     if kernels is not None:
@@ -151,22 +158,21 @@ def _shorter(measured: Measurements, seconds: float) -> Measurements:
     return replace(measured, step_seconds=after, seconds=whole, kernels=kernels)
 
 
-def _beside_workers(measured: Measurements, loader: LoaderFacts, spent: float) -> Measurements:
+def _beside_workers(
+    measured: Measurements, step: Spread, compute: Spread, loader: LoaderFacts, spent: float
+) -> Measurements:
     """Return the measurements of a step that computes `spent` seconds less beside its workers.
 
     They were timed alone, so their pace is known: they deliver a batch every `load / workers` seconds, and no faster
     than the cores can do all work of a step. What the step does not compute meanwhile, it waits.
     """
-    step, compute = measured.step_seconds, measured.compute_seconds
-    assert step is not None
-    assert compute is not None
     load = load_seconds(loader)
     own = max(0.0, (loader.main_cpu_share or 0.0) * step.median - spent)
     cpu = own + load * (1 - (loader.blocked_share or 0.0))
     cores = worth(measured.machine.cores or 2, measured.machine)
     after = min(step.median, max(compute.median, load / loader.workers, cpu / cores))
     if after <= compute.median + hand_over_seconds(loader):
-        return replace(_shorter(measured, compute.median), wait_seconds=None)
+        return replace(_shorter(measured, step, compute.median), wait_seconds=None)
     wait = after - compute.median
     # Cores are as busy as the same work in less time makes them.
     times = step.median / after
@@ -178,7 +184,7 @@ def _beside_workers(measured: Measurements, loader: LoaderFacts, spent: float) -
         crowding_share=None,
     )
     rest = replace(measured, wait_seconds=Spread(wait, wait, wait, compute.count), loader=changed)
-    return _shorter(rest, after)
+    return _shorter(rest, step, after)
 
 
 def _less(spread: Spread, seconds: float, least: float = 0.0) -> Spread:
@@ -213,11 +219,8 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
     if share > _MUCH_WAITING:
         loader = measurements.loader
         busy = loader is not None and (loader.queued_share or 0.0) > _MUCH_QUEUEING
-        why = (
-            "other work keeps the cores busy"
-            if busy
-            else "no remedy is predicted to help by itself"
-        )
+        alone = "no remedy is predicted to help by itself"
+        why = "other work keeps the cores busy" if busy else alone
         place = [
             f"a DataLoader{at(loader.where)} with num_workers={loader.workers}" if loader else None,
             f"most of it at {loader.busiest_line}" if loader and loader.busiest_line else None,

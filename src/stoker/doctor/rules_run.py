@@ -28,15 +28,14 @@ def empty_cache_each_step(case: Case) -> Finding | None:
     if case.pace is None or not calls:
         return None
     seconds = sum(call.seconds_per_step for call in calls)
-    allocs = (case.measured.allocator.device_allocs_per_step or 0.0) * _DRIVER_ALLOC_SECONDS
+    asked = case.measured.allocator.device_allocs_per_step or 0.0
+    allocs = asked * _DRIVER_ALLOC_SECONDS
     return case.finding(
         "empty-cache-each-step",
         "empty_cache() is called in every step",
         [
             *call_lines(calls),
-            f"the driver is asked for memory {case.measured.allocator.device_allocs_per_step:.0f} times per step"
-            if case.measured.allocator.device_allocs_per_step
-            else None,
+            f"the driver is asked for memory {asked:.0f} times per step" if asked else None,
             None if case.on_gpu else "without a GPU the call does nothing; on one it would cost",
         ],
         "Remove the call: the cache is what makes allocations free, and it is emptied by itself when memory "
@@ -208,12 +207,7 @@ def double_precision(case: Case) -> Finding | None:
             ),
         ],
         "Make the data and the model float32: numpy arrays are float64 unless told otherwise.",
-        gain(
-            floor,
-            floor.saving(less),
-            floor.saving(low),
-            floor.saving(high),
-        ),
+        gain(floor, floor.saving(less), floor.saving(low), floor.saving(high)),
         where=case.measured.loader.dataset_where if case.measured.loader else None,
         script="values = torch.from_numpy(array).float()",
         config={"training.precision": "auto"},
@@ -250,24 +244,23 @@ def memory_creep(case: Case) -> Finding | None:
     ):
         if grown and grown > 0:
             left = f"; the free {format_bytes(free)} last {free / grown:,.0f} steps" if free else ""
-            evidence.append(
-                f"{what} memory grows by {grown / KIB:,.0f} KiB per step"
-                if grown < MIB
-                else f"{what} memory grows by {grown / MIB:,.1f} MiB per step"
+            size = f"{grown / KIB:,.0f} KiB" if grown < MIB else f"{grown / MIB:,.1f} MiB"
+            told = (
+                f"{what} memory grows by {size} per step and holds {format_bytes(held)} now{left}"
             )
-            evidence[-1] += f" and holds {format_bytes(held)} now{left}"
+            evidence.append(told)
     if not evidence:
         return None
-    finding = case.finding(
+    return case.finding(
         "memory-creep",
         "memory grows from step to step",
         evidence,
         "Do not keep tensors that hang on a graph: append loss.item() or loss.detach(), not loss, and empty "
         "lists between epochs.",
         Gain(),
+        ends_the_run=True,
         script="losses.append(loss.detach())",
     )
-    return replace(finding, ends_the_run=True)
 
 
 def bad_values(case: Case) -> Finding | None:
@@ -275,7 +268,7 @@ def bad_values(case: Case) -> Finding | None:
     found = [bad for bad in case.measured.bad_values if bad.count]
     if not found:
         return None
-    finding = case.finding(
+    return case.finding(
         "bad-values",
         "values that are not finite",
         [
@@ -289,8 +282,8 @@ def bad_values(case: Case) -> Finding | None:
         where=found[0].where,
         script="assert torch.isfinite(batch).all()",
         config={"training.nonfinite": "stop"},
+        ends_the_run=True,
     )
-    return replace(finding, ends_the_run=True)
 
 
 def imbalanced_ranks(case: Case) -> Finding | None:

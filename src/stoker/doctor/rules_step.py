@@ -72,12 +72,7 @@ def pageable_copies(case: Case) -> Finding | None:
         "Copy with .to(device, non_blocking=True): the memory is pinned already, and the copy runs beside the host."
         if blocks
         else "Set pin_memory=True in the DataLoader and copy with .to(device, non_blocking=True).",
-        gain(
-            case.pace,
-            likely,
-            case.pace.saving(saved / 2),
-            case.pace.saving(seconds),
-        ),
+        gain(case.pace, likely, case.pace.saving(saved / 2), case.pace.saving(seconds)),
         loader_arguments={} if pins or blocks else {"pin_memory": True},
         where=copies[0].where,
         script="batch = batch.to(device, non_blocking=True)",
@@ -121,21 +116,17 @@ def launch_bound(case: Case) -> Finding | None:
     kernels, pace = case.measured.kernels, case.pace
     if kernels is None or pace is None or case.measured.captured:
         return None
-    if (
-        kernels.busy_share > 0.8
-        or kernels.mean_seconds > _SHORT_KERNEL_SECONDS
-        or kernels.per_step < 20
-    ):
+    if kernels.busy_share > 0.8 or kernels.per_step < 20:
+        return None
+    if kernels.mean_seconds > _SHORT_KERNEL_SECONDS:
         return None
     alone = case.measured.ablation
     if alone and alone.captured_step_seconds:
         spread = alone.captured_step_seconds
-        gained = gain(
-            pace,
-            replace(pace, compute=spread.median),
-            replace(pace, compute=spread.high),
-            replace(pace, compute=spread.low),
+        likely, low, high = (
+            replace(pace, compute=seconds) for seconds in (spread.median, spread.high, spread.low)
         )
+        gained = gain(pace, likely, low, high)
     else:
         gap = _launching(case, pace, kernels)
         # Kernels of a graph follow each other closely, but not at once.
@@ -288,11 +279,13 @@ def _batch_finding(
     by_hand = case.measured.samples_per_step is None
     told = "the model is called with one row at a time, in a step" if by_hand else ""
     advice = f"Raise the batch size from {samples:.0f} to {size}, and the learning rate with it."
+    script = f"DataLoader(..., batch_size={size})"
     if by_hand:
         advice = (
             f"Give the model {size} samples at once, stacked to one tensor, and raise the learning rate; a game "
             f"or a simulation: run {size} at once."
         )
+        script = f"x = torch.stack(samples[at : at + {size}])  # then model(x)"
     made_at = case.measured.between[0].where if by_hand and case.measured.between else None
     return case.finding(
         "batch-too-small",
@@ -308,9 +301,7 @@ def _batch_finding(
         gained,
         loader_arguments={} if by_hand else {"batch_size": size},
         where=case.measured.loader.where if case.measured.loader else made_at,
-        script=f"x = torch.stack(samples[at : at + {size}])  # then model(x)"
-        if by_hand
-        else f"DataLoader(..., batch_size={size})",
+        script=script,
         config={"training.batch_size": size},
     )
 

@@ -63,9 +63,8 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     efficiency = (1 + min(1.0, pace.active_workers / now)) / 2 if loader.workers else 0.95
     active_workers = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
     likely = max(pace.load / (active_workers * efficiency), compute, bound)
-    hopeful = max(
-        pace.load / max(active_workers, 1.0), pace.compute, pace.device_busy, bound * 0.95
-    )
+    floor = max(pace.compute, pace.device_busy, bound * 0.95)
+    hopeful = max(pace.load / max(active_workers, 1.0), floor)
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 
@@ -99,11 +98,9 @@ def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, ob
 @while_waiting
 def no_workers(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The training process loads its own data while cores are idle."""
-    if (
-        loader.kind != "torch"
-        or loader.workers > 0
-        or (case.cores < 2 and blocked_share(loader) < 0.5)
-    ):
+    if loader.kind != "torch" or loader.workers > 0:
+        return None
+    if case.cores < 2 and blocked_share(loader) < 0.5:
         return None
     workers, gained = _more_workers(case, loader, pace)
     return case.advise(

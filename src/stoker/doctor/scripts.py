@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stoker.doctor.attach import Attached, describe_ending, run_script
 from stoker.doctor.findings import Consultation, Finding, Outcome
-from stoker.doctor.rules import diagnose, find_later, why_unjudged
+from stoker.doctor.rules import consult
 from stoker.units import format_count
 
 _CONTEXT = 2
@@ -30,14 +29,7 @@ def consult_script(
 ) -> tuple[Attached, Consultation]:
     """Run a script with the probe, and diagnose the measurements."""
     attached = run_script(command, steps=steps, seconds=seconds)
-    measured = attached.measurements
-    findings = diagnose(measured)
-    return attached, Consultation(
-        measured,
-        tuple(findings),
-        unjudged=why_unjudged(measured, findings),
-        later=tuple(find_later(measured, findings)),
-    )
+    return attached, consult(attached.measurements)
 
 
 def treat_script(
@@ -109,14 +101,9 @@ def _suggest(finding: Finding) -> str:
 
 
 def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
-    """Return a unified diff that gives the call at `where` these keyword arguments.
+    """Return a unified diff that gives the call at file:line these keyword arguments.
 
-    Args:
-        where: file:line of a call, as a traceback would name it.
-        arguments: Names and plain values.
-
-    Returns:
-        None when the file cannot be read or no call stands there.
+    None when the file cannot be read or no call stands there.
     """
     found = _call_at(where)
     if found is None or len(found[2].args) > _POSITIONAL:
@@ -128,15 +115,13 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
 def replace_call(where: str | None, code: str) -> str | None:
     """Return a unified diff that puts `code`, which uses the name stoker, in the place of the call at `where`.
 
-    Returns:
-        None when the file cannot be read or no call stands there.
+    None when the file cannot be read or no call stands there.
     """
     found = _call_at(where)
     if found is None:
         return None
     file, source, call = found
-    start = _offset(source, call.lineno, call.col_offset)
-    end = _offset(source, call.end_lineno or call.lineno, call.end_col_offset or call.col_offset)
+    start, end = _span(source, call)
     edited = source[:start] + code + source[end:]
     tree = ast.parse(source)
     known = {
@@ -185,42 +170,30 @@ def _diff(file: str, source: str, edited: str) -> str | None:
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in found)
 
 
-class _Edit(NamedTuple):
-    """A range of the source, in characters of the whole text, and its replacement."""
-
-    start: int
-    end: int
-    text: str
-
-
-def _offset(source: str, line: int, offset: int) -> int:
-    """Return the place of a line and a column, which ast counts in bytes, in characters of the whole text."""
+def _span(source: str, node: ast.expr) -> tuple[int, int]:
+    """Return begin and end of a node, whose columns ast counts in bytes, in characters of the whole text."""
     lines = source.splitlines(keepends=True)
-    return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:offset].decode())
+
+    def place(line: int, column: int) -> int:
+        return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
 
 
 def _with_arguments(source: str, call: ast.Call, arguments: Mapping[str, Any]) -> str:
-    place = functools.partial(_offset, source)
     known = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    edits = []
-    for name, value in arguments.items():
-        node = known.get(name)
-        if node is not None:
-            start = place(node.lineno, node.col_offset)
-            end = place(node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
-            edits.append(_Edit(start, end, repr(value)))
+    edits = [
+        (*_span(source, known[name]), repr(value))
+        for name, value in arguments.items()
+        if name in known
+    ]
     added = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if name not in known)
     if added:
-        parts: list[ast.expr] = [*call.args, *(keyword.value for keyword in call.keywords)]
-        last: Any = max(
-            parts, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0), default=None
-        )
-        if last is None:
-            at = place(call.end_lineno or call.lineno, (call.end_col_offset or 1) - 1)
-            edits.append(_Edit(at, at, added))
-        else:
-            at = place(last.end_lineno, last.end_col_offset)
-            edits.append(_Edit(at, at, f", {added}"))
-    for edit in sorted(edits, reverse=True):
-        source = source[: edit.start] + edit.text + source[edit.end :]
+        parts = [*call.args, *(keyword.value for keyword in call.keywords)]
+        at = max((_span(source, part)[1] for part in parts), default=_span(source, call)[1] - 1)
+        edits.append((at, at, f", {added}" if parts else added))
+    for start, end, text in sorted(edits, reverse=True):
+        source = source[:start] + text + source[end:]
     return source

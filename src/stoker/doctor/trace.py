@@ -33,17 +33,12 @@ _NO_KERNEL = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are recorded.
+    """Which steps are recorded."""
 
-    Attributes:
-        wait: Steps skipped at the beginning; on a GPU the first ones capture the graph.
-        warmup: Steps that run under the profiler and are not kept, because its start costs time.
-        active: Steps that are recorded.
-    """
-
-    wait: int = 10
+    wait: int = 10  # steps skipped at the beginning; on a GPU the first ones capture the graph
+    # steps that run under the profiler and are not kept, because its start costs time
     warmup: int = 3
-    active: int = 5
+    active: int = 5  # steps that are recorded
 
     @property
     def most(self) -> int:
@@ -53,45 +48,28 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of operation over the recorded steps.
+    """One kind of operation over the recorded steps."""
 
-    Attributes:
-        name: As torch calls it.
-        calls: Number of calls.
-        cpu_seconds: Self time on the host.
-        device_seconds: Self time on the device; 0 without a GPU.
-    """
-
-    name: str
-    calls: int
-    cpu_seconds: float
-    device_seconds: float
+    name: str  # as torch calls it
+    calls: int  # number of calls
+    cpu_seconds: float  # self time on the host
+    device_seconds: float  # self time on the device; 0 without a GPU
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of `record`.
+    """The result of `record`."""
 
-    Attributes:
-        num_steps: Number of recorded steps.
-        seconds: Their duration, including the profiler's own work.
-        operations: Costliest first.
-        kernels: Kernels per step; None without a GPU.
-    """
-
-    num_steps: int
-    seconds: float
-    operations: tuple[Operation, ...]
-    kernels: KernelFacts | None
+    num_steps: int  # number of recorded steps
+    seconds: float  # their duration, including the profiler's own work
+    operations: tuple[Operation, ...]  # costliest first
+    kernels: KernelFacts | None  # kernels per step; None without a GPU
 
 
 def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
-    """Train for the steps of the schedule under torch's profiler.
+    """Train a job that has not begun for the steps of the schedule under torch's profiler.
 
-    Args:
-        run: The job, not begun.
-        plan: Which steps.
-        out: Where the chrome trace goes; ".gz" at its end compresses it. None keeps none.
+    The chrome trace goes to `out`, compressed where that ends with ".gz"; None keeps none.
 
     Raises:
         InputError: An epoch of the job has no batch.
@@ -192,9 +170,7 @@ def _intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
 def find_kernels(intervals: Sequence[tuple[float, float]], num_steps: int) -> KernelFacts | None:
     """Return how many kernels a step has, how long they are, and how much of the time one ran.
 
-    Args:
-        intervals: Begin and end of every kernel, in seconds, in any order.
-        num_steps: That they belong to.
+    `intervals` are begin and end of every kernel, in seconds, in any order.
     """
     if not intervals:
         return None

@@ -1,7 +1,7 @@
 """The lines that probes wrote, read back: processes, their steps, their loader, and which steps count.
 
-Enters: a folder with one file per process of a script. Leaves: a `Process` each, the usual steps of one, and
-`LoaderFacts` and `Hdf5Facts` of the loader that feeds them. Costs milliseconds. Lines cut by a kill are left out.
+Enters: a folder with one file per process of a script. Leaves: a `Process` each, the `Training` of one, and
+`LoaderFacts` and `Hdf5Facts` of the loader that feeds it. Costs milliseconds. Lines cut by a kill are left out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,11 @@ _LONG_AFTER_SECONDS = 2.0
 
 @dataclass
 class Process:
-    """The lines of one process.
+    """The lines of one process."""
 
-    Attributes:
-        rows: Its steps, including the warm-up.
-        fetches: The batches that it loaded.
-        state: Its last snapshot of everything else.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    fetches: list[Fetch] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)  # its steps, including the warm-up
+    fetches: list[Fetch] = field(default_factory=list)  # the batches that it loaded
+    state: dict[str, Any] = field(default_factory=dict)  # its last snapshot of everything else
 
     @property
     def rank(self) -> int | None:
@@ -116,38 +110,21 @@ def usual_rows(main: Process) -> tuple[list[Row], int | None]:
     return (before if len(before) >= _ENOUGH_ROWS else good), number
 
 
-def unwatched_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the steps that the probe did not slow: those in which it timed no calls, if there are enough."""
-    plain = [row for row in rows if row.flags & UNWATCHED]
-    return plain if len(plain) >= _ENOUGH_ROWS else list(rows)
-
-
-def watched_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the steps in which calls were timed."""
-    return [row for row in rows if not row.flags & UNWATCHED]
-
-
 @dataclass(frozen=True)
 class Elsewhere:
-    """Seconds since the first step that are in no other figure.
+    """Seconds since the first step that are in no other figure."""
 
-    Attributes:
-        loaders: Time of steps that read another DataLoader, without a usual step each; also after the last step.
-        evaluation: Time of `model.eval()` to `model.train()` in other steps, where a usual step has none.
-        long: Time by which a few steps are longer than a usual one, in nothing that is measured otherwise.
-        num_long: How many.
-        counted: Time of all counted steps, as that of the long ones without queueing for a core.
-        after: Time after the last step, if it was long and read no other loader.
-        whole: All time since the first step.
-    """
-
+    # time of steps that read another DataLoader, without a usual step each; also after the last step
     loaders: float
+    # time of `model.eval()` to `model.train()` in other steps, where a usual step has none
     evaluation: float
+    # time by which a few steps are longer than a usual one, in nothing that is measured otherwise
     long: float
-    num_long: int
+    num_long: int  # how many
+    # time of all counted steps, as that of the long ones without queueing for a core
     counted: float
-    after: float
-    whole: float
+    after: float  # time after the last step, if it was long and read no other loader
+    whole: float  # all time since the first step
 
     @property
     def share(self) -> float | None:
@@ -204,18 +181,6 @@ def _reads_other(flags: int, loader: int, number: int | None) -> bool:
     return bool(flags & OTHER_LOADER) or loader not in (number, -1)
 
 
-def spread_of_rounds(
-    rows: Sequence[Row], workers: int, seconds: Callable[[Row], float]
-) -> Spread | None:
-    """Return the spread of the means over rounds of the workers; smaller rounds if there are few steps.
-
-    Workers deliver together, so that single steps alternate.
-    """
-    size = max(1, min(workers, len(rows) // 4))
-    starts = range(0, len(rows) - size + 1, size)
-    return Spread.of(statistics.fmean(map(seconds, rows[at : at + size])) for at in starts)
-
-
 def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
     """Return the share of a core that each worker kept busy, by number; a restarted worker keeps its number."""
     spent: dict[int, list[float]] = {}
@@ -234,14 +199,10 @@ class Clock:
 
     Queueing behind other programs is left out of the step. Queueing behind the script's own loading processes is
     time that loading costs the step, and counts as waiting for data.
-
-    Attributes:
-        outside: Share of the queueing behind other programs.
-        loading: Share of the queueing behind the script's loading processes.
     """
 
-    outside: float = 1.0
-    loading: float = 0.0
+    outside: float = 1.0  # share of the queueing behind other programs
+    loading: float = 0.0  # share of the queueing behind the script's loading processes
 
     @classmethod
     def of(cls, process: Process, processes: Sequence[Process]) -> Clock:
@@ -296,41 +257,62 @@ def running(row: Row) -> float:
     return row.cpu / (row.cpu + row.delay) if row.cpu > 0 else 1.0
 
 
+class Training:
+    """The process that is measured, among all of a script: its usual steps, the loader that feeds them, its clock."""
+
+    def __init__(self, main: Process, processes: Sequence[Process]) -> None:
+        self.main, self.processes, self.state = main, processes, main.state
+        self.rows, self.number = usual_rows(main)
+        self.clock = Clock.of(main, processes)
+        self.watched = [row for row in self.rows if not row.flags & UNWATCHED]
+        unwatched = [row for row in self.rows if row.flags & UNWATCHED]
+        # Steps that the probe did not slow: those in which it timed no calls, if there are enough.
+        self.plain = unwatched if len(unwatched) >= _ENOUGH_ROWS else self.rows
+        # In which calls were timed: the divisor of their totals.
+        self.num_watched = max(1, int(self.state.get("num_watched", self.state["num_steps"])))
+        loaders: list[dict[str, Any]] = self.state["loaders"]
+        self.loader = next((facts for facts in loaders if facts["number"] == self.number), None)
+        self.num_workers: int = self.loader["workers"] if self.loader else 0
+        # The processes that make its batches.
+        self.loading = [main] if self.loader else []
+        if self.num_workers:
+            self.loading = [
+                one
+                for one in processes
+                if one.state["role"] == "worker"
+                and one.state["loader_id"] == self.number
+                and one.fetches
+            ]
+
+    def spread(self, rows: Sequence[Row], seconds: Callable[[Row], float]) -> Spread | None:
+        """Return the spread of the means over rounds of the workers; smaller rounds if there are few steps.
+
+        Workers deliver together, so that single steps alternate.
+        """
+        size = max(1, min(self.num_workers, len(rows) // 4))
+        starts = range(0, len(rows) - size + 1, size)
+        return Spread.of(statistics.fmean(map(seconds, rows[at : at + size])) for at in starts)
+
+
 _WARM_FETCHES = 2
+_SAME = (
+    "workers", "batch_size", "is_stream", "pin_memory", "persistent_workers", "prefetch_factor", "start_method",
+    "batch_bytes", "where", "dataset_where", "collate_where", "in_order",
+)  # fmt: skip
+"""Facts of a loader that are called the same in the probe and in `LoaderFacts`."""
 
 
-def loading_processes(
-    main: Process, processes: Sequence[Process], number: int | None, workers: int
-) -> list[Process]:
-    """Return the processes that make the batches of one loader."""
-    if workers == 0:
-        return [main]
-    return [
-        one
-        for one in processes
-        if one.state["role"] == "worker" and one.state["loader_id"] == number and one.fetches
-    ]
-
-
-def facts_of(main: Process, number: int | None) -> dict[str, Any] | None:
-    """Return the training process's facts of a loader."""
-    loaders: Iterable[dict[str, Any]] = main.state["loaders"]
-    return next((facts for facts in loaders if facts["number"] == number), None)
-
-
-def read_loader(
-    main: Process, processes: Sequence[Process], rows: Sequence[Row], number: int | None
-) -> LoaderFacts | None:
+def read_loader(training: Training) -> LoaderFacts | None:
     """Return the facts of the loader that feeds the steps; None without a DataLoader."""
-    facts = facts_of(main, number)
+    facts, rows, clock = training.loader, training.rows, training.clock
     if facts is None:
         return None
-    workers = loading_processes(main, processes, number, facts["workers"])
+    workers = training.loading
     fetches = [
         fetch
         for one in workers
         for fetch in one.fetches[_WARM_FETCHES:] or one.fetches
-        if fetch.loader == number
+        if fetch.loader == training.number
     ]
     wall = sum(fetch.seconds for fetch in fetches)
     ran = sum(max(0.0, fetch.seconds - fetch.delay) for fetch in fetches)
@@ -340,21 +322,14 @@ def read_loader(
     looks = sum(sum(one.state["doing"].values()) for one in workers)
     seen = (lines.most_common(1) or [(None, 0)])[0]
     batches = sum(row.batches for row in rows)
-    clock = Clock.of(main, processes)
     waits = Spread.of(map(clock.wait, rows))
     steps = sum(map(clock.seconds, rows))
     starts, start_seconds = _epoch_starts(facts, waits.median if waits else 0.0)
     if start_seconds is not None:
-        start_seconds += _filling_seconds(main, rows, facts)
-    cpu = main.state["cpu"]
+        start_seconds += _filling_seconds(training.main, rows, facts)
+    cpu = training.state["cpu"]
     return LoaderFacts(
-        workers=facts["workers"],
-        batch_size=facts["batch_size"],
-        is_stream=facts.get("is_stream", False),
-        pin_memory=facts["pin_memory"],
-        persistent_workers=facts["persistent_workers"],
-        prefetch_factor=facts["prefetch_factor"],
-        start_method=facts["start_method"],
+        **{name: facts[name] for name in _SAME if name in facts},
         work=_work(workers, fetches),
         alone_seconds=Spread.of(fetch.seconds - fetch.delay for fetch in fetches),
         sample_seconds=Spread.of(fetch.sample for fetch in fetches if fetch.sample is not None),
@@ -362,19 +337,14 @@ def read_loader(
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,
         crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
-        worker_cpu_shares=tuple(worker_shares(workers if facts["workers"] else []).values()),
+        worker_cpu_shares=tuple(worker_shares(workers if training.num_workers else []).values()),
         main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         epoch_starts=starts,
         counted_starts=sum(bool(row.flags & EPOCH_START) for row in rows),
         epoch_start_seconds=start_seconds,
         steps_per_epoch=facts["length"],
         batches_per_step=max(1.0, batches / len(rows)) if rows else 1.0,
-        batch_bytes=facts["batch_bytes"],
-        where=facts["where"],
-        dataset_where=facts["dataset_where"],
-        collate_where=facts["collate_where"],
         open_hdf5=tuple(facts.get("open_hdf5") or ()),
-        in_order=facts.get("in_order", False),
         busiest_line=seen[0],
         busiest_share=seen[1] / max(1, looks, lines.total()) if seen[0] else None,
     )
@@ -436,46 +406,35 @@ def _filling_seconds(main: Process, counted: Sequence[Row], facts: Mapping[str, 
     return statistics.median(found) if found else 0.0
 
 
-def num_watched_steps(state: Mapping[str, Any]) -> int:
-    """Return the number of steps in which calls were timed, the divisor of their totals; 1 at least."""
-    return max(1, int(state.get("num_watched", state["num_steps"])))
-
-
-def read_hdf5(
-    main: Process, processes: Sequence[Process], number: int | None
-) -> tuple[Hdf5Facts, ...]:
-    """Return the HDF5 datasets read for a loader's batches, the costliest first."""
-    facts = facts_of(main, number)
-    if facts is None:
-        return ()
-    workers = loading_processes(main, processes, number, facts["workers"])
-    num_fetches = max(
-        1, sum(one.state.get("num_watched_fetches", one.state["num_fetches"]) for one in workers)
-    )
-    fetches = [fetch for one in workers for fetch in one.fetches]
+def read_hdf5(training: Training) -> tuple[Hdf5Facts, ...]:
+    """Return the HDF5 datasets read for the loader's batches, the costliest first."""
+    states = [one.state for one in training.loading]
+    counts = (state.get("num_watched_fetches", state["num_fetches"]) for state in states)
+    num_fetches = max(1, sum(counts))
+    fetches = [fetch for one in training.loading for fetch in one.fetches]
     on_core = 1 - sum(f.delay for f in fetches) / max(1e-9, sum(f.seconds for f in fetches))
-    together: dict[str, dict[str, Any]] = {}
-    for one in workers:
-        for data in one.state["hdf5"]:
-            known = together.setdefault(
-                data["name"],
-                {**data, **dict.fromkeys(("reads", "seconds", "counted", "used", "touched"), 0)},
-            )
-            for name in ("reads", "seconds", "counted", "used", "touched"):
-                known[name] += data[name]
-    for data in together.values():  # bytes were counted for the first reads only
-        data["scale"] = data["reads"] / max(1, data["counted"]) / num_fetches
-    return tuple(
-        Hdf5Facts(
-            name=data["name"],
-            shape=tuple(data["shape"]),
-            chunks=None if data["chunks"] is None else tuple(data["chunks"]),
-            compression=data["compression"],
-            bytes_used_per_batch=data["used"] * data["scale"],
-            bytes_touched_per_batch=data["touched"] * data["scale"],
-            seconds_per_batch=data["seconds"] * on_core / num_fetches,
-            reads_per_batch=data["reads"] / num_fetches,
-            where=data["where"],
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for data in itertools.chain.from_iterable(state["hdf5"] for state in states):
+        by_name.setdefault(data["name"], []).append(data)
+    found = []
+    for name, read in by_name.items():
+        reads, seconds, counted, used, touched = (
+            sum(data[key] for data in read)
+            for key in ("reads", "seconds", "counted", "used", "touched")
         )
-        for data in sorted(together.values(), key=lambda data: -data["seconds"])[:20]
-    )
+        scale = reads / max(1, counted) / num_fetches  # bytes were counted for the first reads only
+        first = read[0]
+        found.append(
+            Hdf5Facts(
+                name=name,
+                shape=tuple(first["shape"]),
+                chunks=None if first["chunks"] is None else tuple(first["chunks"]),
+                compression=first["compression"],
+                bytes_used_per_batch=used * scale,
+                bytes_touched_per_batch=touched * scale,
+                seconds_per_batch=seconds * on_core / num_fetches,
+                reads_per_batch=reads / num_fetches,
+                where=first["where"],
+            )
+        )
+    return tuple(sorted(found, key=lambda data: -data.seconds_per_batch)[:20])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stoker.doctor.measurements import (
@@ -31,25 +31,18 @@ from stoker.doctor.measurements import (
 from stoker.doctor.probe.places import is_foreign
 from stoker.doctor.probe.recorder import WARM_UP, Row
 from stoker.doctor.transcript import (
-    Clock,
     Elsewhere,
     Process,
+    Training,
     computing,
-    facts_of,
     find_elsewhere,
-    loading_processes,
     main_process,
-    num_watched_steps,
     read_hdf5,
     read_loader,
     running,
-    spread_of_rounds,
     undisturbed,
-    unwatched_rows,
-    usual_rows,
-    watched_rows,
 )
-from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
+from stoker.measure.readings import Spread
 from stoker.units import format_count
 
 _NOTABLE_SHARE = 0.1
@@ -87,85 +80,20 @@ def measure(
 ) -> Measurements:
     """Return the measurements of a script; `ending` describes how it ended, such as "it finished"."""
     main = main_process(processes)
-    said = list(notes)
     if main is None:
-        said.append(_why_no_step(processes, ending))
-        return Measurements(subject, machine=machine, notes=tuple(said))
-    state, torch = main.state, main.state["torch"]
-    rows, loader_number = usual_rows(main)
-    elsewhere = find_elsewhere(main, rows, loader_number)
-    clock = Clock.of(main, processes)
-    said += _notes(main, processes, rows, clock)
-    said += _notes_elsewhere(main, elsewhere, loader_number)
-    per_step = 1.0 / num_watched_steps(state)
-    plain, watched = unwatched_rows(rows), watched_rows(rows)
-    facts = facts_of(main, loader_number)
-    workers = facts["workers"] if facts else 0
-    step = spread_of_rounds(plain, workers, clock.seconds)
-    # A host that never waits for the GPU runs ahead of it: then the GPU's time is the step's.
-    busy = state["profile"].get("busy_seconds", 0.0) / max(1, state["profile"].get("steps", 1))
-    is_ahead = step is not None and step.median < _AHEAD * busy
-    if step is not None and is_ahead:
-        step = Spread(busy, max(busy, step.low), max(busy, step.high), step.count)
-        said.append("the host runs ahead of the GPU: a step is the time of its kernels")
-    wait = spread_of_rounds(plain, workers, clock.wait) if facts else None
-    # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
-    on_core = statistics.median(map(running, rows)) if rows else 1.0
-    sites = [(site, site.pop("family")) for site in map(dict, state["sites"])]
-    # What timing the calls costs a usual step is taken off those in which they were timed.
-    slowed = spread_of_rounds(watched, workers, clock.seconds)
-    cost = max(0.0, slowed.median - step.median) if slowed and step and plain != rows else 0.0
-    seconds = max(0.0, sum(map(clock.seconds, rows)) - cost * len(watched))
-    if is_ahead:
-        seconds = max(seconds, busy * len(rows))
-    usual_sync = _usual_sync(state, watched, per_step * on_core, slowed, step)
-    usual_host = _usual_host(state, plain, clock)
-    waited = wait.median if wait else 0.0
-    evaluated = (
-        statistics.median(row.evaluation * undisturbed(row) for row in plain) if plain else 0.0
-    )
-    timed = evaluated + (
-        statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
-        if plain
-        else 0.0
-    )
-    for site, family in sites:
-        timed += site["seconds"] * {
-            "sync": usual_sync,
-            "copy": per_step * on_core,
-            "pinned": per_step * on_core,
-            "host": usual_host,
-        }.get(family, 0.0)
-    between, between_seconds, unjudged = _between(state, step, waited + timed)
-    if between and between_seconds and step:
-        share = between_seconds / step.median
-        if NOTABLE_BETWEEN / 2 <= share < NOTABLE_BETWEEN:
-            said.append(
-                f"{share:.0%} of a step is code between the model's calls, mostly at {between[0].where}; below "
-                f"{NOTABLE_BETWEEN:.0%} that is no finding: without it a step would be × {1 / (1 - share):.2f} as "
-                "fast at most"
-            )
-    said += _notes_update(torch, plain, step)
-    if not rows:
-        unjudged = [
-            "too few training steps ended to measure one: let it run for longer (--seconds)"
-        ]
-    elif len(rows) < _FEW_STEPS and not state["profile"].get("operators"):
-        unjudged.append(
-            f"{len(rows)} steps were measured and none of their operators: let it run for longer (--seconds)"
-        )
-    queued = _queued_outside(rows, clock)
-    if queued > _MUCH_QUEUEING:
-        unjudged.append("other work on this machine had the cores most of the time")
-    elif queued > _NOTABLE_QUEUEING and step is not None and step.high > _UNEVEN * step.low:
-        unjudged.append(
-            f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure "
-            "again on a quiet machine"
-        )
-    elif queued > _NOTABLE_QUEUEING and not torch.get("cuda"):
-        unjudged += _unexplained(state["profile"], Spread.of(map(computing, plain)))
+        why = _why_no_step(processes, ending)
+        return Measurements(subject, machine=machine, notes=(*notes, why))
+    seen = Training(main, processes)
+    state, rows, plain = seen.state, seen.rows, seen.plain
+    torch, profile = state["torch"], state["profile"]
+    elsewhere = find_elsewhere(main, rows, seen.number)
+    usual = _usual_step(seen)
+    step = usual.step
+    between, between_seconds, unjudged = _between(state, step, usual.known)
     samples = sum(row.samples for row in rows)
-    sampled = state.get("training", {})
+    sampled, cpu = state.get("training", {}), state["cpu"]
+    backward = Spread.of(row.backward * undisturbed(row) for row in plain if row.backward)
+    optimizer = Spread.of(row.optimizer * undisturbed(row) for row in plain if row.optimizer)
     return Measurements(
         subject,
         machine=replace(
@@ -174,49 +102,36 @@ def measure(
             device_name=torch.get("cuda") or machine.device_name,
             torch=torch.get("version"),
             device_free_bytes=torch.get("free_bytes"),
-            pinned_bytes_per_second=state["profile"].get("pinned_bytes_per_second"),
+            pinned_bytes_per_second=profile.get("pinned_bytes_per_second"),
         ),
         steps=len(rows),
-        seconds=seconds,
+        seconds=usual.seconds,
         samples_per_step=samples / len(rows) if rows and samples else None,
         step_seconds=step,
-        wait_seconds=wait,
+        wait_seconds=usual.wait,
         compute_seconds=Spread.of(map(computing, plain)),
-        backward_seconds=Spread.of(
-            row.backward * undisturbed(row) for row in plain if row.backward
+        backward_seconds=backward,
+        optimizer_seconds=optimizer,
+        loader=read_loader(seen),
+        syncs=usual.calls(state, "sync"),
+        copies=_copies(state, usual),
+        kernels=_kernels(profile, step),
+        operators=_operators(profile),
+        allocator=_allocator(state, usual),
+        memory=MemoryFacts.of(
+            [row.device_bytes for row in main.rows], [row.host_bytes for row in main.rows]
         ),
-        optimizer_seconds=Spread.of(
-            row.optimizer * undisturbed(row) for row in plain if row.optimizer
-        ),
-        loader=read_loader(main, processes, rows, loader_number),
-        syncs=tuple(
-            HostCall(
-                s["where"],
-                s["call"],
-                s["calls"] * per_step,
-                s["seconds"] * usual_sync,
-                s.get("in_model", False),
-            )
-            for s in _costliest(sites, "sync")
-        ),
-        copies=_copies(sites, per_step, on_core),
-        kernels=_kernels(state["profile"], step),
-        operators=_operators(state["profile"]),
-        allocator=_allocator(state, sites, usual_host),
-        memory=_memory(main.rows),
-        host_calls=_calls(state, sites, "host", usual_host),
+        host_calls=usual.calls(state, "host"),
         between=between,
         between_seconds=between_seconds,
         between_loads=sampled.get("data", 0) > sampled.get("between", 0),
-        evaluation_seconds=evaluated,
-        evaluation_where=next((s["where"] for s in _costliest(sites, "evaluation")), None),
+        evaluation_seconds=usual.evaluated,
+        evaluation_where=next((s["where"] for s in _costliest(state, "evaluation")), None),
         long_steps=_long_steps(state, elsewhere),
-        python_seconds=_python(state, step, waited + timed, plain),
+        python_seconds=_python(state, step, usual.known, plain),
         python_lines=tuple(state.get("model_lines", ())),
-        busy_cores=state["cpu"][0] / state["cpu"][1]
-        if state["cpu"] and state["cpu"][1] > 0
-        else None,
-        hdf5=read_hdf5(main, processes, loader_number),
+        busy_cores=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
+        hdf5=read_hdf5(seen),
         ranks=_ranks(processes),
         bad_values=tuple(
             BadValues(what, where, count, looks)
@@ -225,10 +140,148 @@ def measure(
         ),
         captured=True if state["kind"] == "replay" else None,
         elsewhere_share=elsewhere.share,
-        timeline=_timeline(main, processes, loader_number),
-        unjudged=tuple(unjudged),
-        notes=tuple(said),
+        timeline=_timeline(seen),
+        unjudged=tuple(_why_unjudged(seen, step, unjudged)),
+        notes=(
+            *notes,
+            *_notes(seen),
+            *_notes_elsewhere(seen, elsewhere),
+            *(
+                ["the host runs ahead of the GPU: a step is the time of its kernels"]
+                * usual.is_ahead
+            ),
+            *_notes_between(between, between_seconds, step),
+            *_notes_update(torch, plain, step),
+        ),
     )
+
+
+# -- a usual step ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """A usual step, and the factors from totals of timed calls to their part of it."""
+
+    step: Spread | None
+    wait: Spread | None  # for data
+    seconds: float  # of all counted steps
+    is_ahead: bool  # whether the host runs ahead of the GPU
+    evaluated: float  # from `model.eval()` to `model.train()`
+    known: float  # waiting for data, or in what is timed
+    count_factors: Mapping[str, float]  # by family of calls
+    second_factors: Mapping[str, float]
+
+    def calls(self, state: Mapping[str, Any], family: str) -> tuple[HostCall, ...]:
+        """Return the calls of a family by line, the costliest first."""
+        count, second = self.count_factors[family], self.second_factors[family]
+        return tuple(
+            HostCall(
+                site["where"],
+                site["call"],
+                site["calls"] * count,
+                site["seconds"] * second,
+                site.get("in_model", False),
+            )
+            for site in _costliest(state, family)
+        )
+
+
+def _usual_step(seen: Training) -> _Usual:
+    """Return the time of a usual step, and what is known of it by the clock."""
+    state, plain, clock = seen.state, seen.plain, seen.clock
+    step, slowed = seen.spread(plain, clock.seconds), seen.spread(seen.watched, clock.seconds)
+    # A host that never waits for the GPU runs ahead of it: then the GPU's time is the step's.
+    busy = state["profile"].get("busy_seconds", 0.0) / max(1, state["profile"].get("steps", 1))
+    is_ahead = step is not None and step.median < _AHEAD * busy
+    if step is not None and is_ahead:
+        step = Spread(busy, max(busy, step.low), max(busy, step.high), step.count)
+    wait = seen.spread(plain, clock.wait) if seen.loader else None
+    # What timing the calls costs a usual step is taken off those in which they were timed.
+    cost = max(0.0, slowed.median - step.median) if slowed and step and plain != seen.rows else 0.0
+    seconds = max(0.0, sum(map(clock.seconds, seen.rows)) - cost * len(seen.watched))
+    if is_ahead:
+        seconds = max(seconds, busy * len(seen.rows))
+    # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
+    on_core = statistics.median(map(running, seen.rows)) if seen.rows else 1.0
+    watched, every = 1.0 / seen.num_watched, 1.0 / max(1, state["num_steps"])
+    copied, host = watched * on_core, _usual_host(seen)
+    sync = _usual_sync(seen, copied, slowed, step)
+    factors = {"sync": sync, "copy": copied, "pinned": copied, "host": host}
+    evaluated = timed = 0.0
+    if plain:
+        evaluated = statistics.median(row.evaluation * undisturbed(row) for row in plain)
+        timed = statistics.median(row.backward * undisturbed(row) + row.collective for row in plain)
+    known = (wait.median if wait else 0.0) + evaluated + timed
+    known += sum(site["seconds"] * factors.get(site["family"], 0.0) for site in state["sites"])
+    return _Usual(
+        step,
+        wait,
+        seconds,
+        is_ahead,
+        evaluated,
+        known,
+        {"sync": watched, "copy": watched, "pinned": watched, "host": every, "empty": every},
+        {**factors, "empty": host},
+    )
+
+
+def _costliest(state: Mapping[str, Any], family: str) -> list[dict[str, Any]]:
+    """Return the sites of one family by line, the costliest first."""
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for site in state["sites"]:
+        if site["family"] == family:
+            known = merged.setdefault(
+                (site["where"], site["call"]), {**site, "calls": 0, "seconds": 0.0, "bytes": 0}
+            )
+            for name in ("calls", "seconds", "bytes"):
+                known[name] += site[name]
+    return sorted(merged.values(), key=lambda site: -site["seconds"])[:20]
+
+
+def _usual_sync(
+    seen: Training,
+    otherwise: float,  # the factor if most steps have none
+    slowed: Spread | None,  # seconds of steps in which calls were timed
+    step: Spread | None,  # of a usual one
+) -> float:
+    """Return the factor from the seconds of all syncs to those of a usual step.
+
+    In a loop of thousands of calls the timing of each takes longer than the call. So the rest of a step in which calls
+    are timed is taken off a step in which they are not.
+    """
+    sites = [site for site in seen.state["sites"] if site["family"] == "sync"]
+    whole = float(sum(site["seconds"] for site in sites))
+    # A share of the time that was not queueing for a core: a call on a CPU counts without it.
+    shares = [row.sync / max(row.seconds - row.delay, 1e-9) for row in seen.watched]
+    share = min(1.0, statistics.median(shares)) if shares else 0.0
+    if share <= 0 or whole <= 0 or slowed is None or step is None:
+        return otherwise
+    timed = share * slowed.median
+    calls = float(sum(site["calls"] for site in sites)) / seen.num_watched
+    least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
+    # On a crowded machine timing takes longer; calls never take longer than the step that they are part of.
+    return min(timed, step.median, max(step.median - slowed.median + timed, least)) / whole
+
+
+def _usual_host(seen: Training) -> float:
+    """Return the factor from the seconds of all housekeeping to those of a step.
+
+    Where most steps have some, it is what their median step would be shorter without it: the mean of all steps also
+    holds the first ones, which collect less. Otherwise it is the mean.
+    """
+    state, rows, clock = seen.state, seen.plain, seen.clock
+    told = (site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
+    whole = float(sum(told))
+    if whole > 0 and rows and statistics.median(row.host for row in rows) > 0:
+        step = statistics.median(map(clock.seconds, rows))
+        without = statistics.median(max(0.0, clock.seconds(row) - row.host) for row in rows)
+        if step > without:
+            return (step - without) / whole
+    return 1.0 / max(1, int(state["num_steps"]))
+
+
+# -- parts of it -----------------------------------------------------------------------------------
 
 
 def _between(
@@ -237,12 +290,8 @@ def _between(
     """Return lines between model calls, their seconds per step, and why they cannot be judged.
 
     The training thread was sampled while no DataLoader was working. Calls that are timed anyway are known by the clock,
-    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest.
-
-    Args:
-        state: With the samples.
-        step: Seconds of a step.
-        known: Of these, waiting for data and in calls that are timed.
+    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest. `known`
+    are the seconds of a step that pass waiting for data and in calls that are timed.
     """
     doing = state.get("training", {})
     looks = sum(doing.values())
@@ -311,255 +360,31 @@ def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | N
     )
 
 
-def _why_no_step(processes: Sequence[Process], ending: str) -> str:
-    """Return why nothing was measured: how the script ended, and the line it was at until then."""
-    standing = [
-        place
-        for one in processes
-        if one.state.get("role") != "worker" and (place := one.state.get("stands"))
-    ]
-    # A launcher waits in a library; the process that it launched is in the user's code.
-    standing.sort(key=lambda place: is_foreign(place.rpartition(":")[0]))
-    if standing:
-        return f"no step was seen: {ending or 'it ended'}, and until then it stood at {standing[0]}"
-    when = "without a step" if ending == "it finished" else "before its first step"
-    return (
-        "no Python process of the script was seen to train with torch: "
-        f"{ending or 'it ended'} {when}"
-    )
-
-
-def _notes_elsewhere(main: Process, elsewhere: Elsewhere, number: int | None) -> list[str]:
-    """Return notes about time that is in no other figure; none if it is little."""
-    whole = max(elsewhere.whole, 1e-9)
-    notes = []
-    if elsewhere.loaders / whole >= _NOTABLE_SHARE:
-        others = [one for one in main.state["loaders"] if one["number"] != number and one["where"]]
-        others.sort(key=lambda one: -one.get("batches", 0))
-        places = ", ".join(dict.fromkeys(one["where"] for one in others[:3]))
-        notes.append(
-            f"{elsewhere.loaders / whole:.0%} of the time since the first step went to another DataLoader, "
-            f"such as one for validation{f' ({places})' if places else ''}; it is not in these figures"
-        )
-    if elsewhere.evaluation / whole >= _NOTABLE_SHARE:
-        sites = [(site, site["family"]) for site in main.state["sites"]]
-        places = ", ".join(site["where"] for site in _costliest(sites, "evaluation")[:3])
-        notes.append(
-            f"{elsewhere.evaluation / whole:.0%} of the time since the first step was evaluation, from model.eval() "
-            f"at {places} to model.train(); it is not in these figures"
-        )
-    long = _long_steps(main.state, elsewhere)
-    if long is not None:
-        listed = ", ".join(
-            f"{where} ({share:.0%})" for where, share in long.lines[:3] if share >= _NOTABLE_SHARE
-        )
-        place = f"mostly at {listed}" if listed else "at no line of your own"
-        notes.append(
-            f"{long.share:.0%} of the time of all steps is what {format_count(long.count, 'step')} "
-            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, {place}"
-        )
-    if elsewhere.after / whole >= _NOTABLE_SHARE and not main.state["stands"]:
-        notes.append(
-            f"{elsewhere.after / whole:.0%} of the time since the first step came after the last one; "
-            "it is not in these figures"
-        )
-    return notes
-
-
-def _notes(
-    main: Process, processes: Sequence[Process], rows: Sequence[Row], clock: Clock
-) -> list[str]:
-    state = main.state
-    notes = list(state["notes"])
-    if state["kind"] == "batch":
-        notes.append("no optimizer step and no backward pass was seen: a step is one batch")
-    elif state["kind"] == "backward":
-        notes.append("no optimizer step was seen: a step is one backward pass")
-    if 0 < len(rows) < _FEW_STEPS:
-        told = "one step was" if len(rows) == 1 else f"{len(rows)} steps were"
-        notes.append(f"only {told} measured: every figure is rough")
-    queued = _queued_outside(rows, clock)
-    if queued > _NOTABLE_QUEUEING:
-        notes.append(
-            f"other work on this machine took the cores: {queued:.0%} of a step was spent "
-            "queueing for one and is left out of the figures"
-        )
-    crowding = sum(map(clock.crowding, rows)) / max(1e-9, sum(map(clock.seconds, rows)))
-    if crowding > _NOTABLE_QUEUEING:
-        notes.append(
-            f"the workers took the cores from the training: {crowding:.0%} of a step was spent queueing for one "
-            "behind them, and counts as waiting for data"
-        )
-    if not state["loaders"]:
-        notes.append(
-            "no DataLoader was used: time between the model's calls was measured by sampling the training thread"
-            if state.get("training")
-            else "no DataLoader was used, and no sample of the training thread was taken: waiting was not measured"
-        )
-    if "skipped" in state["profile"]:
-        notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")
-    if state["stands"]:
-        notes.append(f"at the end the script had been standing at {state['stands']} for a while")
-    others = [
-        one
-        for one in processes
-        if one is not main and one.rank is None and one.rows and one.state["role"] != "worker"
-    ]
-    if others:
-        notes.append(
-            f"{len(others)} other processes of the script trained too; this is the longest"
-        )
-    return notes
-
-
-def _queued_outside(rows: Sequence[Row], clock: Clock) -> float:
-    """Return the share of the steps in which the training queued for a core behind other programs."""
-    queued = sum(row.delay for row in rows) / max(1e-9, sum(row.seconds for row in rows))
-    return queued * clock.outside
-
-
-# -- the step --------------------------------------------------------------------------------------
-
-
-def _costliest(sites: Sequence[tuple[dict[str, Any], str]], family: str) -> list[dict[str, Any]]:
-    """Return the sites of one family by line, the costliest first."""
-    merged: dict[tuple[str, str], dict[str, Any]] = {}
-    for site, kind in sites:
-        if kind == family:
-            known = merged.setdefault(
-                (site["where"], site["call"]), {**site, "calls": 0, "seconds": 0.0, "bytes": 0}
-            )
-            for name in ("calls", "seconds", "bytes"):
-                known[name] += site[name]
-    return sorted(merged.values(), key=lambda site: -site["seconds"])[:20]
-
-
-def _usual_sync(
-    state: Mapping[str, Any],
-    watched: Sequence[Row],
-    otherwise: float,
-    slowed: Spread | None,
-    step: Spread | None,
-) -> float:
-    """Return the factor from the seconds of all syncs to those of a usual step.
-
-    In a loop of thousands of calls the timing of each takes longer than the call. So the rest of a step in which calls
-    are timed is taken off a step in which they are not.
-
-    Args:
-        state: With the sites of the calls.
-        watched: Steps in which they were timed.
-        otherwise: The factor if most steps have none.
-        slowed: Seconds of these steps.
-        step: Seconds of a usual one.
-    """
-    sites = [site for site in state["sites"] if site["family"] == "sync"]
-    whole = float(sum(site["seconds"] for site in sites))
-    # A share of the time that was not queueing for a core: a call on a CPU counts without it.
-    shares = [row.sync / max(row.seconds - row.delay, 1e-9) for row in watched]
-    share = min(1.0, statistics.median(shares)) if shares else 0.0
-    if share <= 0 or whole <= 0 or slowed is None or step is None:
-        return otherwise
-    timed = share * slowed.median
-    calls = float(sum(site["calls"] for site in sites)) / num_watched_steps(state)
-    least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
-    # On a crowded machine timing takes longer; calls never take longer than the step that they are part of.
-    return min(timed, step.median, max(step.median - slowed.median + timed, least)) / whole
-
-
-def _usual_host(state: Mapping[str, Any], rows: Sequence[Row], clock: Clock) -> float:
-    """Return the factor from the seconds of all housekeeping to those of a step.
-
-    Where most steps have some, it is what their median step would be shorter without it: the mean of all steps also
-    holds the first ones, which collect less. Otherwise it is the mean.
-    """
-    told = (site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
-    whole = float(sum(told))
-    if whole > 0 and rows and statistics.median(row.host for row in rows) > 0:
-        step = statistics.median(map(clock.seconds, rows))
-        without = statistics.median(max(0.0, clock.seconds(row) - row.host) for row in rows)
-        if step > without:
-            return (step - without) / whole
-    return 1.0 / max(1, int(state["num_steps"]))
-
-
-def _calls(
-    state: Mapping[str, Any],
-    sites: Sequence[tuple[dict[str, Any], str]],
-    family: str,
-    usual: float,
-) -> tuple[HostCall, ...]:
-    """Return the calls of a family that is timed in every step; `usual` is the factor of `_usual_host`."""
-    per_step = 1.0 / max(1, state["num_steps"])
-    return tuple(
-        HostCall(s["where"], s["call"], s["calls"] * per_step, s["seconds"] * usual)
-        for s in _costliest(sites, family)
-    )
-
-
-def _copies(
-    sites: Sequence[tuple[dict[str, Any], str]], per_step: float, on_core: float
-) -> tuple[DeviceCopy, ...]:
+def _copies(state: Mapping[str, Any], usual: _Usual) -> tuple[DeviceCopy, ...]:
     """Return the copies to the device by line."""
+    count, second = usual.count_factors["copy"], usual.second_factors["copy"]
     found = (
         DeviceCopy(
             site["where"],
-            site["bytes"] * per_step,
-            site["seconds"] * per_step * on_core,
-            site["calls"] * per_step,
+            site["bytes"] * count,
+            site["seconds"] * second,
+            site["calls"] * count,
             pinned=family == "pinned",
         )
         for family in ("copy", "pinned")
-        for site in _costliest(sites, family)
+        for site in _costliest(state, family)
     )
     return tuple(sorted(found, key=lambda copy: -copy.seconds_per_step))
 
 
-def _allocator(
-    state: Mapping[str, Any], sites: Sequence[tuple[dict[str, Any], str]], usual: float
-) -> AllocatorFacts:
+def _allocator(state: Mapping[str, Any], usual: _Usual) -> AllocatorFacts:
     now, first = state["torch"], state["first_torch"]
-
-    def per_step_of(name: str) -> float | None:
-        if name not in now:
-            return None
-        grown = float(now[name] - first.get(name, 0))
-        return grown / max(1, int(state["num_steps"]) - WARM_UP)
-
-    return AllocatorFacts(
-        per_step_of("retries"),
-        per_step_of("device_allocs"),
-        _calls(state, sites, "empty", usual),
+    num_steps = max(1, int(state["num_steps"]) - WARM_UP)
+    retries, allocs = (
+        float(now[name] - first.get(name, 0)) / num_steps if name in now else None
+        for name in ("retries", "device_allocs")
     )
-
-
-def _unexplained(profile: Mapping[str, Any], computes: Spread | None) -> list[str]:
-    """Say that a step beside other work computes for much longer than its operators explain, so that it tells nothing.
-
-    Each takes longer with cold caches, and waits for its second thread, which has no core.
-    """
-    operators = _operators(profile)
-    if operators is None or computes is None:
-        return []
-    explained = operators.work_seconds + operators.per_step * OPERATOR_SECONDS
-    if computes.median < _MOST_UNEXPLAINED * explained:
-        return []
-    told = f"a step computes for {computes.median * 1e3:.3g} ms, and its operators explain {explained * 1e3:.3g} ms"
-    return [f"other work took the cores: {told}; measure again on a quiet machine"]
-
-
-def _notes_update(torch: Mapping[str, Any], rows: Sequence[Row], step: Spread | None) -> list[str]:
-    """Tell of an update on a CPU that takes much of a step and updates one tensor after the other."""
-    name, fused = torch.get("optimizer") or ("", True)
-    version = tuple(map(int, re.findall(r"\d+", torch.get("version") or "0")[:2]))
-    if fused or torch.get("cuda") or step is None or version < _FUSED_ON_CPU or not rows:
-        return []
-    share = statistics.median(row.optimizer * undisturbed(row) for row in rows) / step.median
-    if share < _NOTABLE_UPDATE:
-        return []
-    told = f"{share:.0%} of a step is the optimizer's update: `{name}(..., fused=True)` makes one pass over a tensor "
-    most = f"without the update a step would be × {1 / (1 - min(share, 0.9)):.2f} as fast at most"
-    return [f"{told}instead of several; {most}"]
+    return AllocatorFacts(retries, allocs, usual.calls(state, "empty"))
 
 
 def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | None:
@@ -592,20 +417,6 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
     )
 
 
-def _memory(rows: Sequence[Row]) -> MemoryFacts:
-    def last(name: str) -> int | None:
-        return next(
-            (value for row in reversed(rows) if (value := getattr(row, name)) is not None), None
-        )
-
-    return MemoryFacts(
-        device_bytes_per_step=creep([row.device_bytes for row in rows], CREEP_DEVICE_BYTES),
-        host_bytes_per_step=creep([row.host_bytes for row in rows], CREEP_HOST_BYTES),
-        device_bytes=last("device_bytes"),
-        host_bytes=last("host_bytes"),
-    )
-
-
 def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
     """Return the part of a step in which each rank does not wait for the others.
 
@@ -616,13 +427,10 @@ def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
     for one in processes:
         if one.rank is None or one.state["role"] == "worker":
             continue
-        rows, _ = usual_rows(one)
-        if rows:
-            shared = statistics.median(row.backward + row.collective for row in rows)
-            found[one.rank] = (
-                statistics.median(map(Clock.of(one, processes).seconds, rows)),
-                shared,
-            )
+        seen = Training(one, processes)
+        if seen.rows:
+            shared = statistics.median(row.backward + row.collective for row in seen.rows)
+            found[one.rank] = (statistics.median(map(seen.clock.seconds, seen.rows)), shared)
     if len(found) < 2:
         return ()
     least = min(shared for _, shared in found.values())
@@ -632,13 +440,182 @@ def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
     )
 
 
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def _why_no_step(processes: Sequence[Process], ending: str) -> str:
+    """Return why nothing was measured: how the script ended, and the line it was at until then."""
+    standing = [
+        place
+        for one in processes
+        if one.state.get("role") != "worker" and (place := one.state.get("stands"))
+    ]
+    # A launcher waits in a library; the process that it launched is in the user's code.
+    standing.sort(key=lambda place: is_foreign(place.rpartition(":")[0]))
+    if standing:
+        return f"no step was seen: {ending or 'it ended'}, and until then it stood at {standing[0]}"
+    when = "without a step" if ending == "it finished" else "before its first step"
+    return (
+        "no Python process of the script was seen to train with torch: "
+        f"{ending or 'it ended'} {when}"
+    )
+
+
+def _notes_elsewhere(seen: Training, elsewhere: Elsewhere) -> list[str]:
+    """Return notes about time that is in no other figure; none if it is little."""
+    state, whole = seen.state, max(elsewhere.whole, 1e-9)
+    notes = []
+    if elsewhere.loaders / whole >= _NOTABLE_SHARE:
+        others = [one for one in state["loaders"] if one["number"] != seen.number and one["where"]]
+        others.sort(key=lambda one: -one.get("batches", 0))
+        places = ", ".join(dict.fromkeys(one["where"] for one in others[:3]))
+        notes.append(
+            f"{elsewhere.loaders / whole:.0%} of the time since the first step went to another DataLoader, "
+            f"such as one for validation{f' ({places})' if places else ''}; it is not in these figures"
+        )
+    if elsewhere.evaluation / whole >= _NOTABLE_SHARE:
+        places = ", ".join(site["where"] for site in _costliest(state, "evaluation")[:3])
+        notes.append(
+            f"{elsewhere.evaluation / whole:.0%} of the time since the first step was evaluation, from model.eval() "
+            f"at {places} to model.train(); it is not in these figures"
+        )
+    long = _long_steps(state, elsewhere)
+    if long is not None:
+        listed = ", ".join(
+            f"{where} ({share:.0%})" for where, share in long.lines[:3] if share >= _NOTABLE_SHARE
+        )
+        place = f"mostly at {listed}" if listed else "at no line of your own"
+        notes.append(
+            f"{long.share:.0%} of the time of all steps is what {format_count(long.count, 'step')} "
+            f"took longer than the others, {long.seconds / long.count * 1e3:.3g} ms each, {place}"
+        )
+    if elsewhere.after / whole >= _NOTABLE_SHARE and not state["stands"]:
+        notes.append(
+            f"{elsewhere.after / whole:.0%} of the time since the first step came after the last one; "
+            "it is not in these figures"
+        )
+    return notes
+
+
+def _notes(seen: Training) -> list[str]:
+    state, rows, clock = seen.state, seen.rows, seen.clock
+    notes = list(state["notes"])
+    if state["kind"] == "batch":
+        notes.append("no optimizer step and no backward pass was seen: a step is one batch")
+    elif state["kind"] == "backward":
+        notes.append("no optimizer step was seen: a step is one backward pass")
+    if 0 < len(rows) < _FEW_STEPS:
+        told = "one step was" if len(rows) == 1 else f"{len(rows)} steps were"
+        notes.append(f"only {told} measured: every figure is rough")
+    queued = _queued_outside(seen)
+    if queued > _NOTABLE_QUEUEING:
+        notes.append(
+            f"other work on this machine took the cores: {queued:.0%} of a step was spent "
+            "queueing for one and is left out of the figures"
+        )
+    crowding = sum(map(clock.crowding, rows)) / max(1e-9, sum(map(clock.seconds, rows)))
+    if crowding > _NOTABLE_QUEUEING:
+        notes.append(
+            f"the workers took the cores from the training: {crowding:.0%} of a step was spent queueing for one "
+            "behind them, and counts as waiting for data"
+        )
+    if not state["loaders"]:
+        notes.append(
+            "no DataLoader was used: time between the model's calls was measured by sampling the training thread"
+            if state.get("training")
+            else "no DataLoader was used, and no sample of the training thread was taken: waiting was not measured"
+        )
+    if "skipped" in state["profile"]:
+        notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")
+    if state["stands"]:
+        notes.append(f"at the end the script had been standing at {state['stands']} for a while")
+    others = [
+        one
+        for one in seen.processes
+        if one is not seen.main and one.rank is None and one.rows and one.state["role"] != "worker"
+    ]
+    if others:
+        notes.append(
+            f"{len(others)} other processes of the script trained too; this is the longest"
+        )
+    return notes
+
+
+def _queued_outside(seen: Training) -> float:
+    """Return the share of the steps in which the training queued for a core behind other programs."""
+    queued = sum(row.delay for row in seen.rows)
+    return queued / max(1e-9, sum(row.seconds for row in seen.rows)) * seen.clock.outside
+
+
+def _notes_between(
+    lines: Sequence[HostCall], seconds: float | None, step: Spread | None
+) -> list[str]:
+    """Tell of code between the model's calls that takes less of a step than makes a finding."""
+    share = seconds / step.median if lines and seconds and step else 0.0
+    if not NOTABLE_BETWEEN / 2 <= share < NOTABLE_BETWEEN:
+        return []
+    told = f"{share:.0%} of a step is code between the model's calls, mostly at {lines[0].where}; below "
+    most = f"without it a step would be × {1 / (1 - share):.2f} as fast at most"
+    return [f"{told}{NOTABLE_BETWEEN:.0%} that is no finding: {most}"]
+
+
+def _why_unjudged(seen: Training, step: Spread | None, unjudged: list[str]) -> list[str]:
+    """Return why the steps cannot be judged: few of them, other work, or what `unjudged` says of their samples."""
+    profile = seen.state["profile"]
+    if not seen.rows:
+        return ["too few training steps ended to measure one: let it run for longer (--seconds)"]
+    if len(seen.rows) < _FEW_STEPS and not profile.get("operators"):
+        unjudged.append(
+            f"{len(seen.rows)} steps were measured and none of their operators: let it run for longer (--seconds)"
+        )
+    queued = _queued_outside(seen)
+    if queued > _MUCH_QUEUEING:
+        unjudged.append("other work on this machine had the cores most of the time")
+    elif queued > _NOTABLE_QUEUEING and step is not None and step.high > _UNEVEN * step.low:
+        unjudged.append(
+            f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure "
+            "again on a quiet machine"
+        )
+    elif queued > _NOTABLE_QUEUEING and not seen.state["torch"].get("cuda"):
+        unjudged += _unexplained(profile, Spread.of(map(computing, seen.plain)))
+    return unjudged
+
+
+def _unexplained(profile: Mapping[str, Any], computes: Spread | None) -> list[str]:
+    """Say that a step beside other work computes for much longer than its operators explain, so that it tells nothing.
+
+    Each takes longer with cold caches, and waits for its second thread, which has no core.
+    """
+    operators = _operators(profile)
+    if operators is None or computes is None:
+        return []
+    explained = operators.work_seconds + operators.per_step * OPERATOR_SECONDS
+    if computes.median < _MOST_UNEXPLAINED * explained:
+        return []
+    told = f"a step computes for {computes.median * 1e3:.3g} ms, and its operators explain {explained * 1e3:.3g} ms"
+    return [f"other work took the cores: {told}; measure again on a quiet machine"]
+
+
+def _notes_update(torch: Mapping[str, Any], rows: Sequence[Row], step: Spread | None) -> list[str]:
+    """Tell of an update on a CPU that takes much of a step and updates one tensor after the other."""
+    name, fused = torch.get("optimizer") or ("", True)
+    version = tuple(map(int, re.findall(r"\d+", torch.get("version") or "0")[:2]))
+    if fused or torch.get("cuda") or step is None or version < _FUSED_ON_CPU or not rows:
+        return []
+    share = statistics.median(row.optimizer * undisturbed(row) for row in rows) / step.median
+    if share < _NOTABLE_UPDATE:
+        return []
+    told = f"{share:.0%} of a step is the optimizer's update: `{name}(..., fused=True)` makes one pass over a tensor "
+    most = f"without the update a step would be × {1 / (1 - min(share, 0.9)):.2f} as fast at most"
+    return [f"{told}instead of several; {most}"]
+
+
 # -- drawing ---------------------------------------------------------------------------------------
 
 
-def _timeline(
-    main: Process, processes: Sequence[Process], number: int | None
-) -> tuple[TimelineSpan, ...]:
+def _timeline(seen: Training) -> tuple[TimelineSpan, ...]:
     """Return the spans of a few steps, with what the workers did meanwhile."""
+    main = seen.main
     raw = [tuple(span) for span in main.state["spans"]]
     drawn = sorted({step for step, *_ in raw if step < len(main.rows)})
     if not drawn:
@@ -661,14 +638,10 @@ def _timeline(
             if ended > row.start
         ]
     end = main.rows[drawn[-1]].start + main.rows[drawn[-1]].seconds
-    facts = facts_of(main, number)
-    for one in loading_processes(main, processes, number, facts["workers"]) if facts else ():
-        if facts and facts["workers"]:
-            spans += [
-                TimelineSpan(
-                    0, f"worker {one.state['worker_id']}", "load", f.start - zero, f.seconds
-                )
-                for f in one.fetches
-                if f.start + f.seconds > zero and f.start < end
-            ]
+    for one in seen.loading if seen.num_workers else ():
+        spans += [
+            TimelineSpan(0, f"worker {one.state['worker_id']}", "load", f.start - zero, f.seconds)
+            for f in one.fetches
+            if f.start + f.seconds > zero and f.start < end
+        ]
     return tuple(spans)

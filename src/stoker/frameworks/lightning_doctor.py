@@ -31,7 +31,7 @@ from stoker.doctor.findings import Consultation
 from stoker.doctor.findings_page import gain_text, spread_text
 from stoker.doctor.measurements import Measurements
 from stoker.doctor.probe import clocks, fetching, hooks, loading, recorder, sampling, steps
-from stoker.doctor.rules import diagnose, find_later, why_unjudged
+from stoker.doctor.rules import consult
 from stoker.doctor.transcript import read_folder
 from stoker.doctor.transcript_measures import measure
 from stoker.frameworks.adapted import AdaptedLoader, count_samples
@@ -57,41 +57,19 @@ def probing(folder: Path) -> Iterator[recorder.Recorder]:
         register_optimizer_step_pre_hook(steps._before_update),
         register_optimizer_step_post_hook(steps._after_update),
     ]
-    replaced = _replace_methods()
     try:
-        yield seen
+        with hooks.lent():
+            loading.install(torch)
+            fetching.install(torch)
+            steps._torch = torch
+            hooks.replace(torch.autograd, "backward", steps._timed_backward)
+            yield seen
     finally:
-        for owner, name, original in reversed(replaced):
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
         for handle in handles:
             handle.remove()
         seen.finish()
         sampling._pid = 0  # ends the thread that looks at what is loaded
         recorder._RECORDER = before if before is not None else seen  # a thread may still ask for it
-
-
-def _replace_methods() -> list[tuple[Any, str, Any]]:
-    """Put the probe's wrappers in; return what stood there, None where it was inherited."""
-    replaced: list[tuple[Any, str, Any]] = []
-    put_in = hooks.replace
-
-    def keeping(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        if hasattr(owner, name):
-            replaced.append((owner, name, vars(owner).get(name)))
-            put_in(owner, name, make)
-
-    hooks.replace = keeping
-    try:
-        loading.install(torch)
-        fetching.install(torch)
-        steps._torch = torch
-        hooks.replace(torch.autograd, "backward", steps._timed_backward)
-    finally:
-        hooks.replace = put_in
-    return replaced
 
 
 class DoctorCallback(pl.Callback):
@@ -191,14 +169,7 @@ class DoctorCallback(pl.Callback):
             measured = measure(read_folder(self._folder), ran, attach.machine_facts())
         if self._facts and self._clock is not None and not self._clock.num_waits:
             measured = replace(measured, wait_seconds=None, notes=(*measured.notes, UNTOLD))
-        measured = self._with_loader(measured)
-        findings = diagnose(measured)
-        self.consultation = Consultation(
-            measured,
-            tuple(findings),
-            unjudged=why_unjudged(measured, findings),
-            later=tuple(find_later(measured, findings)),
-        )
+        self.consultation = consult(self._with_loader(measured))
         if self._run_dir is not None:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             document = {"generator": SIGNATURE, **self.consultation.to_json()}

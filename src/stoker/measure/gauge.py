@@ -12,13 +12,17 @@ before they run, estimated in proportion to the last one.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import TypeVar
 
 import psutil
 import torch
 
 from stoker.machine import forget_peak, peak_rss_bytes, probe, rss_bytes
+from stoker.train.oom import forget_frames, is_oom
 from stoker.units import format_bytes
 
+T = TypeVar("T")
 MARGIN = 0.10
 """Share of the memory that must stay free, for fragments, other processes and a longer batch."""
 
@@ -33,7 +37,10 @@ class Gauge:
         self._before = 0
         self._seen: tuple[int, int] | None = None
         # Once: the limit of the process does not depend on what it holds at the moment.
-        self._room = 0 if self._on_gpu else rss_bytes() + _available_ram()
+        self._room = 0
+        if not self._on_gpu:
+            free = probe().ram_available_bytes or int(psutil.virtual_memory().available)
+            self._room = rss_bytes() + free
         self.cap_bytes = 0  # limit of the current try, including what the process used before it
 
     def begin(self) -> None:
@@ -64,6 +71,22 @@ class Gauge:
             return torch.cuda.max_memory_reserved(self.device)
         return peak_rss_bytes()
 
+    def attempt(self, size: int, work: Callable[[], T]) -> tuple[T | None, str]:
+        """Run one try; return what it gave, or None and why: it must not be tried, or memory ran out."""
+        self.begin()
+        refused = self.expect(size)
+        if refused:
+            return None, refused
+        try:
+            done = work()
+        except Exception as error:  # a loader's thread wraps it in an error of its own
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+            return None, "out of memory"
+        self.note(size)
+        return done, ""
+
     def note(self, size: int) -> None:
         """Remember the memory of a size that has run, for `expect`."""
         taken = max(0, self.peak_bytes() - self._before)
@@ -82,7 +105,3 @@ class Gauge:
             f"not tried: by the memory of {seen:,} it would take {format_bytes(expected)}, and "
             f"{format_bytes(self.cap_bytes)} may be used"
         )
-
-
-def _available_ram() -> int:
-    return probe().ram_available_bytes or int(psutil.virtual_memory().available)

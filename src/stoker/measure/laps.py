@@ -74,32 +74,32 @@ class Stopwatch:
         # an epoch returns no batch, so every batch stores the number of its mark.
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
-        self._asked: list[int] = []
-        self._came: list[float] = []
-        self._counts: list[int] = []
+        self._batches: list[
+            tuple[int, float, int]
+        ] = []  # number of its mark, when it came, samples
 
     @property
     def began(self) -> float:
         """Time at which the first counted batch was asked for."""
-        return self._marks[self._asked[self._first]]
+        return self._marks[self._batches[self._first][0]]
 
     @property
     def _first(self) -> int:
-        return min(self._patience.warm_up, max(0, len(self._came) - self._patience.least))
+        return min(self._patience.warm_up, max(0, self.num_batches - self._patience.least))
 
     @property
     def num_batches(self) -> int:
         """Batches that were yielded."""
-        return len(self._came)
+        return len(self._batches)
 
     def is_enough(self) -> bool:
         """Whether no more batches are wanted."""
-        counted = len(self._came) - self._patience.warm_up
+        counted = self.num_batches - self._patience.warm_up
         if counted >= self._patience.steps:
             return True
         if counted < self._patience.least:
             return False
-        began = self._marks[self._asked[self._patience.warm_up]]
+        began = self._marks[self._batches[self._patience.warm_up][0]]
         return self._marks[-1] - began > self._patience.seconds
 
     def timed(self, batches: Iterable[_T]) -> Iterator[_T]:
@@ -114,9 +114,8 @@ class Stopwatch:
             batch = next(source, None)
             if batch is None:
                 return
-            self._came.append(time.perf_counter())
-            self._asked.append(len(self._marks) - 1)
-            self._counts.append(_count_samples(batch))
+            came = time.perf_counter()
+            self._batches.append((len(self._marks) - 1, came, _count_samples(batch)))
             yield batch
 
     def laps(self, *, with_epoch_ends: bool = True) -> list[Lap]:
@@ -126,16 +125,17 @@ class Stopwatch:
         """
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        first, last = self._first, len(self._marks) - 1
+        counted, last = self._batches[self._first :], len(self._marks) - 1
+        following = [*(asked for asked, _, _ in counted[1:]), last]
         return [
             Lap(
-                self._between(self._asked[first], asked),
-                self._came[number] - self._marks[asked],
-                self._between(asked, following if with_epoch_ends else asked + 1),
-                self._counts[number],
+                self._between(counted[0][0], asked),
+                came - self._marks[asked],
+                self._between(asked, end if with_epoch_ends else asked + 1),
+                num_samples,
             )
-            for number, (asked, following) in enumerate(pairwise([*self._asked, last]))
-            if number >= first and asked < last
+            for (asked, came, num_samples), end in zip(counted, following, strict=False)
+            if asked < last
         ]
 
     def _between(self, one: int, other: int) -> float:
@@ -146,7 +146,8 @@ class Stopwatch:
 
     def _mark(self) -> None:
         """Record that a batch is asked for; after an epoch's end, for the second time."""
-        is_again = bool(self._marks) and (not self._asked or self._asked[-1] < len(self._marks) - 1)
+        last = self._batches[-1][0] if self._batches else -1
+        is_again = bool(self._marks) and last < len(self._marks) - 1
         if self._each is not None and not is_again:
             self._each()
         if self._on_gpu:

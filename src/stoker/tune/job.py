@@ -22,7 +22,7 @@ import torch
 from stoker.config import Settings
 from stoker.errors import InputError
 from stoker.measure.search import LEAST_GAIN, UpdateShape, choose, climb, keeps_update, shape_ladder
-from stoker.recipes.run import open_run
+from stoker.recipes.run import Run, open_run
 from stoker.report import Progress, Silent
 from stoker.tune.trial import Effort, JobBench, Measured
 from stoker.units import GIB, MIB, format_bytes, format_count
@@ -88,51 +88,26 @@ def tune_job(
     Raises:
         InputError: Not even one sample at once fits, or the job cannot be made.
     """
-    told = progress or Silent()
-    effort = effort or Effort()
     with open_run(settings, device=device) as run:
-        bench = JobBench(run, effort)
-        search = _Search(run.settings, bench, run.device, told, run.job.scales_rate)
-        is_fixed = run.job.lanes is not None
-        search.try_batch_sizes(is_fixed)
-        return search.finish(effort, grow_update)
+        return _Search(run, effort or Effort(), progress or Silent()).finish(grow_update)
 
 
 class _Search:
     """The state of one tuning: what was tried, and the settings that are best so far."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        bench: JobBench,
-        device: torch.device,
-        told: Progress,
-        scales_rate: bool,
-    ) -> None:
-        self._settings, self._bench, self._device, self._told = settings, bench, device, told
-        self._scales_rate = scales_rate
-        self._configured = UpdateShape(
-            settings.training.batch_size, settings.training.gradient_accumulation_steps
-        )
-        self._ladder: tuple[UpdateShape, ...] = ()
-        self._tried: dict[int, Measured] = {}
+    def __init__(self, run: Run, effort: Effort, told: Progress) -> None:
+        self._run, self._effort, self._told = run, effort, told
+        self._settings, self._bench = run.settings, JobBench(run, effort)
+        training = run.settings.training
+        self._configured = UpdateShape(training.batch_size, training.gradient_accumulation_steps)
+        self._ladder = shape_ladder(self._configured, self._bench.num_samples)
         self._options: list[OptionTry] = []
         self._left_alone: dict[str, str] = {}
-
-    # -- batch sizes -----------------------------------------------------------------------
-
-    def try_batch_sizes(self, is_fixed: bool) -> None:
-        """Measure the rate per batch size; with lanes only the configured one, which is part of the model."""
-        self._ladder = shape_ladder(self._configured, self._bench.num_samples)
-        if is_fixed:
+        if run.job.lanes is not None:
             self._ladder = (self._configured,)
             self._left_alone[_BATCH] = "every lane is a row of the batch: it is part of the job"
-        self._told.start("batch sizes", None, "tries")
-        self._tried = climb(len(self._ladder), self._start, self._measure_level)
-
-    @property
-    def _start(self) -> int:
-        return self._ladder.index(self._configured)
+        self._start = self._ladder.index(self._configured)
+        self._tried: dict[int, Measured] = {}
 
     def _measure_level(self, level: int) -> Measured:
         return self._measure(_shaped(self._settings, self._ladder[level]), "")
@@ -143,10 +118,10 @@ class _Search:
         self._told.say(f"{what}{describe(done)}")
         return done
 
-    # -- the rest --------------------------------------------------------------------------
-
-    def finish(self, effort: Effort, grow_update: bool) -> Tuned:
-        """Choose a size, try the options beside it, and run the result longer."""
+    def finish(self, grow_update: bool) -> Tuned:
+        """Measure the rate per batch size, choose one, try the options beside it, and run the result longer."""
+        self._told.start("batch sizes", None, "tries")
+        self._tried = climb(len(self._ladder), self._start, self._measure_level)
 
         def allowed(level: int) -> bool:
             return grow_update or keeps_update(self._ladder[level], self._configured)
@@ -167,7 +142,7 @@ class _Search:
                 value, here = self._try_option(chosen.changed(changes), name, values, here)
                 if value is not None:
                     changes[name] = value
-            final = self._verify(chosen.changed(changes), effort)
+            final = self._verify(chosen.changed(changes))
             if final.fits:
                 break
             self._told.say(f"batch {here.shape.batch_size} is given up: {final.reason}")
@@ -175,7 +150,7 @@ class _Search:
         if not changes and level == self._start:
             return self._sum_up(chosen, changes, final)
         # Others on the machine may have come or gone since the config was measured.
-        before = self._verify(self._settings, effort, "the config, run as long")
+        before = self._verify(self._settings, "the config, run as long")
         if before.fits and before.rate is not None and final.rate is not None:
             self._tried[self._start] = before
             if final.rate < before.rate * (1 + LEAST_GAIN):
@@ -183,11 +158,9 @@ class _Search:
                 return self._sum_up(self._settings, {}, before)
         return self._sum_up(chosen, changes, final)
 
-    def _verify(
-        self, settings: Settings, effort: Effort, what: str = "the result, run longer"
-    ) -> Measured:
+    def _verify(self, settings: Settings, what: str = "the result, run longer") -> Measured:
         """Run settings twice as long: memory may run out later."""
-        longer = replace(effort, seconds=2 * effort.seconds, num_slices=2 * effort.num_slices)
+        longer = Effort(2 * self._effort.seconds, 2 * self._effort.num_slices)
         final = self._bench.measure(settings, longer)
         self._told.say(f"{what}: {describe(final)}")
         return final
@@ -199,7 +172,7 @@ class _Search:
         for name in ("data.num_workers", "data.prefetch_factor"):
             self._left_alone[name] = _WORKERS
         offers: list[tuple[str, Sequence[Any]]] = []
-        if self._device.type != "cuda":
+        if self._run.device.type != "cuda":
             self._left_alone[_CAPTURE] = "there are no CUDA graphs on the CPU"
         elif self._settings.training.capture == "off":
             offers.append((_CAPTURE, ["auto"]))
@@ -223,11 +196,9 @@ class _Search:
     ) -> tuple[Any, Measured]:
         """Return the value that gains enough, or None, and its measurement."""
         self._told.start(name, None, "tries")
-        ladder: list[Any] = [*values]
-        if name == _CHUNK:
-            start = _CHUNK_FACTORS.index(1.0)
-        else:
-            ladder, start = [None, *values], 0
+        ladder, start = (
+            ([*values], _CHUNK_FACTORS.index(1.0)) if name == _CHUNK else ([None, *values], 0)
+        )
 
         def measure(level: int) -> Measured:
             if level == start:
@@ -248,7 +219,7 @@ class _Search:
     def _nothing_fits(self) -> InputError:
         smallest = self._tried[min(self._tried)]
         return InputError(
-            f"no batch size fits on {self._device}: with {smallest.shape.batch_size} at once "
+            f"no batch size fits on {self._run.device}: with {smallest.shape.batch_size} at once "
             f"{smallest.reason}.",
             "a job whose step fits",
             "training.precision=bf16, training.activation_checkpointing=true, or a smaller model",
@@ -280,7 +251,7 @@ class _Search:
             kept += ", as before" if after == before else f" instead of {before:,}"
             return [f"{kept}: the learning rate stays {rate:g}"]
         factor = after / before
-        if self._scales_rate:
+        if self._run.job.scales_rate:
             said = "the recipe scales the learning rate by its lr_rule"
         else:
             said = (

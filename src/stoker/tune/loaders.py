@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,34 +86,20 @@ def tune_loader(
     start = first_workers(machine)
     bench = _LoaderBench(make_loader, step, target, effort or Effort())
     choice = LoaderChoice(start, 2)
-    workers = sorted({0, *(n for n in _doubling(start, max(start, 2 * cores)))})
-    choice = bench.improve(choice, "num_workers", workers)
+    most = max(start, 2 * cores)
+    halved = (start >> times for times in range(start.bit_length()))
+    doubled = (start << times for times in range(most.bit_length()) if start << times <= most)
+    choice = bench.improve(choice, "num_workers", sorted({0, *halved, *doubled}))
     if choice.num_workers:
         choice = bench.improve(choice, "prefetch_factor", [1, 2, 4, 8])
     if target.type == "cuda":
         choice = bench.improve(choice, "depth", [1, 2, 4])
     first, best = bench.known[LoaderChoice(start, 2)], bench.known[choice]
     gain = (best.rate or 0.0) / (first.rate or 1.0)
-    reason = (
-        f"started at {start} workers, half of {cores} usable cores, 8 at most and 1 at least; "
-        + (
-            "which nothing beats by 2 %"
-            if choice == first.choice
-            else f"{gain:.2f} times that rate"
-        )
-    )
-    return TunedLoader(choice, tuple(bench.known.values()), reason)
-
-
-def _doubling(start: int, most: int) -> Iterator[int]:
-    below = start
-    while below > 1:
-        below //= 2
-        yield below
-    size = start
-    while size <= most:
-        yield size
-        size *= 2
+    began = f"started at {start} workers, half of {cores} usable cores, 8 at most and 1 at least"
+    gained = f"{gain:.2f} times that rate"
+    told = "which nothing beats by 2 %" if choice == first.choice else gained
+    return TunedLoader(choice, tuple(bench.known.values()), f"{began}; {told}")
 
 
 class _LoaderBench:

@@ -22,7 +22,6 @@ from stoker.measure.laps import Patience, block_rates
 from stoker.measure.search import Outcome, OutcomeT, UpdateShape
 from stoker.recipes.run import Run
 from stoker.report import Silent
-from stoker.train.oom import forget_frames, is_oom
 from stoker.train.ranks import Ranks
 from stoker.units import format_bytes
 
@@ -83,10 +82,9 @@ class Measured(Outcome):
 class JobBench:
     """Measures one job at many settings; its store is used, and its model is copied for each try."""
 
-    def __init__(self, run: Run, effort: Effort, gauge: Gauge | None = None) -> None:
-        self._run = run
-        self._effort = effort
-        self._gauge = gauge or Gauge(run.device)
+    def __init__(self, run: Run, effort: Effort) -> None:
+        self._run, self._effort = run, effort
+        self._gauge = Gauge(run.device)
 
     @property
     def num_samples(self) -> int:
@@ -105,26 +103,20 @@ class JobBench:
 
     def _measure(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
         gauge = self._gauge
-        gauge.begin()
-        nothing = Measured(None, False, shape=shape, cap_bytes=gauge.cap_bytes)
-        refused = gauge.expect(shape.batch_size)
-        if refused:
-            return replace(nothing, reason=refused)
         try:
-            done = self._try(settings, shape, effort)
+            done, reason = gauge.attempt(
+                shape.batch_size, lambda: self._try(settings, shape, effort)
+            )
         except DoesNotFitError as error:
-            return replace(nothing, reason=error.given)
-        except Exception as error:  # a loader's thread wraps it in an error of its own
-            if not is_oom(error):
-                raise
-            forget_frames(error)
-            return replace(nothing, reason="out of memory")
-        gauge.note(shape.batch_size)
+            done, reason = None, error.given
+        cap = gauge.cap_bytes
+        if done is None:
+            return Measured(None, False, reason, shape=shape, cap_bytes=cap)
         peak = gauge.peak_bytes()
-        done = replace(done, peak_bytes=peak, cap_bytes=gauge.cap_bytes)
-        if peak <= gauge.cap_bytes:
+        done = replace(done, peak_bytes=peak, cap_bytes=cap)
+        if peak <= cap:
             return done
-        reason = f"{format_bytes(peak)} leave too little free: {format_bytes(gauge.cap_bytes)} may be used"
+        reason = f"{format_bytes(peak)} leave too little free: {format_bytes(cap)} may be used"
         return replace(done, fits=False, reason=reason)
 
     def _try(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
@@ -137,9 +129,14 @@ class JobBench:
                 return self._try(settings.changed({"training.batch_size": each}), shape, effort)
         run, steps = self._run, shape.accumulation_steps
         job = replace(run.job, model=copy.deepcopy(run.job.model))
-        trial = Run(
-            _for_measuring(settings), run.chosen, run.store, job, run.folder, run.device, Silent()
+        bare = settings.changed(
+            {
+                "training.survive_oom": False,
+                "training.log_gpu_stats_every_n_batches": 0,
+                "training.tensorboard": False,
+            }
         )
+        trial = Run(bare, run.chosen, run.store, job, run.folder, run.device, Silent())
         warm_up = -(-warm_up_batches(run.device) // steps) * steps
         patience = Patience(warm_up, _MANY_BATCHES, effort.seconds, 2 * steps)
         # The pause between epochs would make small data sets look slow: a run's epochs are longer.
@@ -158,13 +155,3 @@ class JobBench:
             step="" if step is None else str(step.values["how"]),
             is_captured=timed.history.is_captured,
         )
-
-
-def _for_measuring(settings: Settings) -> Settings:
-    return settings.changed(
-        {
-            "training.survive_oom": False,
-            "training.log_gpu_stats_every_n_batches": 0,
-            "training.tensorboard": False,
-        }
-    )

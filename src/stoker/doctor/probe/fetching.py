@@ -79,7 +79,7 @@ def _add(
     seen = recorder.get()
     if not seen.kind or seen.training_thread != clocks.current_thread():
         return
-    if family == "sync" and loading.is_inside():
+    if family == "sync" and loading.of_thread.inside:
         return
     site = seen.site(family, frame, call)
     seconds = ended - began

@@ -11,7 +11,7 @@ import functools
 import importlib.abc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,27 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     wrapper = make(original)
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(wrapper, original)
+    _replaced.append((owner, name, vars(owner).get(name)))
     setattr(owner, name, wrapper)
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+"""Owner, name and what stood there, None where it was inherited."""
+
+
+@contextlib.contextmanager
+def lent() -> Iterator[None]:
+    """Take out again, at the end of the block, what is put in within it."""
+    first = len(_replaced)
+    try:
+        yield
+    finally:
+        while len(_replaced) > first:
+            owner, name, own = _replaced.pop()
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 def hide_from_compiler(trace_rules: Any) -> None:

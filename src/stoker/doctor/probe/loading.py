@@ -7,6 +7,7 @@ loaded the batch. Costs about 3 µs per batch in the training process, 6 µs in 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -18,12 +19,14 @@ from . import clocks, hooks, places, recorder, sampling
 _LOADER_VARIABLE = "STOKER_DOCTOR_LOADER"
 _MOST_FETCH_ROWS = 4000
 _ALL_FETCHES, _SHORT_FETCH_SECONDS = 64, 2e-3
+_NUM_PLACES = 4
+"""Lines that tell one DataLoader from another: its own, and those that called it."""
 _FEW_SAMPLES = 64
 """In batches of up to this many samples each sample is timed: only small batches may be too small."""
 
 
 class _OfThread(threading.local):
-    """Whether this thread is loading a batch."""
+    """Whether this thread is loading a batch; its calls are then not part of the step."""
 
     inside = False
 
@@ -64,7 +67,8 @@ def _noting_arguments(original: Any) -> Any:
         original(self, *args, **kwargs)
         with recorder.guarded("DataLoader"):
             # A subclass that wraps another loader comes here twice; the first caller is the user's line.
-            self.__dict__.setdefault("_stoker_places", places.places_of(sys._getframe(1)))
+            made_at = itertools.islice(places.own_places(sys._getframe(1)), _NUM_PLACES)
+            self.__dict__.setdefault("_stoker_places", tuple(made_at))
 
     return __init__
 
@@ -188,11 +192,6 @@ def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:
     return max(0.0, ended - began - queued)
 
 
-def is_inside() -> bool:
-    """Return whether this thread is loading a batch now; its calls are then not part of the step."""
-    return of_thread.inside
-
-
 def _timed_next(original: Any) -> Any:
     def __next__(self: Any) -> Any:  # noqa: N807
         facts = getattr(self, "_stoker_facts", None)
@@ -245,7 +244,8 @@ def _note_batch(seen: Any, iterator: Any, facts: dict[str, Any], data: Any, wait
     seen.batches += 1
     seen.samples += _num_samples(data) or facts["batch_size"] or 0
     if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...: reading a batch costs time
-        facts["batch_bytes"] = _num_bytes(data)
+        sizes = (tensor.numel() * tensor.element_size() for tensor in _tensors(data))
+        facts["batch_bytes"] = int(sum(sizes))
         _look_for_bad_values(seen, data, facts)
         seen.disturb()
 
@@ -272,10 +272,6 @@ def _num_samples(data: Any) -> int | None:
     for tensor in _tensors(data):
         return int(tensor.shape[0]) if tensor.dim() else 1
     return None
-
-
-def _num_bytes(data: Any) -> int:
-    return int(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(data)))
 
 
 def _look_for_bad_values(seen: Any, data: Any, facts: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import clocks, hooks, recorder
@@ -222,35 +222,37 @@ def _stop(seen: Any, keep: bool) -> None:
         seen.disturb(8)
 
 
-def _pinned_bytes_per_second(torch: Any) -> float:
-    """Return the rate of copies from pinned memory to the device: what pageable ones could have."""
-    held = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+def _least_seconds(torch: Any, work: Callable[[], Any]) -> float:
+    """Return the seconds that some work takes on the GPU: the least of three times."""
     taken = []
     for _ in range(3):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        there.copy_(held, non_blocking=True)
+        work()
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
-    return float(_COPIED_BYTES / min(taken))
+    return min(taken)
+
+
+def _pinned_bytes_per_second(torch: Any) -> float:
+    """Return the rate of copies from pinned memory to the device: what pageable ones could have."""
+    held = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    return _COPIED_BYTES / _least_seconds(torch, lambda: there.copy_(held, non_blocking=True))
 
 
 def _double_times(torch: Any) -> float:
     """Return how many times as long a product in float64 takes on this GPU as in float32: 1 to 64, by its make."""
+
+    def multiply() -> None:
+        for _ in range(_NUM_PRODUCTS):
+            torch.mm(matrix, matrix)
+
     taken = []
     with torch.no_grad():
         for kind in (torch.float64, torch.float32):
             matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=kind, device="cuda")
-            turns = []
-            for _ in range(3):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(_NUM_PRODUCTS):
-                    torch.mm(matrix, matrix)
-                torch.cuda.synchronize()
-                turns.append(time.perf_counter() - began)
-            taken.append(min(turns))
+            taken.append(_least_seconds(torch, multiply))
     return taken[0] / taken[1]
 
 

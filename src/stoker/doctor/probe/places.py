@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,18 @@ def _is_installed(file: Path) -> bool:
     return False
 
 
+def own_places(frame: Any) -> Iterator[str]:
+    """Yield file:line of the frames in the user's own code, innermost first."""
+    while frame is not None:
+        # Code without lines was generated, by whomever.
+        if frame.f_lineno and not is_foreign(frame.f_code.co_filename):
+            yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+
+
 def place_of(frame: Any) -> str:
     """Return file:line of the innermost frame in the user's own code; of the frame itself if there is none."""
-    own = frame
-    # Code without lines was generated, by whomever.
-    while own is not None and (is_foreign(own.f_code.co_filename) or not own.f_lineno):
-        own = own.f_back
-    own = own or frame
-    return f"{own.f_code.co_filename}:{own.f_lineno}"
-
-
-def places_of(frame: Any) -> tuple[str, ...]:
-    """Return file:line of up to four frames in the user's own code, innermost first."""
-    places: list[str] = []
-    while frame is not None and len(places) < 4:
-        if frame.f_lineno and not is_foreign(frame.f_code.co_filename):
-            places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back
-    return tuple(places)
+    return next(own_places(frame), f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 def is_in_module(frame: Any) -> bool:

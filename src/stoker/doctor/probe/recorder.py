@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,16 @@ KINDS = {"batch": 0, "backward": 1, "optimizer": 2, "replay": 3}
 """Events that may end a step, by rank. The highest kind that was seen counts: an optimizer's update if there is
 one. A CUDA graph that is replayed without any optimizer call contains the whole step."""
 _REPLAYS_WITHOUT_UPDATE = 16
+
+
+COUNTS = ("doing", "lines", "training", "between", "late", "late_lines", "model_lines")
+"""What is counted by sampling: kinds of work and lines of loading, then of the training thread: between the model's
+calls, in steps that take too long, in modules."""
+_TOLD = (
+    "pid", "ppid", "role", "kind", "num_steps", "num_watched", "num_fetches", "num_watched_fetches", "loader_id",
+    "worker_id", "profile", "torch", "first_torch",
+)  # fmt: skip
+"""Attributes that a snapshot has as they are."""
 
 
 class Row(NamedTuple):
@@ -181,10 +192,8 @@ class Recorder:
         self.overrides: dict[str, Any] = {}
         self.reset("main")
 
-    def reset(self, role: str) -> None:  # noqa: PLR0915  one attribute per line
+    def reset(self, role: str) -> None:
         """Forget everything, for a new process."""
-        global watching  # noqa: PLW0603
-        watching = True
         self.pid, self.ppid = os.getpid(), os.getppid()
         self.role = role
         self.lock = threading.RLock()
@@ -206,15 +215,9 @@ class Recorder:
         self.on_step: list[Any] = []
         self.on_restart: list[Any] = []
         self.call_at = self.stop_at = _NEVER
-        # Of the running step.
-        self.wait = self.wait_delay = self.held_delay = 0.0
-        self.backward = self.optimizer = self.sync = self.collective = self.host = 0.0
-        self.evaluation = 0.0
+        self.usual_seconds = float("inf")
+        self._begin_step()
         self.evaluated: tuple[int, float, Site] | None = None
-        self.batches = self.samples = 0
-        self.flags = 0
-        self.loader_of_step = -1
-        self.drawing = False
         # By place.
         self.sites: dict[tuple[str, str, int, int], Site] = {}
         self.loaders: dict[Any, dict[str, Any]] = {}
@@ -224,18 +227,11 @@ class Recorder:
         self.fetches: list[Fetch] = []
         self.num_fetches = 0
         self.num_watched_fetches = 0
-        self.seen_doing: dict[str, int] = {}
-        self.seen_lines: dict[str, int] = {}
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in COUNTS}
         # Of the training thread, sampled.
-        self.training_doing: dict[str, int] = {}
         self.trains_modules = False
-        self.between_lines: dict[str, int] = {}
-        self.usual_seconds = float("inf")
         self.looks: list[tuple[str, str | None, int]] = []
         self.looked_at = 0
-        self.late_doing: dict[str, int] = {}
-        self.late_lines: dict[str, int] = {}
-        self.model_lines: dict[str, int] = {}
         self.fetch_delay = 0.0
         self.short_fetches = False
         self.loader_id = -1
@@ -280,9 +276,8 @@ class Recorder:
             self.num_steps = self.num_counted = self.num_watched = self.num_written = 0
             self.sites.clear()
             self.spans.clear()
-            self.training_doing.clear()
-            for counted in (self.between_lines, self.late_doing, self.late_lines, self.model_lines):
-                counted.clear()
+            for name in COUNTS[2:]:
+                self.counts[name].clear()
             self.write({"event": "restart", "kind": kind})
         self.step_cpu, self.step_delay = time.thread_time(), clocks.run_delay()
         self._begin_step()
@@ -415,12 +410,7 @@ class Recorder:
         sites = list(self.sites.items())
         return {
             "event": "state",
-            "pid": self.pid,
-            "ppid": self.ppid,
-            "role": self.role,
-            "kind": self.kind,
-            "num_steps": self.num_steps,
-            "num_watched": self.num_watched,
+            **{name: getattr(self, name) for name in _TOLD},
             "cpu": cpu,
             "busy": busy,
             "running": running if self.kind else None,
@@ -428,23 +418,10 @@ class Recorder:
             "loaders": [dict(facts) for facts in list(self.loaders.values())],
             "hdf5": [dict(data) for data in list(self.hdf5.values())],
             "bad": {what: list(counts) for what, counts in list(self.bad.items())},
-            "num_fetches": self.num_fetches,
-            "num_watched_fetches": self.num_watched_fetches,
-            "doing": dict(self.seen_doing),
-            "lines": _largest(self.seen_lines),
-            "training": dict(self.training_doing),
+            **{name: _largest(counts) for name, counts in self.counts.items()},
             "modules": self.trains_modules,
-            "between": _largest(self.between_lines),
-            "late": dict(self.late_doing),
-            "late_lines": _largest(self.late_lines),
-            "model_lines": _largest(self.model_lines),
-            "loader_id": self.loader_id,
-            "worker_id": self.worker_id,
             "spans": list(self.spans),
-            "profile": self.profile,
             "stands": self._stuck_place(),
-            "torch": self.torch,
-            "first_torch": self.first_torch,
             "notes": list(self.notes)[:20],
         }
 

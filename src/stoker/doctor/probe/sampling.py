@@ -53,24 +53,21 @@ _MODEL = (
 """Parts of paths that tell what the training thread is doing."""
 
 _LIBRARIES = (
-    ("h5py", "read"),
-    ("fsspec", "read"),
-    ("torchvision/transforms", "transform"),
-    ("albumentations", "transform"),
-    ("kornia", "transform"),
-    ("torchaudio/transforms", "transform"),
-    ("PIL/ImageFilter", "transform"),
-    ("PIL/ImageEnhance", "transform"),
-    ("PIL/ImageOps", "transform"),
-    ("PIL", "decode"),
-    ("imageio", "decode"),
-    ("gzip.py", "decode"),
-    ("lzma.py", "decode"),
-    ("bz2.py", "decode"),
-    ("zipfile.py", "decode"),
-    ("tarfile.py", "decode"),
-    ("/json/", "decode"),
-    ("pickle.py", "decode"),
+    ("read", ("h5py", "fsspec")),
+    (
+        "transform",
+        (
+            *("torchvision/transforms", "albumentations", "kornia", "torchaudio/transforms"),
+            *("PIL/ImageFilter", "PIL/ImageEnhance", "PIL/ImageOps"),
+        ),
+    ),
+    (
+        "decode",
+        (
+            *("PIL", "imageio", "gzip.py", "lzma.py", "bz2.py", "zipfile.py", "tarfile.py"),
+            *("json", "pickle.py"),
+        ),
+    ),
 )
 _WORDS = (
     (
@@ -155,7 +152,7 @@ def _weight_of_look(seen: Any) -> int:
     A later sample stands for more time than a first one: a step may change, as with a buffer that grows.
     """
     first = _SHORT_STEP_WEIGHT if seen.usual_seconds < _SHORT_STEP_SECONDS else 1
-    few = sum(seen.training_doing.values()) < first * _FIRST_LOOKS
+    few = seen.counts["training"].total() < first * _FIRST_LOOKS
     return first if few else _LATER_WEIGHT
 
 
@@ -181,10 +178,10 @@ def _look() -> None:
     if frame is None:
         return
     kind, line = describe(frame)
-    seen = recorder.get()
-    seen.seen_doing[kind] = seen.seen_doing.get(kind, 0) + 1
+    counts = recorder.get().counts
+    counts["doing"][kind] += 1
     if line is not None:
-        seen.seen_lines[line] = seen.seen_lines.get(line, 0) + 1
+        counts["lines"][line] += 1
 
 
 def _look_at_training(seen: Any, weight: int = 1) -> None:
@@ -204,32 +201,21 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
     if seen.looked_at != seen.num_steps:
         for kind_before, line_before, weight_before in seen.looks:
             if kind_before == "model" and line_before is not None:
-                known = seen.model_lines.get(line_before, 0)
-                seen.model_lines[line_before] = known + weight_before
-        _count(seen.looks, seen.training_doing, seen.between_lines, ("between", "data"))
+                seen.counts["model_lines"][line_before] += weight_before
+        _count(seen, "training", "between", ("between", "data"))
         seen.looked_at = seen.num_steps
     seen.looks.append((kind, line, weight))
     if late:
-        _count(seen.looks, seen.late_doing, seen.late_lines, ("between", "data", "model"))
+        _count(seen, "late", "late_lines", ("between", "data", "model"))
 
 
-def _count(
-    looks: list[tuple[str, str | None, int]],
-    doing: dict[str, int],
-    lines: dict[str, int],
-    of_kinds: tuple[str, ...],
-) -> None:
+def _count(seen: Any, doing: str, lines: str, of_kinds: tuple[str, ...]) -> None:
     """Count the samples of a step where they belong, which is known at its end or once it takes too long."""
-    for kind, line, weight in looks:
-        doing[kind] = doing.get(kind, 0) + weight
+    for kind, line, weight in seen.looks:
+        seen.counts[doing][kind] += weight
         if kind in of_kinds and line is not None:
-            lines[line] = lines.get(line, 0) + weight
-    looks.clear()
-
-
-def _looks_like_loading(frame: Any) -> bool:
-    named = _DATA_NAMES.search(frame.f_code.co_name)
-    return bool(named or kind_of(frame.f_code, frame.f_lineno))
+            seen.counts[lines][line] += weight
+    seen.looks.clear()
 
 
 def describe_training(frame: Any) -> tuple[str, str | None]:
@@ -244,7 +230,9 @@ def describe_training(frame: Any) -> tuple[str, str | None]:
         if of in ("timed", "model"):
             return of, line
         if of == "own":
-            if code.co_name != "<module>" and _looks_like_loading(frame):
+            if code.co_name != "<module>" and (
+                _DATA_NAMES.search(code.co_name) or kind_of(code, frame.f_lineno)
+            ):
                 kind = "data"
             if line is None:
                 line = f"{code.co_filename}:{frame.f_lineno}"
@@ -302,8 +290,8 @@ def kind_of(code: Any, lineno: int) -> str:
 def _classify(code: Any, lineno: int) -> str:
     # The library is surest, then the function's name, then the words on its line of source.
     filename = code.co_filename.replace(os.sep, "/")
-    for part, kind in _LIBRARIES:
-        if f"/{part.strip('/')}" in filename:
+    for kind, parts in _LIBRARIES:
+        if any(f"/{part}" in filename for part in parts):
             return kind
     for kind, words in _NAMES:
         if words.search(code.co_name):
