@@ -27,8 +27,8 @@ PAGE, PICTURES = "doctor-benchmark.md", "images/doctor"
 CLOSE = 0.3
 MENDED = (
     "The scripts ran in {} runs, and the doctor was improved after each. A later run began with the scripts that had "
-    "not run or had gone wrong. Its rows replace older ones in the figures above, which are therefore better than those "
-    "of any single run. Each run by itself:"
+    "not run or had gone wrong. Its rows replace older ones in the figures above, which are therefore better than "
+    "those of any single run. Each run by itself:"
 )
 TOOLS = {
     "py_spy": "py-spy, costliest line",
