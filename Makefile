@@ -15,7 +15,7 @@ TESTS := $(BIN)/pytest -q --workers 5 -m "not whole_gpu"
 run: $(STAMP) ## the main job: `stoker demo`, on data it makes itself
 	$(BIN)/stoker demo
 
-test: $(STAMP) ## the tests: contracts, parity, properties (five to six minutes on two cores)
+test: $(STAMP) ## the tests: contracts, parity, properties (about five minutes on two cores)
 	$(TESTS)
 
 lint: $(STAMP) ## ruff, as linter and as formatter

@@ -26,9 +26,9 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PAGE, PICTURES = "doctor-benchmark.md", "images/doctor"
 CLOSE = 0.3
 MENDED = (
-    "The scripts ran in {} runs, and the doctor was mended after each. A later run began with what had not run or had "
-    "gone wrong, and its rows replace older ones in the figures above, which are therefore kinder than those of any "
-    "run. Each run by itself:"
+    "The scripts ran in {} runs, and the doctor was improved after each. A later run began with the scripts that had "
+    "not run or had gone wrong. Its rows replace older ones in the figures above, which are therefore better than "
+    "those of any single run. Each run by itself:"
 )
 TOOLS = {
     "py_spy": "py-spy, costliest line",
@@ -156,16 +156,16 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         "|---|---|---|",
         (f"| top finding right | 90 % | {right['right']} of {right['of']} "
         f"({percent(right['right'] / max(1, right['of']))}) |"),
-        f"| the same, of scripts whose fix brought 5 % or more there, or whose cause ends the run | | {gaining} |",
-        f"| promises of speed on the other scripts with a cause, not kept | | {len(unkept)} of {len(others)} |",
+        f"| the same, for scripts whose fix gained 5 % or more there, or whose cause ends the run | | {gaining} |",
+        f"| predicted gains on other scripts with a cause that were not reached | | {len(unkept)} of {len(others)} |",
         f"| false alarms on healthy scripts | 0 | {alarms['alarms']} of {alarms['of']} |",
         (f"| predicted gain within ± 30 % of the measured one | 80 % | {percent(predictions['within_30_percent'])} "
         f"of {predictions['count']} |"),
         f"| median error of the prediction | | {percent(predictions['median_error'])} |",
         f"| both of two causes named, the second as hidden behind the first | | {both['right']} of {both['of']} |",
-        ("| step under the doctor against alone, p50 and p95 of the scripts | "
+        ("| slow-down of a step under the doctor, p50 and p95 of the scripts | "
         f"| {percent(summary['overhead']['p50'])}, {percent(summary['overhead']['p95'])} |"),
-        ("| runs of the same script against each other, p50 and p95: what the machine itself varies | "
+        ("| difference between two runs of the same script, p50 and p95: the noise of the machine | "
         f"| {percent(quantile(rows, 0.5))}, {percent(quantile(rows, 0.95))} |"),
         "",
         *runs_table(document["result"].get("runs", ())),
@@ -174,7 +174,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         "",
         f"![predicted against measured gain; dashed: ± 30 %]({PICTURES}/{name}-gains.svg)",
         "",
-        "What went wrong:" if wrong or far else "No verdict was wrong, and no prediction outside of ± 30 %.",
+        "What went wrong:" if wrong or far else "No verdict was wrong, and no prediction was off by more than 30 %.",
         "",
     ]  # fmt: skip
     lines += [
@@ -189,7 +189,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
         missing = ", ".join(f"`{one}`" for one in summary["not_run"])
         lines += [
             "",
-            f"Not run, because the time on that machine or a framework was missing: {missing}.",
+            f"Not run, for lack of time on that machine or of a framework: {missing}.",
         ]
     return [*lines, ""]
 
@@ -224,7 +224,7 @@ def by_gain(
 
 def told_without_gain(row: Mapping[str, Any]) -> str:
     """Say what the doctor told of a script whose planted fix brought nothing."""
-    told = f"its planted fix brought {times(row['measured'])} there, which makes it no cause; "
+    told = f"its planted fix gave {times(row['measured'])} there, so it is not a cause; "
     tried = row.get("tried")
     if tried:
         return (
@@ -232,11 +232,9 @@ def told_without_gain(row: Mapping[str, Any]) -> str:
             f"{times(tried['measured'])}"
         )
     if not row["found"]:
-        return f"{told}the doctor promised nothing"
+        return f"{told}the doctor predicted no gain"
     planted = row["verdict"] in row["causes"]
-    return (
-        f"{told}the doctor said {row['verdict']}, which {'is that' if planted else 'was not tried'}"
-    )
+    return f"{told}the doctor said {row['verdict']}, which {'is the planted cause' if planted else 'was not tried'}"
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -292,9 +290,9 @@ def overhead_section(documents: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## What the probe costs",
         "",
-        "Steps alone and under the doctor, in short turns of two processes on the same cores, of which one is stopped.",
-        "The cost is the median of the rounds of turns, with its 95 % interval. And the step that the doctor reports,",
-        "which is that of the windows in which it times nothing.",
+        "Two processes on the same cores, one alone and one under the doctor, take short turns; the other one is",
+        'stopped meanwhile. The cost is the median of the rounds of turns, with its 95 % interval. "Reported" is',
+        "the step that the doctor reports, from the steps in which it times no calls.",
         "",
     ]
     for document in documents:
@@ -359,11 +357,11 @@ def public_section(document: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Scripts of strangers",
         "",
-        f"{len(rows)} public training scripts, on two cores without a GPU that other programs used as well, each for",
-        "20 to 40 s under the doctor. What it advised was done by hand, and both ran in turns, except where the last",
-        "column is empty; where it advised nothing, a remedy was tried if reading the script showed one. Turns on the",
-        "busy machine differ: the notes say by how much. The models are small here, as on a laptop: on a GPU the same",
-        "scripts may wait for their data.",
+        f"{len(rows)} public training scripts ran under the doctor for 20 to 40 s each, on two cores without a GPU",
+        "that other programs used as well. Its advice was applied by hand, and both versions ran in turns, unless",
+        "the last column is empty. If it advised nothing, a remedy was tried if reading the script suggested one.",
+        "Turns on the busy machine differ; the notes say by how much. The models are small, as on a laptop; on a",
+        "GPU the same scripts may wait for their data.",
         "",
         "| project | its habit | finding | predicted | applied | measured |",
         "|---|---|---|---|---|---:|",
@@ -380,7 +378,7 @@ def public_section(document: Mapping[str, Any]) -> list[str]:
     lines.append("")
     lines += [f"- {row['project']}: {row['note']}" for row in rows if row["note"]]
     made = [f"{row['project']} ({row['prepared']})" for row in rows if row["prepared"]]
-    return [*lines, "", f"What they needed to run here: {'; '.join(made)}.", ""]
+    return [*lines, "", f"Changes that they needed to run here: {'; '.join(made)}.", ""]
 
 
 def matrix_section(document: Mapping[str, Any]) -> list[str]:
@@ -396,7 +394,7 @@ def matrix_section(document: Mapping[str, Any]) -> list[str]:
         "## Every way of getting batches, under every condition",
         "",
         (
-            f"{len(ran)} scripts that make their batches slowly, on two cores that other programs used as well: "
+            f"{len(ran)} scripts that make their batches slowly ran on two cores that other programs used as well: "
             f"{ran.count('right')} right, {ran.count('cannot judge')} cannot judge, {wrong} wrong."
         ),
         "",
@@ -422,14 +420,15 @@ def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, A
     lines = [
         "## Do other tools name the cause?",
         "",
-        f"One script for each cause, {len(rows)} in all: in Lightning's or Hugging Face's style where there is one,",
-        "because TraceML reads those without a change of the script, else the first. The rule is lenient to the tools.",
-        "A profiler of lines names the cause if its costliest line of the script, imports apart, lies in the function",
-        "that is the cause. torch's profiler does if one of its three costliest operators is that of the cause.",
-        "TraceML does if its verdict names the kind: *input-bound* counts for every cause in loading, though it does",
-        "not tell workers from decoding. None of them predicts a gain. A script on which a tool gave no answer within",
-        "four minutes does not count for it. The tools ran on two cores that other programs used as well, stoker's",
-        "doctor on quiet ones: shares of time do not depend on that much, but it is not the same machine.",
+        f"The test has one script for each cause, {len(rows)} in all. It is one in Lightning's or Hugging Face's",
+        "style if there is one, because TraceML reads those without changes, else the first script. The rule",
+        "favours the tools. A line profiler names the cause if its costliest line of the script, without imports,",
+        "is in the function that is the cause. torch's profiler names it if one of its three costliest operators",
+        "belongs to the cause. TraceML names it if its verdict has the right kind: *input-bound* counts for every",
+        "cause in loading, though it does not tell workers from decoding. None of these tools predicts a gain. A",
+        "script without an answer within four minutes does not count for that tool. The tools ran on two cores",
+        "that other programs used as well, stoker's doctor on quiet cores. Shares of time hardly depend on that,",
+        "but the machines are not the same.",
         "",
         "| | named | of scripts with an answer |",
         "|---|---:|---:|",
@@ -460,18 +459,18 @@ def peers_section(document: Mapping[str, Any], ours: Mapping[str, Mapping[str, A
 INTRO = """# A benchmark for doctors
 
 A tool that says why training is slow should be tested on scripts whose cause is known. `benchmarks/doctor/cases.py` has
-{num} small training scripts in the styles in which people write them: plain loops, epochs with validation,
-accumulation, classes, Lightning, Hugging Face's Trainer, Accelerate, `torch.compile`, generators, hand-made
-`get_batch`, memory maps, dicts of arrays, tar shards, stoker's own Loader and `prefetch`, notebook cells, two ranks.
-{one} have one planted cause, {two} have two, {healthy} are healthy. Each slow one has a fixed twin, and what the fix
-brings is measured in the same run: script and twin in turns, again while two runs of the same differ by more than 15 %.
-This page is made of the result files by `benchmarks/doctor/publish.py`; no figure is typed by hand.
+{num} small training scripts in the usual styles: plain loops, epochs with validation, accumulation, classes, Lightning,
+Hugging Face's Trainer, Accelerate, `torch.compile`, generators, hand-made `get_batch`, memory maps, dicts of arrays,
+tar shards, stoker's own Loader and `prefetch`, notebook cells, two ranks. {one} have one planted cause, {two} have two,
+{healthy} are healthy. Each slow script has a fixed twin. The gain of the fix is measured in the same run: script and
+twin run in turns, and again while two runs of the same script differ by more than 15 %.
+`benchmarks/doctor/publish.py` makes this page from the result files; no figure is typed by hand.
 
     python benchmarks/doctor/run.py             # on this machine, about an hour
     python benchmarks/doctor/publish.py         # this page
 
-The scripts were written by the same people as the doctor, and errors of the doctor that they showed were mended: they
-are a test of what it can see. Scripts of strangers follow below.
+The authors of the doctor wrote the scripts, and fixed errors of the doctor that the scripts showed. So the scripts test
+what the doctor can see. Public scripts by other people follow [below](#scripts-of-strangers).
 """
 
 
