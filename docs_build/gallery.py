@@ -9,6 +9,8 @@ import importlib
 import sys
 from pathlib import Path
 
+from docs_build.markdown import table
+
 ROOT = Path(__file__).resolve().parent.parent
 _HEAD = """# What stoker reads, and what it does with it
 
@@ -25,20 +27,15 @@ def gallery_page(root: Path = ROOT) -> str:
     if added:
         sys.path.insert(0, str(folder))
     try:
-        parts = [_HEAD]
+        parts = [_HEAD.rstrip()]
         for path in sorted((folder / "gallery").glob("cases_*.py")):
             module = importlib.import_module(f"gallery.{path.stem}")
-            lines = [f"| {_cell(case.what)} | {_cell(case.does)} |" for case in module.CASES]
-            parts.append(
-                f"\n## {module.KIND}\n\n| input | what happens |\n|---|---|\n"
-                + "\n".join(lines)
-                + "\n"
-            )
-        return "".join(parts)
+            rows = [
+                [text.replace("|", "\\|") for text in (case.what, case.does)]
+                for case in module.CASES
+            ]
+            parts += [f"\n## {module.KIND}\n", *table(("input", "what happens"), rows)]
+        return "\n".join(parts) + "\n"
     finally:
         if added:
             sys.path.remove(str(folder))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -123,19 +123,11 @@ def _filled(nav: list[Any], pages: Mapping[str, str], rest: list[str]) -> list[A
         elif entry == "*":
             filled += rest
         elif entry.endswith("/*"):
-            filled += _folder(entry.removesuffix("*"), pages)
+            folder = entry.removesuffix("*")
+            index = f"{folder}index.md"
+            inside = sorted(path for path in pages if path.startswith(folder) and path != index)
+            filled += [index] if index in pages else []
+            filled += [{title_of(pages[path]).removeprefix("stoker "): path} for path in inside]
         else:
             filled.append(entry)
     return filled
-
-
-def _folder(folder: str, pages: Mapping[str, str]) -> list[Any]:
-    inside = sorted(path for path in pages if path.startswith(folder))
-    inside.sort(key=lambda path: not path.endswith("/index.md"))
-    return [
-        path if path.endswith("/index.md") else {_short_title(pages[path]): path} for path in inside
-    ]
-
-
-def _short_title(page: str) -> str:
-    return title_of(page).removeprefix("stoker ")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from docs_build.markdown import table
+
 
 def findings(page: str) -> dict[str, str]:
     """Return what the page says under each finding's heading."""
@@ -32,7 +34,16 @@ def symptom_pages(page: str) -> dict[str, str]:
     seen = symptoms(page)
     named = findings(page)
     pages = {f"symptoms/{name}.md": _page(name, text, seen[name]) for name, text in named.items()}
-    return {"symptoms/index.md": _list(named, seen)} | pages
+    rows = [("; ".join(seen[name]), f"[{name}]({name}.md)") for name in named]
+    index = [
+        "# Symptoms",
+        "",
+        "What you see, and the finding of [the doctor](../doctor.md) that may be behind it.",
+        "",
+        *table(("what you see", "it may be"), rows),
+        "",
+    ]
+    return {"symptoms/index.md": "\n".join(index)} | pages
 
 
 def _page(name: str, text: str, seen: list[str]) -> str:
@@ -53,19 +64,5 @@ def _page(name: str, text: str, seen: list[str]) -> str:
         "",
         f"If it is, the report names `{name}` with its evidence, the remedy and the gain to expect.",
         "[How the doctor works](../doctor.md) says how that gain is found.",
-        "",
-    ])  # fmt: skip
-
-
-def _list(named: dict[str, str], seen: dict[str, list[str]]) -> str:
-    rows = [f"| {'; '.join(seen[name])} | [{name}]({name}.md) |" for name in named]
-    return "\n".join([
-        "# Symptoms",
-        "",
-        "What you see, and the finding of [the doctor](../doctor.md) that may be behind it.",
-        "",
-        "| what you see | it may be |",
-        "|---|---|",
-        *rows,
         "",
     ])  # fmt: skip

@@ -14,7 +14,7 @@ import docs_build.site
 import pytest
 import yaml
 from docs_build.blocks import prose
-from docs_build.docstrings import to_markdown
+from docs_build.markdown import to_markdown
 from docs_build.measures import MEASURES
 from docs_build.pages import (
     LANGUAGES,
@@ -172,7 +172,7 @@ def test_losses_are_shown_and_unknown_results_too(tmp_path):
     )
     assert "| few, a | 0.500 |\n| words | a\\|b |\n| nothing | n/a |" in page
     assert (
-        "by ranks:\n\n| | read bytes | fine |\n|---|---|---|\n| 1 | 4,096 | True |\n| 2 | 2,048 | True |"
+        "by ranks:\n\n|  | read bytes | fine |\n|---|---|---|\n| 1 | 4,096 | True |\n| 2 | 2,048 | True |"
         in page
     )
     assert "Measured on 2026-11-16" in page
