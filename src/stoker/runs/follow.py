@@ -15,9 +15,16 @@ from typing import Any
 
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import LOG_NAME, LogLine, RunEnd, parse_line
+from stoker.report import (
+    LOG_NAME,
+    LogLine,
+    RunEnd,
+    as_mapping,
+    as_number,
+    as_whole,
+    parse_line,
+)
 from stoker.runs.reading import is_going, lock_holder, read_settings
-from stoker.runs.record import as_mapping, as_number, as_whole
 from stoker.runs.telemetry import TELEMETRY_NAME
 
 _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
@@ -126,9 +133,10 @@ class RunFollower:
                 self._ended = "done"
         holder = lock_holder(self.folder)
         going = is_going(holder, self._age())
+        stopped = "waiting" if self._last_time is None else self._ended or "not going"
         return RunNow(
             self.folder,
-            state=self._state(going),
+            state="going" if going else stopped,
             pid=holder[0] if holder is not None and holder[2] else None,
             age_seconds=self._age(),
             seconds_left=self._seconds_left() if going else None,
@@ -162,13 +170,6 @@ class RunFollower:
             # A reading after an epoch repeats the last batches' loss beside the whole epoch's.
             told.pop("loss", None)
         self._known |= told
-
-    def _state(self, going: bool) -> str:
-        if going:
-            return "going"
-        if self._last_time is None:
-            return "waiting"
-        return self._ended or "not going"
 
 
 def _told_by(line: LogLine) -> Mapping[str, Any]:
