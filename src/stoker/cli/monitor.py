@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.machine import _or
 from stoker.cli.options import verb
-from stoker.cli.terminal import echo, make_console, print_json, styled
+from stoker.cli.terminal import echo, known, make_console, print_json, styled
 from stoker.errors import InputError
 from stoker.lifetime import until_terminated
 from stoker.units import format_bytes, format_rate, format_seconds, local_time, parse_seconds
@@ -162,12 +161,12 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
         parts.append(styled("no GPU is read here"))
     pairs = [] if snapshot.run is None else list(_run_lines(snapshot.run, history or {}))
     if snapshot.process is not None:
-        cores = _or(snapshot.process.cpu_cores, ".2f")
+        cores = known(snapshot.process.cpu_cores, ".2f")
         resident = format_bytes(snapshot.process.resident_bytes)
         pairs.append((f"process {snapshot.process.pid}", f"{cores} cores, {resident} resident"))
     host = snapshot.host
     used, total = format_bytes(host.ram_used_bytes), format_bytes(host.ram_total_bytes)
-    pairs.append(("host", f"CPU {_or(host.cpu_percent, '.0f')} %, RAM {used} of {total}"))
+    pairs.append(("host", f"CPU {known(host.cpu_percent, '.0f')} %, RAM {used} of {total}"))
     parts += _aligned([[styled(name), styled(value)] for name, value in pairs], left=(0, 1))
     if snapshot.gpus:
         parts += [styled(line, "dim") for line in (_targets_line(), BUSY_FOOTNOTE)]
@@ -221,17 +220,17 @@ def _cells(gpu: GpuReading) -> list[Text]:
         format_rate(rate, 1)
         for rate in (gpu.pcie_received_bytes_per_second, gpu.pcie_sent_bytes_per_second)
     ]
-    link = f"gen {_or(gpu.pcie_generation)} x{_or(gpu.pcie_width)}"
-    power = f"{_or(gpu.power_watts, '.0f')} of {_or(gpu.power_limit_watts, '.0f')} W"
+    link = f"gen {known(gpu.pcie_generation)} x{known(gpu.pcie_width)}"
+    power = f"{known(gpu.power_watts, '.0f')} of {known(gpu.power_limit_watts, '.0f')} W"
     reasons = gpu.throttle_reasons
     held = "n/a" if reasons is None else ", ".join(reasons) or "nothing"
     return [
-        styled(f"{gpu.index} {_or(gpu.name)}"),
-        _judged(f"{_or(gpu.utilization_percent)} %", "busy", verdicts["busy"]),
+        styled(f"{gpu.index} {known(gpu.name)}"),
+        _judged(f"{known(gpu.utilization_percent)} %", "busy", verdicts["busy"]),
         _judged(memory, "memory", verdicts["memory"]),
         styled(f"{' / '.join(traffic)} ({link})"),
         styled(power),
-        _judged(f"{_or(gpu.temperature_celsius)} °C", "temperature", verdicts["temperature"]),
+        _judged(f"{known(gpu.temperature_celsius)} °C", "temperature", verdicts["temperature"]),
         styled(held, "yellow" if reasons and set(reasons) - {"idle"} else ""),
     ]
 
@@ -288,8 +287,8 @@ def _run_lines(run: RunNow, history: History) -> Iterator[tuple[str, str]]:
     yield "run", f"{run.folder}: {run.state}{heard}"
     of = "" if run.num_epochs is None else f"/{run.num_epochs}"
     epoch = "n/a" if run.epoch is None else f"{run.epoch}{of}"
-    losses = f"loss {_or(run.loss, '.4g')}, validation {_or(run.val_loss, '.4g')}"
-    yield "", f"epoch {epoch}, step {_or(run.step, ',')}, {losses}"
+    losses = f"loss {known(run.loss, '.4g')}, validation {known(run.val_loss, '.4g')}"
+    yield "", f"epoch {epoch}, step {known(run.step, ',')}, {losses}"
     if run.epoch is not None and run.num_epochs and run.state == "going":
         left = (
             "after the first epoch"
@@ -299,7 +298,7 @@ def _run_lines(run: RunNow, history: History) -> Iterator[tuple[str, str]]:
         yield "", f"{bar((run.epoch - 1) / run.num_epochs)} time left: {left}"
     wait = "n/a" if run.wait_share is None else f"{run.wait_share:.1%}"
     past = sparkline(history.get("samples/s", ()))
-    yield "", f"{_or(run.samples_per_second, ',.0f')} samples/s, waited {wait}  {past}".rstrip()
+    yield "", f"{known(run.samples_per_second, ',.0f')} samples/s, waited {wait}  {past}".rstrip()
     if run.reserved_bytes is not None:
         held, used = format_bytes(run.reserved_bytes), format_bytes(run.allocated_bytes)
         yield "", f"device memory: {held} held by torch, {used} in tensors"
@@ -318,8 +317,8 @@ def one_line(snapshot: Snapshot) -> str:
         share = gpu.memory_share
         memory = "n/a" if share is None else f"{share:.0%}"
         parts.append(
-            f"GPU {gpu.index}: busy {_or(gpu.utilization_percent)} %, memory {memory}, "
-            f"{_or(gpu.power_watts, '.0f')} W, {_or(gpu.temperature_celsius)} °C"
+            f"GPU {gpu.index}: busy {known(gpu.utilization_percent)} %, memory {memory}, "
+            f"{known(gpu.power_watts, '.0f')} W, {known(gpu.temperature_celsius)} °C"
         )
     run = snapshot.run
     if run is not None and run.state == "waiting":
@@ -327,8 +326,8 @@ def one_line(snapshot: Snapshot) -> str:
     elif run is not None:
         wait = "n/a" if run.wait_share is None else f"{run.wait_share:.1%}"
         parts.append(
-            f"run {run.state}: epoch {_or(run.epoch)}, loss {_or(run.loss, '.4g')}, "
-            f"{_or(run.samples_per_second, ',.0f')} samples/s, waited {wait}"
+            f"run {run.state}: epoch {known(run.epoch)}, loss {known(run.loss, '.4g')}, "
+            f"{known(run.samples_per_second, ',.0f')} samples/s, waited {wait}"
         )
-    parts.append(f"CPU {_or(snapshot.host.cpu_percent, '.0f')} %")
+    parts.append(f"CPU {known(snapshot.host.cpu_percent, '.0f')} %")
     return "; ".join(parts)

@@ -11,8 +11,9 @@ shown escaped. Whoever wants two lines prints two.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,22 +22,12 @@ import typer
 from stoker.address import masked_values
 from stoker.display import printable, secret_hint
 from stoker.strict_json import json_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-
-import math
-from typing import TYPE_CHECKING
-
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from stoker.runs.evaluation import Evaluation
     from stoker.store.reader import Store
@@ -230,6 +221,25 @@ def make_table(
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def plain_table(
+    rows: Iterable[Sequence[str]], heads: Sequence[str] = (), right: Collection[int] = ()
+) -> Table:
+    """Return a table without lines; columns of `right` hold numbers."""
+    from rich.table import Table
+
+    table = Table(*heads, box=None, pad_edge=False, show_header=bool(heads))
+    for row in rows:
+        table.add_row(*row)
+    for number in right:
+        table.columns[number].justify = "right"
+    return table
+
+
+def known(value: object, spec: str = "") -> str:
+    """Return a value as text; n/a where it is not known."""
+    return "n/a" if value is None else format(value, spec)
 
 
 def store_table(store: Store) -> Table:
