@@ -410,11 +410,10 @@ def print_result(result: PackResult) -> None:
     done = "is up to date" if result.reused else f"packed in {format_seconds(result.seconds)}"
     console.print(f"{result.path} {done}: {format_count(result.manifest.num_samples, 'sample')}")
     notes = [] if result.reused else result.manifest.attributes.get("notes", [])
-    for note in [
-        *notes[:_NOTES],
-        *([f"... and {len(notes) - _NOTES} more notes"] * (len(notes) > _NOTES)),
-    ]:
+    for note in notes[:_NOTES]:
         console.print(printable(str(note)))
+    if len(notes) > _NOTES:
+        console.print(f"... and {len(notes) - _NOTES} more notes")
     for account in result.manifest.attributes.get("accounts", []):
         for line in Account(**account).lines():
             console.print(printable(line))
