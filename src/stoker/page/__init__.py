@@ -113,16 +113,12 @@ def details(summary: str, body: Html) -> Html:
 
 def facts(items: Mapping[str, str]) -> Html:
     """Return names and values as a list."""
-    pairs = (
-        f"<div{' class=long' if _is_long(value) else ''}><dt>{escape(key)}</dt><dd>{name(value)}</dd></div>"
-        for key, value in items.items()
-    )
+    pairs = []
+    for key, value in items.items():
+        # A long value, such as a path, would break in a column of 150 px.
+        style = "" if isinstance(value, Html) or len(value) <= 18 else " class=long"
+        pairs.append(f"<div{style}><dt>{escape(key)}</dt><dd>{name(value)}</dd></div>")
     return Html(f"<dl>{''.join(pairs)}</dl>")
-
-
-def _is_long(value: str) -> bool:
-    """Return whether a value, such as a path, would break in a column of 150 px."""
-    return not isinstance(value, Html) and len(value) > 18
 
 
 def table(
