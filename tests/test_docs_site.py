@@ -19,14 +19,15 @@ from docs_build.measures import MEASURES
 from docs_build.pages import (
     LANGUAGES,
     filled_nav,
+    findings,
     generated_pages,
     published_files,
     relinked,
+    symptoms,
     written_pages,
 )
 from docs_build.reference import anchor, find_home, read_package
 from docs_build.results import Row, benchmarks_page, defaults_section, number_words, rows_of
-from docs_build.symptoms import findings, symptoms
 from docs_build.verbs import EXIT_CODES, command_tree, leaves, subcommands, verb_pages
 
 import stoker
