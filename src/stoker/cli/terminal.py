@@ -271,13 +271,10 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
     heads = ("metric", "model", "95 % interval", *made.baselines)
     table = make_table(format_count(made.num_samples, "test sample"), heads)
     for metric, value in made.metrics.items():
-        span = made.intervals.get(metric)
-        known = span is not None and all(map(math.isfinite, span))
-        spelled = "" if span is None else "n/a"
-        spelled = f"{span[0]:.4g} to {span[1]:.4g}" if span and known else spelled
+        span = made.spell_interval(metric, "{:.4g}".format)
         others = [_number(metrics.get(metric)) for metrics in made.baselines.values()]
         mark = " *" if metric == name else ""
-        table.add_row(f"{metric}{mark}", _number(value), spelled, *others)
+        table.add_row(f"{metric}{mark}", _number(value), span, *others)
     console.print(table)
     for kind, rows in made.groups.items():
         names = list(dict.fromkeys(metric for row in rows.values() for metric in row))

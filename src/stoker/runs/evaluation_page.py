@@ -58,12 +58,9 @@ def _overall(made: Evaluation, key: str) -> Html:
     header = ("metric", "model", "95 % interval", *(page.shorten(name, 40) for name in baselines))
     rows = []
     for name, value in made.metrics.items():
-        span = made.intervals.get(name)
-        known = span is not None and all(map(math.isfinite, span))
-        spelled = "" if span is None else "n/a"
-        if span is not None and known:
-            ends = f"{page.format_number(span[0])} to&nbsp;{page.format_number(span[1])}"
-            spelled = Html(f"<span class=breaks>{ends}</span>")
+        spelled = made.spell_interval(name, page.format_number, " to&nbsp;")
+        if spelled not in ("", "n/a"):
+            spelled = Html(f"<span class=breaks>{spelled}</span>")
         mark = " (compared by)" if name == made.compared_by[0] else ""
         others = (page.format_number(metrics.get(name)) for metrics in baselines.values())
         rows.append(
