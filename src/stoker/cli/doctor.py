@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker import display
 from stoker.cli.options import (
     DeviceOption,
     JsonOption,
@@ -41,7 +42,6 @@ from stoker.cli.terminal import (
     print_json,
     styled,
 )
-from stoker.display import command as typed
 from stoker.display import nearest, quoted
 from stoker.errors import EXIT_INTERRUPTED, EXIT_REFUSED, InputError
 from stoker.ownership import SIGNATURE, always, never, write_text
@@ -426,7 +426,7 @@ def explain(name: Annotated[str, typer.Argument(metavar="FINDING")]) -> None:
         raise InputError(
             f"{name!r} is no finding.",
             ", ".join(sorted(known)),
-            typed("stoker", "doctor", "explain", meant),
+            display.command("stoker", "doctor", "explain", meant),
         )
     echo_lines(known[name])
 

@@ -87,8 +87,8 @@ def migrate_config(
         if problem in document.repeats or problem.key not in unreadable
     ]
     if not loose and not isinstance(document.values, dict | None):
-        given, fix = "is not a section per line", "lines such as training:"
-        loose = [Problem(Place(file, 1, 1), "", given, "a config", fix)]
+        place, given = Place(file, 1, 1), "is not a section per line"
+        loose = [Problem(place, "", given, "a config", "lines such as training:")]
     if loose:
         raise as_error(loose)
     comments = Comments(text, document)
