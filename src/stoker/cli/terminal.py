@@ -267,11 +267,13 @@ def store_table(store: Store) -> Table:
 
 def print_evaluation(console: Console, made: Evaluation) -> None:
     """Print what a model is worth: overall beside its baselines, per group, the confusion, the verdict last."""
+    from stoker.runs.evaluation import spell_interval
+
     name, _ = made.compared_by
     heads = ("metric", "model", "95 % interval", *made.baselines)
     table = make_table(format_count(made.num_samples, "test sample"), heads)
     for metric, value in made.metrics.items():
-        span = made.spell_interval(metric, "{:.4g}".format)
+        span = spell_interval(made.intervals.get(metric), "{:.4g}".format)
         others = [_number(metrics.get(metric)) for metrics in made.baselines.values()]
         mark = " *" if metric == name else ""
         table.add_row(f"{metric}{mark}", _number(value), span, *others)

@@ -118,7 +118,7 @@ class Evaluation:
         best, reached = self.best_baseline, self.metrics.get(name, math.nan)
         if best is None or self.worth == "unknown":
             return f"There is no baseline to compare {name} with."
-        span = self.spell_interval(name, "{:.4g}".format)
+        span = spell_interval(self.intervals.get(name), "{:.4g}".format)
         shown = f"{name} {reached:.4g}" + (f" ({span})" if span not in ("", "n/a") else "")
         samples = format_count(self.num_samples, "test sample")
         against = f"{shown} on {samples}, {best[0]} {best[1]:.4g}"
@@ -127,13 +127,6 @@ class Evaluation:
             "unclear": f"The model may be no better than its baseline {best[0]}, which is in its interval: {against}.",
             "worse": f"The model is not worth training: its baseline {best[0]} is as good or better: {against}.",
         }[self.worth]
-
-    def spell_interval(self, metric: str, spell: Callable[[float], str], to: str = " to ") -> str:
-        """Return the ends of a metric's interval; n/a for ends that are not finite, "" where there is none."""
-        span = self.intervals.get(metric)
-        if span is None:
-            return ""
-        return to.join(map(spell, span)) if all(map(math.isfinite, span)) else "n/a"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the verdict is among them."""
@@ -229,6 +222,15 @@ def _points(values: Any) -> list[tuple[float, float]] | None:
     if not isinstance(values, list):
         return None
     return [pair for pair in map(_pair, values) if pair is not None]
+
+
+def spell_interval(
+    span: tuple[float, float] | None, spell: Callable[[float], str], to: str = " to "
+) -> str:
+    """Return the ends of an interval; n/a for ends that are not finite, "" where there is none."""
+    if span is None:
+        return ""
+    return to.join(map(spell, span)) if all(map(math.isfinite, span)) else "n/a"
 
 
 def metric_words(metric: str) -> str:

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from stoker import page
 from stoker.page import Html
 from stoker.page.charts import Chart, Line, chart_grid, line_chart
-from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example, metric_words
+from stoker.runs.evaluation import (
+    Confusion,
+    Curve,
+    Evaluation,
+    Example,
+    metric_words,
+    spell_interval,
+)
 
 _WORTH_KINDS = {"better": "good", "unclear": "warn", "worse": "refuse", "unknown": "note"}
 _WORTH_WORDS = {
@@ -58,7 +65,7 @@ def _overall(made: Evaluation, key: str) -> Html:
     header = ("metric", "model", "95 % interval", *(page.shorten(name, 40) for name in baselines))
     rows = []
     for name, value in made.metrics.items():
-        spelled = made.spell_interval(name, page.format_number, " to&nbsp;")
+        spelled = spell_interval(made.intervals.get(name), page.format_number, " to&nbsp;")
         if spelled not in ("", "n/a"):
             spelled = Html(f"<span class=breaks>{spelled}</span>")
         mark = " (compared by)" if name == made.compared_by[0] else ""
