@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from docs_build.markdown import table
 from stoker.config.load import _yaml_word
 from stoker.config.options import describe_allowed
 from stoker.config.resolve import PLACES
@@ -20,14 +21,10 @@ def config_table() -> str:
         keys = [key for key in PLACES if key.rpartition(".")[0] == section]
         if not keys:
             continue
-        lines += ["", f"### `{section}`", "", (model.__doc__ or "").strip(), ""]
-        lines += [
-            "| key | allowed | default | unit | meaning | also written as |",
-            "|---|---|---|---|---|---|",
-        ]
-        for key in keys:
-            schema = key_schemas()[key]
-            cells = (
+        header = ("key", "allowed", "default", "unit", "meaning", "also written as")
+        schemas = [key_schemas()[key] for key in keys]
+        rows = [
+            (
                 f"`{key}`",
                 describe_allowed(schema),
                 f"`{_yaml_word(schema['default'])}`",
@@ -35,7 +32,10 @@ def config_table() -> str:
                 schema["description"],
                 ", ".join(f"`{place}`" for place in PLACES[key] if place != key),
             )
-            lines.append(f"| {' | '.join(cells)} |")
+            for key, schema in zip(keys, schemas, strict=True)
+        ]
+        lines += ["", f"### `{section}`", "", (model.__doc__ or "").strip(), ""]
+        lines += table(header, rows)
     return "\n".join(lines) + "\n"
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Keys = tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -19,131 +17,103 @@ class Measure:
     Attributes:
         what: In words.
         unit: Of all its figures.
-        ours: Keys that lead to our figure. A last key with `*` at its end is a beginning.
+        ours: Keys that lead to our figure, with slashes between them. A key with `*` at its end is a beginning.
         peers: Keys by the peer's name.
-        limit: Keys of the limit and its name.
-        less_is_better: Times and latencies; rates are the other way round.
+        limit: The limit's name and its keys.
     """
 
     what: str
     unit: str
-    ours: Keys
-    peers: Mapping[str, Keys] = field(default_factory=dict)
-    limit: tuple[str, Keys] | None = None
-    less_is_better: bool = False
+    ours: str
+    peers: Mapping[str, str] = field(default_factory=dict)
+    limit: tuple[str, str] | None = None
 
-
-def _seconds(
-    what: str, ours: Keys, peers: Mapping[str, Keys], limit: tuple[str, Keys] | None = None
-) -> Measure:
-    return Measure(what, "s", ours, peers, limit, less_is_better=True)
+    @property
+    def less_is_better(self) -> bool:
+        """Whether it is a time or a size; rates are the other way round."""
+        return self.unit in ("s", "µs", "MB", "× its time")
 
 
 def _windows(kind: str) -> Measure:
-    at = (kind, "epoch_seconds")
-    return _seconds(
+    at = f"{kind}/epoch_seconds"
+    return Measure(
         f"an epoch over windows, {kind}",
-        (*at, "stoker Loader"),
+        "s",
+        f"{at}/stoker Loader",
         {
-            "torch DataLoader": (*at, "torch DataLoader*"),
-            "a plain h5py chunk loader": (*at, "document's chunk loader"),
+            "torch DataLoader": f"{at}/torch DataLoader*",
+            "a plain h5py chunk loader": f"{at}/document's chunk loader",
         },
-        ("every window on the device", (*at, "limit*")),
+        ("every window on the device", f"{at}/limit*"),
     )
 
 
 def _pictures(kind: str) -> Measure:
-    def rate(way: str) -> Keys:
-        return (kind, "loading", way, "images_per_second")
-
+    at, rate = f"{kind}/loading", "images_per_second"
     return Measure(
         f"encoded photographs, {kind}, augmented",
         "images/s",
-        rate("encoded"),
-        {"torch DataLoader, Pillow": rate("dataloader, 16 workers")},
-        ("nvJPEG alone", rate("decoder")),
+        f"{at}/encoded/{rate}",
+        {"torch DataLoader, Pillow": f"{at}/dataloader, 16 workers/{rate}"},
+        ("nvJPEG alone", f"{at}/decoder/{rate}"),
     )
 
 
 def _pictures_on_a_cpu(kind: str) -> Measure:
-    def rate(way: str) -> Keys:
-        return (kind, "loading", way, "images_per_core_second")
-
+    at, rate = f"{kind}/loading", "images_per_core_second"
     return Measure(
         f"encoded photographs, {kind}, augmented, by CPU time",
         "images per core-second",
-        rate("encoded"),
-        {"torch DataLoader, Pillow": rate("dataloader, 2 workers")},
-    )
-
-
-def _trained_pictures(kind: str) -> Measure:
-    def rate(way: str) -> Keys:
-        return (kind, "training", way, "images_per_second")
-
-    return Measure(
-        f"training resnet18 on encoded photographs, {kind}",
-        "images/s",
-        rate("encoded"),
-        {
-            "torch DataLoader, Pillow": rate("dataloader, 16 workers"),
-            "a store of pixels": rate("raw"),
-        },
-        ("one batch again and again", rate("held batch")),
+        f"{at}/encoded/{rate}",
+        {"torch DataLoader, Pillow": f"{at}/dataloader, 2 workers/{rate}"},
     )
 
 
 def _step(batch: str) -> Measure:
+    at = f"batch_{batch}"
     return Measure(
         f"training step of an MLP, batch {batch}",
         "rows/s",
-        (f"batch_{batch}", "stoker", "rows_per_second"),
+        f"{at}/stoker/rows_per_second",
         {
-            "torch DataLoader": (f"batch_{batch}", "peer_rows_per_second"),
-            "torch's own graph of the step": (f"batch_{batch}", "torch_graph_rows_per_second"),
+            "torch DataLoader": f"{at}/peer_rows_per_second",
+            "torch's own graph of the step": f"{at}/torch_graph_rows_per_second",
         },
-        ("the graph alone", (f"batch_{batch}", "stoker", "limit_rows_per_second")),
+        ("the graph alone", f"{at}/stoker/limit_rows_per_second"),
     )
 
 
 def _gigabytes(reader: str, what: str) -> Measure:
-    at = ("gigabytes_per_second",)
-    return Measure(
-        what,
-        "GB/s",
-        (*at, reader),
-        {"h5py slicing": (*at, "h5py d[a:b]"), "h5py read_direct": (*at, "h5py read_direct")},
-        ("memory copy", (*at, "limit: memory copy")),
-    )
-
-
-def _overlap(case: str, what: str) -> Measure:
-    return _seconds(
-        f"reading behind computing, {what}",
-        (case, "both"),
-        {},
-        ("computing alone", (case, "compute")),
-    )
+    at = "gigabytes_per_second"
+    peers = {"h5py slicing": f"{at}/h5py d[a:b]", "h5py read_direct": f"{at}/h5py read_direct"}
+    limit = ("memory copy", f"{at}/limit: memory copy")
+    return Measure(what, "GB/s", f"{at}/{reader}", peers, limit)
 
 
 def _gzip(kind: str) -> Measure:
-    at = ("megabytes_per_second", kind, "core")
-    return Measure(
-        f"gzip HDF5 per second of CPU time, {kind}",
-        "MB/s",
-        (*at, "stoker"),
-        {"h5py": (*at, "h5py, 1 thread")},
-        ("inflating alone", (*at, "limit: inflating alone")),
-    )
+    at = f"megabytes_per_second/{kind}/core"
+    limit = ("inflating alone", f"{at}/limit: inflating alone")
+    what = f"gzip HDF5 per second of CPU time, {kind}"
+    return Measure(what, "MB/s", f"{at}/stoker", {"h5py": f"{at}/h5py, 1 thread"}, limit)
 
 
-_MATCHMS = {
-    "matchms": ("records_per_second", "matchms"),
-    "a plain line loop": ("records_per_second", "plain loop"),
-}
-_UNZIP = ("gunzip and split", ("records_per_second", "limit: gunzip + split"))
-_PANDAS = {"pandas": ("times", "peer_pandas", "median_seconds")}
-_ARROW = ("pyarrow without types", ("times", "limit_arrow_text", "median_seconds"))
+def _spectra(what: str, reader: str) -> Measure:
+    at = "records_per_second"
+    peers = {"matchms": f"{at}/matchms", "a plain line loop": f"{at}/plain loop"}
+    limit = ("gunzip and split", f"{at}/limit: gunzip + split")
+    return Measure(what, "records/s", f"{at}/{reader}", peers, limit)
+
+
+def _bars(what: str, reader: str) -> Measure:
+    peers = {"pandas": "times/peer_pandas/median_seconds"}
+    limit = ("pyarrow without types", "times/limit_arrow_text/median_seconds")
+    return Measure(what, "s", f"times/{reader}/median_seconds", peers, limit)
+
+
+_PINNED_COPY = ("pinned copy", "pinned_copy_gb_per_second")
+_READ_ONCE = ("every byte read once", "read_once_seconds")
+_EAGER = {"an eager loop over a plain chunk loader": "forex/document_samples_per_second"}
+_RANDOM, _TRAINED, _RATE = "random_row_microseconds", "256 px/training", "images_per_second"
 
 MEASURES: dict[str, tuple[Measure, ...]] = {
     "read": (
@@ -153,159 +123,137 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
         Measure(
             "one random row",
             "µs",
-            ("random_row_microseconds", "stoker store"),
+            f"{_RANDOM}/stoker store",
             {
-                "h5py, default chunks": (
-                    "random_row_microseconds",
-                    "h5py, default chunks, gzip 4",
-                ),
-                "h5py, chunk of one row": (
-                    "random_row_microseconds",
-                    "h5py, chunk of one row, gzip 4",
-                ),
-                "h5py, contiguous": ("random_row_microseconds", "h5py, contiguous"),
+                "h5py, default chunks": f"{_RANDOM}/h5py, default chunks, gzip 4",
+                "h5py, chunk of one row": f"{_RANDOM}/h5py, chunk of one row, gzip 4",
+                "h5py, contiguous": f"{_RANDOM}/h5py, contiguous",
             },
-            less_is_better=True,
         ),
     ),
     "gzip_hdf5": tuple(
         map(_gzip, ("counts", "counts, shuffle", "prices", "prices, shuffle", "bytes"))
     ),
     "msp": (
-        Measure(
-            "spectra from an MSP library, gzip",
-            "records/s",
-            ("records_per_second", "stoker, gzip"),
-            _MATCHMS,
-            _UNZIP,
-        ),
-        Measure(
-            "the same, plain file",
-            "records/s",
-            ("records_per_second", "stoker, plain"),
-            _MATCHMS,
-            _UNZIP,
-        ),
-        Measure(
-            "the careful engine, plain file",
-            "records/s",
-            ("records_per_second", "stoker careful, plain"),
-            _MATCHMS,
-            _UNZIP,
-        ),
+        _spectra("spectra from an MSP library, gzip", "stoker, gzip"),
+        _spectra("the same, plain file", "stoker, plain"),
+        _spectra("the careful engine, plain file", "stoker careful, plain"),
     ),
     "massspec": (
         Measure(
             "one random spectrum of 300,000",
             "µs",
-            ("read", "spectrum_us"),
+            "read/spectrum_us",
             {
-                "HDF5, default chunks": ("peers", "auto_chunks_us"),
-                "HDF5, chunk of one row": ("peers", "row_chunks_us"),
+                "HDF5, default chunks": "peers/auto_chunks_us",
+                "HDF5, chunk of one row": "peers/row_chunks_us",
             },
-            less_is_better=True,
-        ),
-        _seconds(
-            "packing 300,000 molecules",
-            ("pack", "seconds"),
-            {},
-            ("the target", ("targets", "pack_seconds")),
         ),
         Measure(
-            "the store of them",
-            "MB",
-            ("pack", "store_mb"),
-            {},
-            ("the target", ("targets", "store_mb")),
-            less_is_better=True,
+            "packing 300,000 molecules",
+            "s",
+            "pack/seconds",
+            limit=("the target", "targets/pack_seconds"),
         ),
-        Measure("memory to open it", "MB", ("open", "open_mb"), {}, None, less_is_better=True),
+        Measure(
+            "the store of them", "MB", "pack/store_mb", limit=("the target", "targets/store_mb")
+        ),
+        Measure("memory to open it", "MB", "open/open_mb"),
     ),
     "bars": (
-        _seconds("a million CSV bars", ("times", "stoker", "median_seconds"), _PANDAS, _ARROW),
-        _seconds("the same, gzip", ("times", "stoker_gzip", "median_seconds"), _PANDAS, _ARROW),
-        _seconds(
-            "the same, damaged lines in it",
-            ("times", "stoker_damaged", "median_seconds"),
-            _PANDAS,
-            _ARROW,
-        ),
+        _bars("a million CSV bars", "stoker"),
+        _bars("the same, gzip", "stoker_gzip"),
+        _bars("the same, damaged lines in it", "stoker_damaged"),
     ),
     "windows": (_windows("one series"), _windows("five timeframes")),
     "feed": (
         Measure(
             "HDF5 in the page cache to the GPU",
             "GB/s",
-            ("stoker_gb_per_second",),
-            {"pinning each chunk": ("document_gb_per_second",)},
-            ("pinned copy", ("pinned_copy_gb_per_second",)),
+            "stoker_gb_per_second",
+            {"pinning each chunk": "document_gb_per_second"},
+            _PINNED_COPY,
         ),
         Measure(
             "the first time, pinning counted",
             "GB/s",
-            ("stoker_first_time_gb_per_second",),
-            {"pinning each chunk": ("document_first_time_gb_per_second",)},
-            ("pinned copy", ("pinned_copy_gb_per_second",)),
+            "stoker_first_time_gb_per_second",
+            {"pinning each chunk": "document_first_time_gb_per_second"},
+            _PINNED_COPY,
         ),
         Measure(
             "cold, from the disk",
             "GB/s",
-            ("cold_stoker_gb_per_second",),
-            {},
-            ("dd iflag=direct", ("cold_dd_direct_gb_per_second",)),
+            "cold_stoker_gb_per_second",
+            limit=("dd iflag=direct", "cold_dd_direct_gb_per_second"),
         ),
-        _overlap("overlap_compute_bound", "three times the compute"),
+        Measure(
+            "reading behind computing, three times the compute",
+            "s",
+            "overlap_compute_bound/both",
+            limit=("computing alone", "overlap_compute_bound/compute"),
+        ),
     ),
     "ragged": (
         Measure(
             "graphs and spectra of 300,000 molecules",
             "samples/s",
-            ("stoker_samples_per_second",),
+            "stoker_samples_per_second",
             {
-                "graphs from MOL per sample": ("from_mol_samples_per_second",),
-                "graphs from words per sample": ("from_words_samples_per_second",),
+                "graphs from MOL per sample": "from_mol_samples_per_second",
+                "graphs from words per sample": "from_words_samples_per_second",
             },
         ),
     ),
     "step": (
         _step("128"),
         _step("1024"),
-        Measure(
-            "the Trainer around a bare eager loop",
-            "× its time",
-            ("overhead", "ratio"),
-            less_is_better=True,
-        ),
+        Measure("the Trainer around a bare eager loop", "× its time", "overhead/ratio"),
     ),
     "recipes": (
         Measure(
             "an epoch of the forex recipe",
             "samples/s",
-            ("forex", "default", "samples_per_second"),
-            {"an eager loop over a plain chunk loader": ("forex", "document_samples_per_second")},
+            "forex/default/samples_per_second",
+            _EAGER,
         ),
         Measure(
             "the same, timeframes one after the other",
             "samples/s",
-            ("forex", "one stream", "samples_per_second"),
-            {"an eager loop over a plain chunk loader": ("forex", "document_samples_per_second")},
+            "forex/one stream/samples_per_second",
+            _EAGER,
         ),
-        Measure("the segmentation recipe", "images/s", ("segmentation", "images_per_second")),
+        Measure("the segmentation recipe", "images/s", "segmentation/images_per_second"),
     ),
-    "pictures": (_pictures("256 px"), _pictures("full"), _trained_pictures("256 px")),
+    "pictures": (
+        _pictures("256 px"),
+        _pictures("full"),
+        Measure(
+            "training resnet18 on encoded photographs, 256 px",
+            "images/s",
+            f"{_TRAINED}/encoded/{_RATE}",
+            {
+                "torch DataLoader, Pillow": f"{_TRAINED}/dataloader, 16 workers/{_RATE}",
+                "a store of pixels": f"{_TRAINED}/raw/{_RATE}",
+            },
+            ("one batch again and again", f"{_TRAINED}/held batch/{_RATE}"),
+        ),
+    ),
     "pictures_cpu": (_pictures_on_a_cpu("256 px"), _pictures_on_a_cpu("full")),
     "loader_cpu": (
-        _seconds(
+        Measure(
             "an epoch without a GPU, four chunks",
-            ("chunk_data_loader_seconds",),
-            {"a plain h5py chunk loader": ("document_seconds",)},
-            ("every byte read once", ("read_once_seconds",)),
+            "s",
+            "chunk_data_loader_seconds",
+            {"a plain h5py chunk loader": "document_seconds"},
+            _READ_ONCE,
         ),
-        _seconds(
+        Measure(
             "the same, one chunk",
-            ("chunk_data_loader_one_chunk_seconds",),
-            {"a plain h5py chunk loader": ("document_one_chunk_seconds",)},
-            ("every byte read once", ("read_once_seconds",)),
+            "s",
+            "chunk_data_loader_one_chunk_seconds",
+            {"a plain h5py chunk loader": "document_one_chunk_seconds"},
+            _READ_ONCE,
         ),
     ),
 }

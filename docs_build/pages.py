@@ -3,21 +3,24 @@
 Enters: the repository. Leaves: Markdown by its path on the site. Costs about two seconds.
 
 The home page is the README, in four languages; the changelog and the notes for contributors are the files of
-the repository. Their links are turned into links between pages; the text is the same.
+the repository. Their links are turned into links between pages; the text is the same. What stoker reads is the table
+that the tests run (`tests/gallery/cases_*.py`); each finding of the doctor has a page, cut from `docs/doctor.md`, so
+that it can be found by its name.
 """
 
 from __future__ import annotations
 
+import importlib
 import posixpath
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from docs_build.gallery import gallery_page
+from docs_build.markdown import table
 from docs_build.reference import reference_pages
 from docs_build.results import benchmarks_page
-from docs_build.symptoms import symptom_pages
 from docs_build.verbs import title_of, verb_pages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +35,12 @@ MOVED = {
     "SECURITY.md": "reporting.md",
     "benchmarks/README.md": "benchmarks.md",
 }
+_GALLERY = """# What stoker reads, and what it does with it
+
+Each line is a file that a test writes and packs (`tests/test_gallery.py`), so the right column is what really happens.
+The rule: what would surprise the owner of the data is either handled and said, or refused by name with what to type.
+Nothing is guessed in silence, and every pack accounts for its input: found = packed + refused + ignored.
+"""
 
 
 def written_pages(root: Path = ROOT) -> dict[str, str]:
@@ -123,19 +132,96 @@ def _filled(nav: list[Any], pages: Mapping[str, str], rest: list[str]) -> list[A
         elif entry == "*":
             filled += rest
         elif entry.endswith("/*"):
-            filled += _folder(entry.removesuffix("*"), pages)
+            folder = entry.removesuffix("*")
+            index = f"{folder}index.md"
+            inside = sorted(path for path in pages if path.startswith(folder) and path != index)
+            filled += [index] if index in pages else []
+            filled += [{title_of(pages[path]).removeprefix("stoker "): path} for path in inside]
         else:
             filled.append(entry)
     return filled
 
 
-def _folder(folder: str, pages: Mapping[str, str]) -> list[Any]:
-    inside = sorted(path for path in pages if path.startswith(folder))
-    inside.sort(key=lambda path: not path.endswith("/index.md"))
-    return [
-        path if path.endswith("/index.md") else {_short_title(pages[path]): path} for path in inside
+# -- what stoker reads ------------------------------------------------------------------------------
+
+
+def gallery_page(root: Path = ROOT) -> str:
+    """Return the page, a table for each kind of input."""
+    folder = root / "tests"
+    added = str(folder) not in sys.path
+    if added:
+        sys.path.insert(0, str(folder))
+    try:
+        parts = [_GALLERY.rstrip()]
+        for path in sorted((folder / "gallery").glob("cases_*.py")):
+            module = importlib.import_module(f"gallery.{path.stem}")
+            rows = [
+                [text.replace("|", "\\|") for text in (case.what, case.does)]
+                for case in module.CASES
+            ]
+            parts += [f"\n## {module.KIND}\n", *table(("input", "what happens"), rows)]
+        return "\n".join(parts) + "\n"
+    finally:
+        if added:
+            sys.path.remove(str(folder))
+
+
+# -- a page per finding -----------------------------------------------------------------------------
+
+
+def findings(page: str) -> dict[str, str]:
+    """Return what the page says under each finding's heading."""
+    part = page.partition("\n## Findings\n")[2].partition("\n## ")[0]
+    pieces = re.split(r"^### (\S+)$", part, flags=re.MULTILINE)[1:]
+    return dict(zip(pieces[::2], (text.strip() for text in pieces[1::2]), strict=True))
+
+
+def symptoms(page: str) -> dict[str, list[str]]:
+    """Return what one sees, by the finding that the page's table leads to from there."""
+    part = page.partition("\n## From symptom to remedy\n")[2].partition("\n## ")[0]
+    seen: dict[str, list[str]] = {}
+    for line in part.splitlines():
+        if line.startswith("| ") and "](#" in line:
+            words = line.split("|")[1].strip()
+            for name in re.findall(r"\]\(#([a-z0-9-]+)\)", line):
+                seen.setdefault(name, []).append(words)
+    return seen
+
+
+def symptom_pages(page: str) -> dict[str, str]:
+    """Make the page of every finding and the page that lists them."""
+    seen = symptoms(page)
+    named = findings(page)
+    pages = {f"symptoms/{name}.md": _page(name, text, seen[name]) for name, text in named.items()}
+    rows = [("; ".join(seen[name]), f"[{name}]({name}.md)") for name in named]
+    index = [
+        "# Symptoms",
+        "",
+        "What you see, and the finding of [the doctor](../doctor.md) that may be behind it.",
+        "",
+        *table(("what you see", "it may be"), rows),
+        "",
     ]
+    return {"symptoms/index.md": "\n".join(index)} | pages
 
 
-def _short_title(page: str) -> str:
-    return title_of(page).removeprefix("stoker ")
+def _page(name: str, text: str, seen: list[str]) -> str:
+    moved = re.sub(r"\]\((\w[\w/]*\.md)", r"](../\1", text).replace("](#", "](../doctor.md#")
+    return "\n".join([
+        f"# {name}",
+        "",
+        *(f"**What you see:** {words}." for words in seen),
+        "",
+        moved,
+        "",
+        "## Is it that?",
+        "",
+        "```",
+        "stoker doctor --config my.yaml     # a job of stoker's own",
+        "stoker doctor -- python train.py   # anybody's script, as it is",
+        "```",
+        "",
+        f"If it is, the report names `{name}` with its evidence, the remedy and the gain to expect.",
+        "[How the doctor works](../doctor.md) says how that gain is found.",
+        "",
+    ])  # fmt: skip

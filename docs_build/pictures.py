@@ -73,11 +73,9 @@ def pictures() -> list[Picture]:
         Picture(name, Compose([op], seed=SEED, backend="torch"), name in moving)
         for name, op in (moving | colouring).items()
     ]
-    return [
-        *made,
-        Picture("minimal", make_preset("minimal", seed=SEED, backend="torch"), True),
-        Picture("standard", make_preset("standard", seed=SEED, backend="torch"), True),
-        Picture("strong", make_preset("strong", seed=SEED, backend="torch"), True),
+    return made + [
+        Picture(name, make_preset(name, seed=SEED, backend="torch"), True)
+        for name in ("minimal", "standard", "strong")
     ]
 
 

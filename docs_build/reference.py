@@ -16,7 +16,7 @@ from pathlib import Path
 
 import griffe
 
-from docs_build.docstrings import to_markdown
+from docs_build.markdown import table, to_markdown
 
 _WIDE = 84
 _LONGEST_VALUE = 400
@@ -46,9 +46,8 @@ def find_home(package: griffe.Module, module: str, name: str) -> griffe.Object |
     try:
         found = package[f"{module}.{name}".removeprefix("stoker.")]
         if found.is_module and name in found.members:
-            found = found[
-                name
-            ]  # `resolve` of `stoker.config.resolve`: griffe keeps the module's name
+            # `resolve` of `stoker.config.resolve`: griffe keeps the module's name
+            found = found[name]
         found = found.final_target if isinstance(found, griffe.Alias) else found
     except (KeyError, griffe.AliasResolutionError, griffe.CyclicAliasError):
         return None
@@ -102,10 +101,9 @@ def _index(package: griffe.Module, rooms: list[str]) -> str:
         assert home is not None, f"stoker.__all__ lists {name}, which is nowhere defined"
         module = home.module.path
         link = f"{module.split('.')[1]}.md#{anchor(home.path)}"
-        rows.append(f"| [`{name}`]({link}) | {_first_sentence(home)} | `{module}` |")
+        rows.append((f"[`{name}`]({link})", _first_sentence(home), f"`{module}`"))
     rooms_rows = [
-        f"| [`stoker.{room}`]({room}.md) | {_first_sentence(package.modules[room])} |"
-        for room in rooms
+        (f"[`stoker.{room}`]({room}.md)", _first_sentence(package.modules[room])) for room in rooms
     ]
     return "\n".join([
         "# API reference",
@@ -117,15 +115,11 @@ def _index(package: griffe.Module, rooms: list[str]) -> str:
         "",
         "Loading the package costs nothing: a name is imported when it is first used.",
         "",
-        "| name | what it is | defined in |",
-        "|---|---|---|",
-        *rows,
+        *table(("name", "what it is", "defined in"), rows),
         "",
         "## Rooms",
         "",
-        "| room | what it is for |",
-        "|---|---|",
-        *rooms_rows,
+        *table(("room", "what it is for"), rooms_rows),
         "",
     ])  # fmt: skip
 

@@ -11,13 +11,15 @@ whole, so that nothing published is left out.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docs_build.measures import MEASURES, Keys
+from docs_build.markdown import table
+from docs_build.measures import MEASURES
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class Row:
         return other / self.ours if self.less_is_better else self.ours / other
 
 
-def look_up(result: Any, keys: Keys) -> float | None:
+def _look_up(result: Any, keys: str) -> float | None:
     """Follow keys into a result; None where it does not go on or ends in something else than a number."""
-    for key in keys:
+    for key in keys.split("/"):
         if not isinstance(result, Mapping):
             return None
         if key.endswith("*"):
@@ -58,9 +60,9 @@ def rows_of(document: Mapping[str, Any]) -> list[Row]:
         return list(_augment_rows(result))
     rows = []
     for measure in MEASURES.get(document["benchmark"], ()):
-        peers = {name: look_up(result, keys) for name, keys in measure.peers.items()}
-        limit = (measure.limit[0], look_up(result, measure.limit[1])) if measure.limit else None
-        ours = look_up(result, measure.ours)
+        peers = {name: _look_up(result, keys) for name, keys in measure.peers.items()}
+        limit = (measure.limit[0], _look_up(result, measure.limit[1])) if measure.limit else None
+        ours = _look_up(result, measure.ours)
         rows.append(Row(measure.what, measure.unit, ours, peers, limit, measure.less_is_better))
     return rows
 
@@ -68,15 +70,15 @@ def rows_of(document: Mapping[str, Any]) -> list[Row]:
 def _augment_rows(result: Mapping[str, Any]) -> Iterator[Row]:
     """Every table of `augment` has a row per way; ours stand against the peers of the same table."""
     for types, tables in result["tables"].items():
-        for table in tables.values():
-            times = {row["name"]: row for row in table["rows"]}
+        for each in tables.values():
+            times = {row["name"]: row for row in each["rows"]}
             peers = {name: row["ms"] for name, row in times.items() if row["kind"] == "peer"}
-            limit = next((row for row in table["rows"] if row["kind"] == "limit"), None)
-            mask = ", with a mask" if table["work"]["mask"] else ""
+            limit = next((row for row in each["rows"] if row["kind"] == "limit"), None)
+            mask = ", with a mask" if each["work"]["mask"] else ""
             for name, row in times.items():
                 if row["kind"] == "ours":
                     yield Row(
-                        f"{table['title']}{mask}, {types}: {name}",
+                        f"{each['title']}{mask}, {types}: {name}",
                         "ms",
                         row["ms"],
                         peers,
@@ -108,14 +110,20 @@ def benchmarks_page(results: Path, readme: str) -> str:
 
 def defaults_section(results: Path) -> list[str]:
     """Return one table of every recipe's default run: what it reaches, its best baseline, minutes on each machine."""
-    files = [
-        json.loads(path.read_text("utf-8")) for path in sorted(results.glob("defaults-*.json"))
-    ]
+    files = [json.loads(path.read_text()) for path in sorted(results.glob("defaults-*.json"))]
     if not files:
         return []
-    hosts = [document["machine"]["host"] for document in files]
-    machines = " | ".join(f"minutes, {host}" for host in hosts)
-    lines = [
+    machines = [f"minutes, {document['machine']['host']}" for document in files]
+    header = ("recipe", "data", "metric", "model", "best baseline", "verdict", *machines)
+    cells = []
+    for recipe in dict.fromkeys(name for document in files for name in document["result"]):
+        rows = [document["result"].get(recipe) for document in files]
+        # A GPU's file comes last by name; a projected run has no metric.
+        row = next((row for row in reversed(rows) if row and "value" in row), None)
+        data = next(row["data"] for row in rows if row)
+        shown = _default_words(row) if row else ["n/a"] * 4
+        cells.append((recipe, data, *shown, *map(_minutes_words, rows)))
+    return [
         "## What the recipes reach by default { #recipe-defaults }",
         "",
         "Each recipe on public data, with no setting but the store; `benchmarks/defaults.py` runs them. The metric is",
@@ -124,17 +132,9 @@ def defaults_section(results: Path) -> list[str]:
         "other work on the machine does not lengthen. *Projected* ones are the processor time of some steps, times the",
         "steps of a whole run, over the cores; evaluations are not in them, and a run may stop earlier.",
         "",
-        f"| recipe | data | metric | model | best baseline | verdict | {machines} |",
-        "|---" * (6 + len(hosts)) + "|",
+        *table(header, cells),
+        "",
     ]
-    for recipe in dict.fromkeys(name for document in files for name in document["result"]):
-        rows = [document["result"].get(recipe) for document in files]
-        # A GPU's file comes last by name; a projected run has no metric.
-        row = next((row for row in reversed(rows) if row and "value" in row), None)
-        data = next(row["data"] for row in rows if row)
-        shown = _default_words(row) if row else ["n/a"] * 4
-        lines.append(f"| {' | '.join([recipe, data, *shown, *map(_minutes_words, rows)])} |")
-    return [*lines, ""]
 
 
 def _default_words(row: Mapping[str, Any]) -> list[str]:
@@ -146,15 +146,9 @@ def _default_words(row: Mapping[str, Any]) -> list[str]:
     span = row.get("interval") or []
     told = f" ({span[0]:.3g} to {span[1]:.3g})" if len(span) == 2 else ""
     baseline = f"{row['baseline']} {row['baseline_value']:.3g}" if row.get("baseline") else "n/a"
-    metric = (
-        row["metric"] if row.get("more_is_better", True) else f"{row['metric']}, less is better"
-    )
-    return [
-        metric,
-        f"{row['value']:.3g}{told}",
-        baseline,
-        words.get(str(row.get("worth")), "n/a"),
-    ]
+    metric = row["metric"] + ("" if row.get("more_is_better", True) else ", less is better")
+    worth = words.get(str(row.get("worth")), "n/a")
+    return [metric, f"{row['value']:.3g}{told}", baseline, worth]
 
 
 def _minutes_words(row: Mapping[str, Any] | None) -> str:
@@ -169,25 +163,27 @@ def _minutes_words(row: Mapping[str, Any] | None) -> str:
 
 def _section(path: Path) -> list[str]:
     document = json.loads(path.read_text(encoding="utf-8"))
-    machine = document["machine"]
+    machine, commit = document["machine"], document["machine"].get("commit")
     rows = rows_of(document)
     link = f"[{path.name}](results/{path.name})"
     if document["benchmark"] == "defaults":
-        table = ["[One table](#recipe-defaults) has the default runs of all machines."]
+        lines = ["[One table](#recipe-defaults) has the default runs of all machines."]
     else:
-        table = _table(rows) if rows else _whole(document["result"])
+        lines = _rows_table(rows) if rows else _whole(document["result"])
+    when = f"Code of commit `{commit}`, of {_commit_date(commit) or 'n/a'}."
+    if machine.get("date"):
+        when = f"Measured on {machine['date']}, code of commit `{commit}`."
     return [
         f"## {document['benchmark']}: {machine['host']} {{ #{path.stem} }}",
         "",
-        f"{_machine_words(machine)}. {_date_words(machine)} {link} has every figure and its spread.",
+        f"{_machine_words(machine['probe'])}. {when} {link} has every figure and its spread.",
         "",
-        *table,
+        *lines,
         "",
     ]
 
 
-def _machine_words(machine: Mapping[str, Any]) -> str:
-    probe = machine["probe"]
+def _machine_words(probe: Mapping[str, Any]) -> str:
     gpus = [gpu["name"] for gpu in probe["gpus"]]
     words = [
         ", ".join(gpus) or "No GPU",
@@ -199,39 +195,24 @@ def _machine_words(machine: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _date_words(machine: Mapping[str, Any]) -> str:
-    commit = machine.get("commit")
-    if machine.get("date"):
-        return f"Measured on {machine['date']}, code of commit `{commit}`."
-    return f"Code of commit `{commit}`, of {_commit_date(commit) or 'n/a'}."
-
-
 def _commit_date(commit: str | None) -> str | None:
-    if not commit:
-        return None
+    command = ["git", "show", "-s", "--format=%cs", str(commit)]
+    folder = Path(__file__).parent
     try:
-        shown = subprocess.run(
-            ["git", "show", "-s", "--format=%cs", commit],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=20,
-            cwd=Path(__file__).parent,
-        )
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=20, cwd=folder
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return shown.stdout.strip() or None
 
 
-def _table(rows: list[Row]) -> list[str]:
-    lines = ["| what | ours | against the peers | against the limit |", "|---|---|---|---|"]
+def _rows_table(rows: list[Row]) -> list[str]:
+    cells = []
     for row in rows:
         peers = [_against(row, name, value, loses=True) for name, value in row.peers.items()]
         limit = _against(row, *row.limit, loses=False) if row.limit else ""
-        lines.append(
-            f"| {row.what} | {_figure(row.ours, row.unit)} | {'<br>'.join(peers)} | {limit} |"
-        )
-    return lines
+        cells.append((row.what, _figure(row.ours, row.unit), "<br>".join(peers), limit))
+    return table(("what", "ours", "against the peers", "against the limit"), cells)
 
 
 def _against(row: Row, name: str, value: float | None, *, loses: bool) -> str:
@@ -247,14 +228,11 @@ def _whole(result: Mapping[str, Any]) -> list[str]:
     """Show every number of a result whose layout is not known here; groups of equal entries become tables."""
     grids = {key: value for key, value in result.items() if _is_grid(value)}
     rest = {key: value for key, value in result.items() if key not in grids}
-    lines = ["| figure | value |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in _flat(rest, "")]
+    lines = table(("figure", "value"), _flat(rest, ""))
     for name, rows in grids.items():
         columns = list(next(iter(rows.values())))
-        lines += ["", f"{_words(name)}:", "", f"| | {' | '.join(_words(one) for one in columns)} |"]
-        lines.append("|---" * (len(columns) + 1) + "|")
-        for key, row in rows.items():
-            lines.append(f"| {key} | {' | '.join(_plain(row[one]) for one in columns)} |")
+        cells = [(key, *(_plain(row[one]) for one in columns)) for key, row in rows.items()]
+        lines += ["", f"{_words(name)}:", "", *table(["", *map(_words, columns)], cells)]
     return lines
 
 
@@ -300,8 +278,4 @@ def number_words(value: float) -> str:
     """Write a number with three significant digits, thousands apart."""
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    digits = 2
-    size = abs(value)
-    while size < 1 and digits < 8:
-        size, digits = size * 10, digits + 1
-    return f"{value:.{digits - (1 if size >= 10 else 0)}f}"
+    return f"{value:.{min(8, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from docs_build.markdown import cell, table
 from stoker.errors import EXIT_DONE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OURS, EXIT_REFUSED
 
 EXIT_CODES = {
@@ -19,6 +20,11 @@ EXIT_CODES = {
     EXIT_REFUSED: "the quality gate refuses the data, or a loss is not finite",
     EXIT_INTERRUPTED: "interrupted; what was finished is kept",
 }
+_EXIT_CODES = [
+    "## Exit codes",
+    "",
+    *table(("code", "meaning"), [(str(code), meaning) for code, meaning in EXIT_CODES.items()]),
+]
 
 
 def command_tree() -> Any:
@@ -61,7 +67,7 @@ def verb_pages(guides: Mapping[str, str]) -> dict[str, str]:
 
 def _list(tree: Any) -> str:
     rows = [
-        f"| [`stoker {verb}`]({verb}.md) | {_cell(_first(command.help))} |"
+        (f"[`stoker {verb}`]({verb}.md)", cell((command.help or "").split("\n\n")[0]))
         for verb, command in subcommands(tree).items()
     ]
     return "\n".join([
@@ -70,14 +76,10 @@ def _list(tree: Any) -> str:
         "Made of the command's own parser when this site is built: what stands here is what",
         "`stoker VERB --help` says.",
         "",
-        "| verb | what it does |",
-        "|---|---|",
-        *rows,
+        *table(("verb", "what it does"), rows),
         "",
         *_options(tree, "stoker"),
-        "## Exit codes",
-        "",
-        *_exit_codes(),
+        *_EXIT_CODES,
     ])  # fmt: skip
 
 
@@ -90,7 +92,7 @@ def _page(verb: str, command: Any, guides: Mapping[str, str]) -> str:
             lines += [f"## stoker {verb} {name}", "", *_command(one, f"stoker {verb} {name}")]
     else:
         lines += _command(command, f"stoker {verb}")
-    lines += ["## Exit codes", "", *_exit_codes(), "", *_uses(verb, guides)]
+    lines += [*_EXIT_CODES, "", *_uses(verb, guides)]
     return "\n".join(lines) + "\n"
 
 
@@ -116,8 +118,9 @@ def _options(command: Any, name: str) -> list[str]:
         default = notes.pop("default", "required" if "required" in notes else "")
         allowed = "; ".join(word for word in notes if word != "required")
         meaning += f" Allowed: `{allowed}`." if allowed else ""
-        rows.append(f"| `{_cell(words)}` | {_code(default)} | {_cell(meaning)} |")
-    return ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""]
+        default = f"`{cell(default)}`" if default not in ("", "required") else default
+        rows.append((f"`{cell(words)}`", default, cell(meaning)))
+    return [*table(("argument or option", "default", "meaning"), rows), ""]
 
 
 def _split_notes(text: str) -> tuple[str, dict[str, str]]:
@@ -130,11 +133,6 @@ def _split_notes(text: str) -> tuple[str, dict[str, str]]:
         name, colon, value = part.partition(": ")
         notes[name] = value if colon else ""
     return text[: found.start()], notes
-
-
-def _exit_codes() -> list[str]:
-    rows = [f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()]
-    return ["| code | meaning |", "|---|---|", *rows]
 
 
 def _uses(verb: str, guides: Mapping[str, str]) -> list[str]:
@@ -155,18 +153,6 @@ def title_of(page: str) -> str:
     return found[1]
 
 
-def _first(help_text: str | None) -> str:
-    return (help_text or "").split("\n\n")[0].replace("\n", " ")
-
-
 def _prose(help_text: str | None) -> str:
     paragraphs = (help_text or "").split("\n\n")
     return "\n\n".join(" ".join(part.split()) for part in paragraphs).replace("<", "&lt;")
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
-
-
-def _code(text: str) -> str:
-    return f"`{_cell(text)}`" if text and text != "required" else text

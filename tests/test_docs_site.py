@@ -14,19 +14,20 @@ import docs_build.site
 import pytest
 import yaml
 from docs_build.blocks import prose
-from docs_build.docstrings import to_markdown
+from docs_build.markdown import to_markdown
 from docs_build.measures import MEASURES
 from docs_build.pages import (
     LANGUAGES,
     filled_nav,
+    findings,
     generated_pages,
     published_files,
     relinked,
+    symptoms,
     written_pages,
 )
 from docs_build.reference import anchor, find_home, read_package
 from docs_build.results import Row, benchmarks_page, defaults_section, number_words, rows_of
-from docs_build.symptoms import findings, symptoms
 from docs_build.verbs import EXIT_CODES, command_tree, leaves, subcommands, verb_pages
 
 import stoker
@@ -172,7 +173,7 @@ def test_losses_are_shown_and_unknown_results_too(tmp_path):
     )
     assert "| few, a | 0.500 |\n| words | a\\|b |\n| nothing | n/a |" in page
     assert (
-        "by ranks:\n\n| | read bytes | fine |\n|---|---|---|\n| 1 | 4,096 | True |\n| 2 | 2,048 | True |"
+        "by ranks:\n\n|  | read bytes | fine |\n|---|---|---|\n| 1 | 4,096 | True |\n| 2 | 2,048 | True |"
         in page
     )
     assert "Measured on 2026-11-16" in page

@@ -80,7 +80,7 @@ def test_the_outcome_is_the_one_of_the_table(case: GalleryCase, tmp_path, monkey
 
 
 def test_the_page_has_every_case():
-    from docs_build.gallery import gallery_page
+    from docs_build.pages import gallery_page
 
     page = gallery_page()
     for param in CASES:

@@ -49,17 +49,14 @@ def settle(wheel: Path, sbom: str) -> None:
     temporary = wheel.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as file:
         # The record comes last, as the specification of wheels recommends.
-        for name, data in [*sorted(contents.items()), (record, _record(lines, record))]:
+        listed = "".join(f"{line}\n" for line in [*lines, f"{_quoted(record)},,"]).encode()
+        for name, data in [*sorted(contents.items()), (record, listed)]:
             entry = zipfile.ZipInfo(name, date)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.create_system = 3
             entry.external_attr = 0o100644 << 16
             file.writestr(entry, data, compresslevel=9)
     temporary.replace(wheel)
-
-
-def _record(lines: list[str], record: str) -> bytes:
-    return "".join(f"{line}\n" for line in [*lines, f"{_quoted(record)},,"]).encode()
 
 
 def _quoted(name: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,14 +21,7 @@ from typing import Any, Protocol, Self
 
 from stoker.address import masked, shown
 from stoker.display import command, escaped_json, look_in
-from stoker.errors import (
-    CorruptError,
-    InputError,
-    MissingExtraError,
-    StokerError,
-    StoreError,
-    unwritable,
-)
+from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError, unwritable
 from stoker.ownership import empty_file, open_own_file
 from stoker.strict_json import json_text, parse_json
 
@@ -157,7 +150,7 @@ class RunLog:
                 self.path, os.O_RDWR | os.O_APPEND, _begins_with_an_event, "the log of the run"
             )
         except OSError as error:
-            raise self._refused(error) from error
+            raise unwritable(self.path, error, "the run log") from error
         self.num_torn_bytes = _cut_torn_end(self._file)
 
     def write(
@@ -175,23 +168,10 @@ class RunLog:
             InputError: A value has no plain form.
         """
         plain = _plain(values or {}, event)
-        line = {
-            "time": round(self._clock(), 6),
-            "step": step,
-            "epoch": epoch,
-            "event": event,
-            "values": plain,
-        }
-        text = json_text(line, ensure_ascii=False)
+        about = {"time": round(self._clock(), 6), "step": step, "epoch": epoch, "event": event}
+        text = json_text(about | {"values": plain}, ensure_ascii=False)
         # File names may hold bytes that are not UTF-8; escaped they are JSON all the same.
-        self._append(escaped_json(text).encode() + b"\n")
-        if self._scalars is not None and step is not None:
-            for name, value in plain.items():
-                number = _number(value)
-                if number is not None:
-                    self._scalars.add_scalar(f"{event}/{name}", number, step)
-
-    def _append(self, line: bytes) -> None:
+        line = escaped_json(text).encode() + b"\n"
         if self._file < 0:
             raise InputError(f"the run log {self.path} is closed.", "an open log", "RunLog(path)")
         before = os.fstat(self._file).st_size
@@ -202,10 +182,12 @@ class RunLog:
                 os.write(self._file, line[written:])
         except OSError as error:
             empty_file(self._file, before)
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> StokerError:
-        return unwritable(self.path, error, "the run log")
+            raise unwritable(self.path, error, "the run log") from error
+        if self._scalars is not None and step is not None:
+            for name, value in plain.items():
+                number = _restored(value)
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    self._scalars.add_scalar(f"{event}/{name}", float(number), step)
 
     def close(self) -> None:
         """End the log; a second call does nothing."""
@@ -239,20 +221,18 @@ def read_run_log(path: str | Path) -> list[LogLine]:
             "the run.jsonl of a run",
             look_in(path.parent),
         ) from error
-    return list(_parsed(path, lines))
-
-
-def _parsed(path: Path, lines: list[bytes]) -> Iterator[LogLine]:
+    events = []
     for number, line in enumerate(lines, 1):
         parsed = parse_line(line)
         if parsed is not None:
-            yield parsed
+            events.append(parsed)
         elif number < len(lines):
             raise CorruptError(
                 f"{path}, line {number} is not an event: {line[:60]!r}.",
                 "one JSON object per line, as RunLog writes it",
                 command("sed", "-i", f"{number}d", path),
             )
+    return events
 
 
 def parse_line(line: bytes) -> LogLine | None:
@@ -273,6 +253,32 @@ def parse_line(line: bytes) -> LogLine | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+# -- values of a log, whoever wrote it ---------------------------------------------------------------
+
+
+def as_number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def as_whole(value: Any) -> int | None:
+    """Return a finite number without its fraction; None for anything else."""
+    number = as_number(value)
+    return None if number is None else int(number)
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a mapping; an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def as_mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the mappings of a list; none of anything else."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 # -- notes and endings in a log --------------------------------------------------------------------
@@ -395,11 +401,6 @@ def _restored(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _restored(entry) for name, entry in value.items()}
     return value
-
-
-def _number(value: Any) -> float | None:
-    value = _restored(value)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def open_tensorboard(folder: str | Path) -> ScalarWriter:

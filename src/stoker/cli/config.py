@@ -13,7 +13,14 @@ import typer
 
 from stoker.address import MARK, masked
 from stoker.cli.options import JsonOption, SetOption, require_output, verb
-from stoker.cli.terminal import echo, echo_lines, make_console, print_commands, print_json
+from stoker.cli.terminal import (
+    echo,
+    echo_lines,
+    make_console,
+    plain_table,
+    print_commands,
+    print_json,
+)
 from stoker.display import command, quoted, secret_hint
 from stoker.errors import InputError, unwritable
 from stoker.ownership import always, free_name, write_text
@@ -21,7 +28,7 @@ from stoker.units import format_count
 
 if TYPE_CHECKING:
     from stoker.compat.migrate import Migration
-    from stoker.config import Config, Problem, Settings
+    from stoker.config import Config, Settings
 
 app = typer.Typer(no_args_is_help=True, help="Write, check, show and migrate config files.")
 
@@ -39,9 +46,13 @@ def check(file: FileArgument, *, overrides: SetOption = None, as_json: JsonOptio
     if config is None:
         if not as_json:
             raise as_error(problems)
-        print_json(
-            {"ok": False, "problems": [_problem_row(problem) for problem in problems]}, indent=2
-        )
+        names = ("key", "given", "allowed", "fix")
+        rows = [
+            {name: getattr(problem.place, name) for name in ("file", "line", "column")}
+            | {name: getattr(problem, name) for name in names}
+            for problem in problems
+        ]
+        print_json({"ok": False, "problems": rows}, indent=2)
         raise typer.Exit(as_error(problems).exit_code)
     settings = resolve(config)
     if settings.recipe.name is not None:
@@ -159,16 +170,16 @@ def migrate(
     except OSError as error:
         raise unwritable(new, error) from error
     if as_json:
-        moved = [
-            {"old": each.old, "place": str(each.place), "new": each.new, "value": each.value, "note": each.note}
-            for each in made.moved
-        ]  # fmt: skip
-        dropped = [
-            {"old": each.old, "place": str(each.place), "value": each.value, "reason": each.reason}
-            for each in made.dropped
-        ]
-        facts = {"out": str(new), "moved": moved, "dropped": dropped}
-        print_json(facts)
+        kinds = {"moved": ("new", "value", "note"), "dropped": ("value", "reason")}
+        facts = {
+            kind: [
+                {"old": each.old, "place": str(each.place)}
+                | {name: getattr(each, name) for name in names}
+                for each in getattr(made, kind)
+            ]
+            for kind, names in kinds.items()
+        }
+        print_json({"out": str(new)} | facts)
     else:
         _print_migration(made, old, new)
 
@@ -181,27 +192,12 @@ def schema() -> None:
     print_json(config_schema(), indent=2)
 
 
-def _problem_row(problem: Problem) -> dict[str, object]:
-    place = problem.place
-    return {
-        "file": place.file,
-        "line": place.line,
-        "column": place.column,
-        "key": problem.key,
-        "given": problem.given,
-        "allowed": problem.allowed,
-        "fix": problem.fix,
-    }
-
-
 def _print_settings(settings: Settings) -> None:
-    from rich.table import Table
-
     console = make_console(width=200)
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
-    for key, value in settings.values().items():
-        table.add_row(key, _show(key, value), settings.reasons[key])
-    console.print(table)
+    rows = [
+        (key, _show(key, value), settings.reasons[key]) for key, value in settings.values().items()
+    ]
+    console.print(plain_table(rows, ("setting", "value", "from")))
     for note in settings.notes:
         console.print(f"note: {note}")
 

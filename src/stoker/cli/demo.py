@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.terminal import Bar, make_console, make_table, print_json
+from stoker.cli.terminal import Bar, known, make_console, make_table, print_json
 from stoker.display import command
 from stoker.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -46,27 +46,18 @@ def demo(
 
 
 def _facts(result: DemoResult, seconds: float) -> dict[str, object]:
+    manifest, trained, examined = result.packed.manifest, result.trained, result.examined
     return {
         "store": str(result.packed.path),
-        "num_samples": result.packed.manifest.num_samples,
-        "rows": {
-            name: count
-            for shard in result.packed.manifest.shards
-            for name, count in shard.rows.items()
-        },
+        "num_samples": manifest.num_samples,
+        "rows": {name: count for shard in manifest.shards for name, count in shard.rows.items()},
         "findings": [finding.to_json() for finding in result.inspection.findings],
         "series": asdict(result.series),
         "materialised": asdict(result.materialised),
         "plan": {"tier": result.plan.tier, "reasons": list(result.plan.reasons)},
         "naive": {**asdict(result.naive), "samples_per_second": result.naive.samples_per_second},
-        "trained": {
-            **asdict(result.trained),
-            "samples_per_second": result.trained.samples_per_second,
-        },
-        "doctor": {
-            "usual": result.examined.usual.to_json(),
-            "ours": result.examined.ours.to_json(),
-        },
+        "trained": {**asdict(trained), "samples_per_second": trained.samples_per_second},
+        "doctor": {"usual": examined.usual.to_json(), "ours": examined.ours.to_json()},
         "run": {
             "dir": str(result.run.run_dir),
             "samples_per_second": [report.samples_per_second for report in result.run.epochs],
@@ -145,22 +136,25 @@ def _print_examined(console: Console, result: DemoResult) -> None:
         console.print(f"doctor on {name}, run as it is: {consultation.verdict}")
     share = examined.usual.measurements.wait_share
     rows = [
-        (USUAL, _whole(examined.rate(examined.usual)), "" if share is None else f"{share:.0%}"),
-        ("predicted, if batches cost nothing", _whole(examined.predicted), ""),
-        (f"{OURS}, measured", _whole(examined.rate(examined.ours)), ""),
+        (
+            USUAL,
+            known(examined.rate(examined.usual), ",.0f"),
+            "" if share is None else f"{share:.0%}",
+        ),
+        ("predicted, if batches cost nothing", known(examined.predicted, ",.0f"), ""),
+        (f"{OURS}, measured", known(examined.rate(examined.ours), ",.0f"), ""),
     ]
     heads = ("", "samples/s", "waited for batches")
     console.print(make_table("what the doctor saw and predicted", heads, rows))
 
 
-def _whole(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:,.0f}"
-
-
 def _print_tuned(console: Console, result: DemoResult) -> None:
     tuned = result.tuned
     rows = [
-        (str(point.shape.batch_size), _whole(point.rate), "" if point.spread is None else f"{point.spread:.0%}")
+        (
+            str(point.shape.batch_size), known(point.rate, ",.0f"),
+            "" if point.spread is None else f"{point.spread:.0%}",
+        )
         for point in tuned.curve
     ]  # fmt: skip
     title = f"tune: the same job by its config, {result.run.notes[0]}"

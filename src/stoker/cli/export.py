@@ -17,7 +17,7 @@ import typer
 from stoker.address import shown
 from stoker.cli.options import JsonOption, verb
 from stoker.cli.predict import CheckpointArgument
-from stoker.cli.terminal import echo, make_console, print_json
+from stoker.cli.terminal import echo, make_console, plain_table, print_json
 from stoker.display import command, quoted
 from stoker.errors import InputError
 from stoker.units import format_bytes
@@ -159,19 +159,14 @@ def _export_int8(
         size = {"size_bytes": out.stat().st_size}
         print_json({**where, "metric": metric, **report.to_json(), **size})
         return
-    from rich.table import Table
-
     console = make_console(width=160)
     console.print(f"int8 by {report.api}: {len(report.modules)} modules")
-    table = Table(box=None, pad_edge=False)
-    for head in ("", "float32", "int8"):
-        table.add_column(head, justify="left" if not head else "right")
-    table.add_row("weights", format_bytes(report.bytes_before), format_bytes(report.bytes_after))
+    rows = [("weights", format_bytes(report.bytes_before), format_bytes(report.bytes_after))]
     if report.latency_before is not None:
-        table.add_row("latency of a batch", str(report.latency_before), str(report.latency_after))
+        rows.append(("latency of a batch", str(report.latency_before), str(report.latency_after)))
     if metric is not None:
-        table.add_row(metric, f"{report.metric_before:.5g}", f"{report.metric_after:.5g}")
-    console.print(table)
+        rows.append((metric, f"{report.metric_before:.5g}", f"{report.metric_after:.5g}"))
+    console.print(plain_table(rows, ("", "float32", "int8"), right=(1, 2)))
     if report.largest_difference is not None:
         relative = report.relative_difference or 0.0
         console.print(f"outputs differ by at most {report.largest_difference:.3g} ({relative:.2%})")

@@ -89,9 +89,8 @@ def inspect(
         raise InputError(f"--as is {kind!r}.", "table or bars", "--as table")
     chosen = arrays.selection()
     require_output(html, "--html", [path])
-    if (
-        error := run_error(path)
-    ) is not None:  # before the plots and predictions in it are taken for data
+    # Before the plots and predictions in it are taken for data.
+    if (error := run_error(path)) is not None:
         raise error
     name = shown(path)
     source: Source | None
@@ -121,15 +120,8 @@ def inspect(
     if as_json:
         stats = {name: stats.to_json() for name, stats in inspection.stats.items()}
         findings = [finding.to_json() for finding in inspection.findings]
-        print_json(
-            {
-                "path": name,
-                "refused": bool(inspection.refused),
-                "findings": findings,
-                "stats": stats,
-                "facts": facts,
-            }
-        )
+        about = {"path": name, "refused": bool(inspection.refused), "findings": findings}
+        print_json({**about, "stats": stats, "facts": facts})
     else:
         _print(name, inspection, facts, html)
     if inspection.refused:
@@ -149,27 +141,20 @@ def _picture_or_spectrum_source(
     mol_dir: Path | None,
 ) -> Source | None:
     """Return the source of pictures or spectra that lie at the path; None for anything else."""
-    from stoker.sources.images import (
-        ImagesSource,
-        SegmentationSource,
-        find_pairs,
-        holds_pictures,
-        parse_range,
-        parse_size,
-    )
+    from stoker.sources import images as pictures
     from stoker.sources.massspec import MassSpecSource, holds_spectra
     from stoker.store.manifest import MANIFEST_NAME
 
     if not path.exists() or (path / MANIFEST_NAME).exists():
         return None
-    wanted, limits = parse_size(size), parse_range(value_range)
-    images, found = find_pairs(path) if masks is None else (path, masks)
+    wanted, limits = pictures.parse_size(size), pictures.parse_range(value_range)
+    images, found = pictures.find_pairs(path) if masks is None else (path, masks)
     if found is not None and labels.labels is None:
-        return SegmentationSource(
+        return pictures.SegmentationSource(
             wanted, images=images, masks=found, value_range=limits, **how.settings()
         )
-    if labels.labels is not None or holds_pictures(path):
-        return ImagesSource(wanted, folder=path, value_range=limits, **vars(labels))
+    if labels.labels is not None or pictures.holds_pictures(path):
+        return pictures.ImagesSource(wanted, folder=path, value_range=limits, **vars(labels))
     if holds_spectra(path):
         return MassSpecSource(path, mol_dir, spectra="all", without_spectra=True)
     return None
@@ -314,13 +299,11 @@ def _look_at_store(
         samples = None if as_url(path) else samples_of(store)
         if samples is not None:
             facts |= sample_facts(samples)
-        for array in {
-            name: array for shard in store.shards[:1] for name, array in shard.arrays.items()
-        }.values():
-            if array.location.reason:
-                facts[f"slow: {array.location.dataset}"] = (
-                    f"read through h5py: {array.location.reason}"
-                )
+        for place in (
+            array.location for shard in store.shards[:1] for array in shard.arrays.values()
+        ):
+            if place.reason:
+                facts[f"slow: {place.dataset}"] = f"read through h5py: {place.reason}"
     return inspection, facts, samples
 
 

@@ -13,7 +13,7 @@ import typer
 
 from stoker.address import shown
 from stoker.cli.options import JsonOption, verb
-from stoker.cli.terminal import make_console, print_json
+from stoker.cli.terminal import known, make_console, plain_table, print_json
 from stoker.display import look_for
 from stoker.errors import InputError
 from stoker.units import format_bytes, format_rate
@@ -45,13 +45,8 @@ def machine(
     if as_json:
         print_json(found.to_json(), indent=2)
     else:
-        from rich.table import Table
-
         console = make_console(width=200)
-        table = Table(show_header=False, box=None, pad_edge=False)
-        for name, value in _rows(found):
-            table.add_row(name, value)
-        console.print(table)
+        console.print(plain_table(_rows(found)))
         for note in found.notes:
             console.print(f"note: {note}")
 
@@ -60,25 +55,25 @@ def _rows(found: Machine) -> Iterator[tuple[str, str]]:
     from stoker.machine import recommended_workers
 
     quota = "" if found.cores_quota is None else f", cgroup quota {found.cores_quota:g}"
-    yield "cores", f"{_or(found.cores_usable)} usable of {_or(found.cores_total)}{quota}"
-    yield "cpu", _or(found.cpu)
-    limit = (
-        ""
-        if found.ram_limit_bytes is None
-        else f", cgroup limit {format_bytes(found.ram_limit_bytes)}"
-    )
+    yield "cores", f"{known(found.cores_usable)} usable of {known(found.cores_total)}{quota}"
+    yield "cpu", known(found.cpu)
+    most = found.ram_limit_bytes
+    limit = "" if most is None else f", cgroup limit {format_bytes(most)}"
     available, total = format_bytes(found.ram_available_bytes), format_bytes(found.ram_total_bytes)
     yield "memory", f"{available} available of {total}{limit}"
     disk = found.disk
     speed = format_rate(disk.read_bytes_per_second, 1)
     yield "disk", f"{format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)}"
-    yield "", f"{_or(disk.filesystem)} on {_or(disk.device)}, {disk.bandwidth_class}, read {speed}"
+    yield (
+        "",
+        f"{known(disk.filesystem)} on {known(disk.device)}, {disk.bandwidth_class}, read {speed}",
+    )
     for gpu in found.gpus:
         yield from _gpu_rows(gpu)
     if not found.gpus:
         yield "gpu", "n/a"
-    yield "driver", _or(found.driver)
-    yield "torch", f"{_or(found.torch)}, CUDA {_or(found.torch_cuda)}"
+    yield "driver", known(found.driver)
+    yield "torch", f"{known(found.torch)}, CUDA {known(found.torch_cuda)}"
     yield "python", f"{found.python} on {found.os}"
     for who in ("gpu", "cpu"):
         choice = recommended_workers(found, who)
@@ -86,21 +81,18 @@ def _rows(found: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _gpu_rows(gpu: Gpu) -> Iterator[tuple[str, str]]:
-    capability = (
-        "n/a" if gpu.compute_capability is None else "{}.{}".format(*gpu.compute_capability)
-    )
+    capability = ".".join(map(str, gpu.compute_capability or ("n/a",)))
     hidden = "" if gpu.visible is not False else ", hidden by CUDA_VISIBLE_DEVICES"
     free, total = format_bytes(gpu.memory_free_bytes), format_bytes(gpu.memory_total_bytes)
-    yield f"gpu {gpu.index}", f"{_or(gpu.name)}, compute capability {capability}{hidden}"
+    yield f"gpu {gpu.index}", f"{known(gpu.name)}, compute capability {capability}{hidden}"
     yield "", f"{free} free of {total}"
-    now = f"{_or(gpu.pcie_generation)} x{_or(gpu.pcie_width)}"
-    best = f"{_or(gpu.pcie_generation_max)} x{_or(gpu.pcie_width_max)}"
+    now = f"{known(gpu.pcie_generation)} x{known(gpu.pcie_width)}"
+    best = f"{known(gpu.pcie_generation_max)} x{known(gpu.pcie_width_max)}"
     yield "", f"PCIe {now} (best {best}, {format_rate(gpu.pcie_bytes_per_second, 1)})"
-    power = f"{_or(gpu.power_watts, '.0f')} W of {_or(gpu.power_limit_watts, '.0f')} W"
-    yield "", f"{power}, {_or(gpu.temperature_celsius)} °C, busy {_or(gpu.utilization_percent)} %"
+    power = f"{known(gpu.power_watts, '.0f')} W of {known(gpu.power_limit_watts, '.0f')} W"
+    yield (
+        "",
+        f"{power}, {known(gpu.temperature_celsius)} °C, busy {known(gpu.utilization_percent)} %",
+    )
     reasons = gpu.throttle_reasons
     yield "", f"clocks held by: {'n/a' if reasons is None else ', '.join(reasons) or 'nothing'}"
-
-
-def _or(value: object, spec: str = "") -> str:
-    return "n/a" if value is None else format(value, spec)

@@ -134,18 +134,18 @@ class _EndedBySignal(BaseException):
         self.number = number
 
 
-def _raise_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    signal.signal(number, signal.SIG_IGN)  # it ends already
-    raise _EndedBySignal(number)
-
-
 def _end_well() -> None:
     """End child processes and remove temporary files with this command."""
+
+    def raise_signal(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # it ends already
+        raise _EndedBySignal(number)
+
     lifetime.is_command = True
     lifetime.end_forked_children_with_this_process()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores SIGHUP, and that stays so
-            signal.signal(number, _raise_signal)
+            signal.signal(number, raise_signal)
 
 
 def run() -> NoReturn:
@@ -247,18 +247,13 @@ def _flush_output() -> None:
     """Flush stdout; a full disk behind `>` is an error like any other."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # its reader went away
-        _drop_output()
-    except OSError:
-        _drop_output()
-        raise
-
-
-def _drop_output() -> None:
-    """Discard pending output, so that Python does not try to write it again at exit."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    except OSError as error:
+        # Pending output is discarded, so that Python does not try to write it again at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):  # whose reader went away
+            raise
 
 
 def _typed() -> list[str]:
@@ -303,13 +298,10 @@ def _usage(error: Exception, typed: list[str]) -> int | None:
     words = error.format_message()  # type: ignore[attr-defined]
     error.format_message = lambda: printable(words)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
-    lacks = (
-        getattr(getattr(error, "param", None), "opts", None)
-        if "MissingParameter" in bases
-        else None
-    )
     better = _meant(getattr(error, "ctx", None), getattr(error, "option_name", None), typed)
-    better = better or _with_option((lacks or [""])[0], typed)
+    lacks = getattr(getattr(error, "param", None), "opts", None)
+    if not better and lacks and "MissingParameter" in bases:
+        better = _with_option(lacks[0], typed)
     if better:
         echo(f"Try: {better}", err=True)
     return EXIT_INPUT
@@ -337,30 +329,20 @@ def _meant(context: Any, option: str | None, typed: list[str]) -> str:
             at = next((at for at, word in enumerate(typed) if word.partition("=")[0] == option), -1)
             value = typed[at].partition("=")[2] or next(iter(typed[at + 1 :]), "VALUE")
             return f"--set {quoted(f'{key}={value}')} instead of {option}"
-        verbs = [
-            path for path, verb in _verbs() if any(option in each.opts for each in verb.params)
-        ]
-        verbs.sort(key=lambda path: path.partition(" ")[0] != typed[0])  # of the same group first
-        return (
-            f"{command('stoker', *verbs[0].split(), '--help')}: that verb has {option}"
-            if verbs
-            else ""
-        )
+        verbs = [path for path, one in _verbs() if any(option in each.opts for each in one.params)]
+        verbs.sort(key=lambda path: path[0] != typed[0])  # of the same group first
+        help_of = command("stoker", *verbs[0], "--help") if verbs else ""
+        return help_of and f"{help_of}: that verb has {option}"
     here = [word for word in typed if Path(word).exists()]
     if "--config" in known:
         configs = [word for word in here if Path(word).suffix in (".yaml", ".yml")]
         return f"--config {quoted(configs[0])}" if configs and "--config" not in typed else ""
-    if (
-        here
-        and typed[:1] == ["pack"]
-        and len(context.command_path.split()) == 2
-        and typed[1:2] == here[:1]
-    ):
+    has_no_kind = len(context.command_path.split()) == 2 and typed[1:2] == here[:1]
+    if here and typed[:1] == ["pack"] and has_no_kind:
         from stoker.store.hdf5 import PACKED_BY
 
-        kind = PACKED_BY.get(
-            Path(here[0]).suffix.lower(), "images" if Path(here[0]).is_dir() else "KIND"
-        )
+        usual = "images" if Path(here[0]).is_dir() else "KIND"
+        kind = PACKED_BY.get(Path(here[0]).suffix.lower(), usual)
         return command("stoker", "pack", kind, *typed[1:])
     return ""
 
@@ -381,13 +363,13 @@ def _with_option(lacks: str, typed: list[str]) -> str:
     return command("stoker", *typed[:at], lacks, *typed[at:])
 
 
-def _verbs() -> Iterator[tuple[str, Any]]:
+def _verbs() -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every verb that is listed, with the words to type for it."""
     for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         if not verb.hidden:
-            yield name, verb
+            yield (name,), verb
             for below, one in getattr(verb, "commands", {}).items():
-                yield f"{name} {below}", one
+                yield (name, below), one
 
 
 def _complain(message: str) -> None:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stoker.cli.machine import _or
 from stoker.cli.options import verb
-from stoker.cli.terminal import echo, make_console, print_json, styled
+from stoker.cli.terminal import echo, known, make_console, print_json, styled
 from stoker.errors import InputError
 from stoker.lifetime import until_terminated
 from stoker.units import format_bytes, format_rate, format_seconds, local_time, parse_seconds
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
 
-    from stoker.monitor import CsvLog, Monitor, Snapshot
+    from stoker.monitor import Snapshot
     from stoker.runs.follow import RunNow
     from stoker.runs.telemetry import GpuReading, Verdict
 
@@ -80,9 +79,21 @@ def monitor(
         watching = stack.enter_context(Monitor(run_dir))
         log = None if csv is None else stack.enter_context(CsvLog(csv))
         if once:
-            _look_once(watching, log, as_json)
-        else:
-            _look_on(watching, log, as_json, seconds, begins_by)
+            snapshot = watching.look_once()
+            if log is not None:
+                log.write(snapshot)
+            if as_json:
+                print_json(snapshot.to_json(), indent=2)
+            else:
+                make_console().print(view(snapshot))
+            return
+        stop = stack.enter_context(until_terminated())
+        show = stack.enter_context(_shown(as_json, watching.history))
+        for snapshot in watching.looks(seconds, stop):
+            if log is not None:
+                log.write(snapshot)
+            show(snapshot)
+            begun = begun or _has_begun(run_dir, begins_by)
 
 
 def _has_begun(run_dir: Path | None, begins_by: float) -> bool:
@@ -99,29 +110,6 @@ def _has_begun(run_dir: Path | None, begins_by: float) -> bool:
             raise
         return False
     return True
-
-
-def _look_once(watching: Monitor, log: CsvLog | None, as_json: bool) -> None:
-    snapshot = watching.look_once()
-    if log is not None:
-        log.write(snapshot)
-    if as_json:
-        print_json(snapshot.to_json(), indent=2)
-        return
-    make_console().print(view(snapshot))
-
-
-def _look_on(
-    watching: Monitor, log: CsvLog | None, as_json: bool, seconds: float, begins_by: float
-) -> None:
-    begun = False
-    with until_terminated() as stop, _shown(as_json, watching.history) as show:
-        for snapshot in watching.looks(seconds, stop):
-            if log is not None:
-                log.write(snapshot)
-            show(snapshot)
-            run_dir = None if snapshot.run is None else snapshot.run.folder
-            begun = begun or _has_begun(run_dir, begins_by)
 
 
 @contextlib.contextmanager
@@ -162,12 +150,12 @@ def view(snapshot: Snapshot, history: History | None = None) -> Group:
         parts.append(styled("no GPU is read here"))
     pairs = [] if snapshot.run is None else list(_run_lines(snapshot.run, history or {}))
     if snapshot.process is not None:
-        cores = _or(snapshot.process.cpu_cores, ".2f")
+        cores = known(snapshot.process.cpu_cores, ".2f")
         resident = format_bytes(snapshot.process.resident_bytes)
         pairs.append((f"process {snapshot.process.pid}", f"{cores} cores, {resident} resident"))
     host = snapshot.host
     used, total = format_bytes(host.ram_used_bytes), format_bytes(host.ram_total_bytes)
-    pairs.append(("host", f"CPU {_or(host.cpu_percent, '.0f')} %, RAM {used} of {total}"))
+    pairs.append(("host", f"CPU {known(host.cpu_percent, '.0f')} %, RAM {used} of {total}"))
     parts += _aligned([[styled(name), styled(value)] for name, value in pairs], left=(0, 1))
     if snapshot.gpus:
         parts += [styled(line, "dim") for line in (_targets_line(), BUSY_FOOTNOTE)]
@@ -217,21 +205,19 @@ def _cells(gpu: GpuReading) -> list[Text]:
     share = gpu.memory_share
     memory = f"{format_bytes(gpu.memory_used_bytes)} of {format_bytes(gpu.memory_total_bytes)}"
     memory += "" if share is None else f" {share:4.0%}"
-    traffic = [
-        format_rate(rate, 1)
-        for rate in (gpu.pcie_received_bytes_per_second, gpu.pcie_sent_bytes_per_second)
-    ]
-    link = f"gen {_or(gpu.pcie_generation)} x{_or(gpu.pcie_width)}"
-    power = f"{_or(gpu.power_watts, '.0f')} of {_or(gpu.power_limit_watts, '.0f')} W"
+    rates = gpu.pcie_received_bytes_per_second, gpu.pcie_sent_bytes_per_second
+    traffic = " / ".join(format_rate(rate, 1) for rate in rates)
+    link = f"gen {known(gpu.pcie_generation)} x{known(gpu.pcie_width)}"
+    power = f"{known(gpu.power_watts, '.0f')} of {known(gpu.power_limit_watts, '.0f')} W"
     reasons = gpu.throttle_reasons
     held = "n/a" if reasons is None else ", ".join(reasons) or "nothing"
     return [
-        styled(f"{gpu.index} {_or(gpu.name)}"),
-        _judged(f"{_or(gpu.utilization_percent)} %", "busy", verdicts["busy"]),
+        styled(f"{gpu.index} {known(gpu.name)}"),
+        _judged(f"{known(gpu.utilization_percent)} %", "busy", verdicts["busy"]),
         _judged(memory, "memory", verdicts["memory"]),
-        styled(f"{' / '.join(traffic)} ({link})"),
+        styled(f"{traffic} ({link})"),
         styled(power),
-        _judged(f"{_or(gpu.temperature_celsius)} °C", "temperature", verdicts["temperature"]),
+        _judged(f"{known(gpu.temperature_celsius)} °C", "temperature", verdicts["temperature"]),
         styled(held, "yellow" if reasons and set(reasons) - {"idle"} else ""),
     ]
 
@@ -263,11 +249,10 @@ def sparkline(values: Iterable[float | None], most: float | None = None) -> str:
     The highest column stands for `most`; the largest value by default.
     """
     kept = list(values)
-    top = (
-        max((value for value in kept if value is not None), default=None) if most is None else most
-    )
-    if top is None or all(value is None for value in kept):
+    known_ones = [value for value in kept if value is not None]
+    if not known_ones:
         return ""
+    top = max(known_ones) if most is None else most
     return "".join(
         " " if value is None else "▁▂▃▄▅▆▇█"[min(7, max(0, int(value / (top or 1.0) * 8)))]
         for value in kept
@@ -286,20 +271,19 @@ def _run_lines(run: RunNow, history: History) -> Iterator[tuple[str, str]]:
         return
     heard = "" if run.age_seconds is None else f", last line {format_seconds(run.age_seconds)} ago"
     yield "run", f"{run.folder}: {run.state}{heard}"
-    of = "" if run.num_epochs is None else f"/{run.num_epochs}"
-    epoch = "n/a" if run.epoch is None else f"{run.epoch}{of}"
-    losses = f"loss {_or(run.loss, '.4g')}, validation {_or(run.val_loss, '.4g')}"
-    yield "", f"epoch {epoch}, step {_or(run.step, ',')}, {losses}"
+    of = "" if run.num_epochs is None or run.epoch is None else f"/{run.num_epochs}"
+    epoch = f"{known(run.epoch)}{of}"
+    losses = f"loss {known(run.loss, '.4g')}, validation {known(run.val_loss, '.4g')}"
+    yield "", f"epoch {epoch}, step {known(run.step, ',')}, {losses}"
     if run.epoch is not None and run.num_epochs and run.state == "going":
-        left = (
-            "after the first epoch"
-            if run.seconds_left is None
-            else format_seconds(run.seconds_left)
-        )
-        yield "", f"{bar((run.epoch - 1) / run.num_epochs)} time left: {left}"
-    wait = "n/a" if run.wait_share is None else f"{run.wait_share:.1%}"
+        left = run.seconds_left
+        words = "after the first epoch" if left is None else format_seconds(left)
+        yield "", f"{bar((run.epoch - 1) / run.num_epochs)} time left: {words}"
     past = sparkline(history.get("samples/s", ()))
-    yield "", f"{_or(run.samples_per_second, ',.0f')} samples/s, waited {wait}  {past}".rstrip()
+    yield (
+        "",
+        f"{known(run.samples_per_second, ',.0f')} samples/s, waited {known(run.wait_share, '.1%')}  {past}".rstrip(),
+    )
     if run.reserved_bytes is not None:
         held, used = format_bytes(run.reserved_bytes), format_bytes(run.allocated_bytes)
         yield "", f"device memory: {held} held by torch, {used} in tensors"
@@ -314,21 +298,18 @@ def _absence(run: RunNow) -> str:
 def one_line(snapshot: Snapshot) -> str:
     """Return a snapshot as one line, for a pipe or a log."""
     parts = [_clock(snapshot)]
-    for gpu in snapshot.gpus:
-        share = gpu.memory_share
-        memory = "n/a" if share is None else f"{share:.0%}"
-        parts.append(
-            f"GPU {gpu.index}: busy {_or(gpu.utilization_percent)} %, memory {memory}, "
-            f"{_or(gpu.power_watts, '.0f')} W, {_or(gpu.temperature_celsius)} °C"
-        )
+    parts += [
+        f"GPU {gpu.index}: busy {known(gpu.utilization_percent)} %, memory {known(gpu.memory_share, '.0%')}, "
+        f"{known(gpu.power_watts, '.0f')} W, {known(gpu.temperature_celsius)} °C"
+        for gpu in snapshot.gpus
+    ]
     run = snapshot.run
     if run is not None and run.state == "waiting":
         parts.append(f"run {run.folder}: waiting for its first line{_absence(run)}")
     elif run is not None:
-        wait = "n/a" if run.wait_share is None else f"{run.wait_share:.1%}"
         parts.append(
-            f"run {run.state}: epoch {_or(run.epoch)}, loss {_or(run.loss, '.4g')}, "
-            f"{_or(run.samples_per_second, ',.0f')} samples/s, waited {wait}"
+            f"run {run.state}: epoch {known(run.epoch)}, loss {known(run.loss, '.4g')}, "
+            f"{known(run.samples_per_second, ',.0f')} samples/s, waited {known(run.wait_share, '.1%')}"
         )
-    parts.append(f"CPU {_or(snapshot.host.cpu_percent, '.0f')} %")
+    parts.append(f"CPU {known(snapshot.host.cpu_percent, '.0f')} %")
     return "; ".join(parts)

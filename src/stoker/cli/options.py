@@ -44,9 +44,10 @@ def verb(run: Callable[..., None]) -> Callable[..., None]:
             hints, help_of = get_type_hints(groups[name], include_extras=True), {}
             for kind in reversed(groups[name].__mro__):
                 help_of |= _read_docstring(kind, "Attributes:")[1]
+            members = inspect.signature(groups[name]).parameters.values()
             found = [
-                each.replace(name=field.name, default=field.default, annotation=hints[field.name])
-                for field in fields(groups[name])
+                each.replace(name=one.name, default=one.default, annotation=hints[one.name])
+                for one in members
             ]
         for one in found:
             if one.name not in shown:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -249,57 +250,48 @@ def series(
     _pack(source, out, packing, as_json)
 
 
-@app.command()
-@verb
-def massspec(
-    out: Out,
-    *,
-    msp: Path,
-    mol_dir: Path | None = None,
-    max_mz: int = 500,
-    max_samples: int | None = None,
-    structures: str = "auto",
-    rounding: str = "nearest",
-    molecule_seconds: float = 10.0,
-    split: str = "0.8,0.1,0.1",
-    seed: int = 42,
-    spectra: str = "auto",
-    without_spectra: bool = False,
-    packing: SpectrumPacking,
-    as_json: JsonOption = False,
-) -> None:
-    """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups.
+@dataclass(frozen=True)
+class Library:
+    """A spectrum library, and what becomes of it: keywords of `MassSpecSource`, and the shares of its splits.
 
-    Options:
+    Attributes:
         msp: Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.
         mol_dir: Folder or zip of MOL files, or one SDF.
         max_mz: Highest bin: max_mz + 1 bins at read time.
         max_samples: Stop after so many records.
         structures: mol: MOL files only; smiles: the record's SMILES or InChI; auto: MOL, else these; none.
         rounding: How an m/z finds its bin: nearest (halves up) or floor.
-        molecule_seconds: Time limit of one molecule.
+        row_limit_seconds: Time limit of one molecule.
         split: Shares of train, validation, test; by compound.
         seed: Of the split.
         spectra: Kinds to take: ei, msms, ms1, all; auto refuses a library that mixes them.
         without_spectra: Keep records without peaks, for prediction.
     """
+
+    msp: Path
+    mol_dir: Path | None = None
+    max_mz: int = 500
+    max_samples: int | None = None
+    structures: str = "auto"
+    rounding: str = "nearest"
+    row_limit_seconds: Annotated[float, typer.Option("--molecule-seconds")] = 10.0
+    split: str = "0.8,0.1,0.1"
+    seed: int = 42
+    spectra: str = "auto"
+    without_spectra: bool = False
+
+
+@app.command()
+@verb
+def massspec(
+    out: Out, *, library: Library, packing: SpectrumPacking, as_json: JsonOption = False
+) -> None:
+    """Pack a spectrum library and its molecules: spectra, graphs, fingerprints, groups."""
     from stoker.sources.massspec import MassSpecSource
 
-    train_ratio, val_ratio, _ = _shares(split)
-    source = MassSpecSource(
-        msp,
-        mol_dir,
-        max_mz=max_mz,
-        max_samples=max_samples,
-        structures=structures,  # type: ignore[arg-type]
-        rounding=rounding,  # type: ignore[arg-type]
-        row_limit_seconds=molecule_seconds,
-        train_ratio=train_ratio,
-        val_ratio=val_ratio,
-        seed=seed,
-        spectra=spectra,  # type: ignore[arg-type]
-        without_spectra=without_spectra,
-    )
+    settings: dict[str, Any] = dict(vars(library))
+    train_ratio, val_ratio, _ = _shares(settings.pop("split"))
+    source = MassSpecSource(**settings, train_ratio=train_ratio, val_ratio=val_ratio)
     _pack(source, out, packing, as_json)
 
 
@@ -410,11 +402,10 @@ def print_result(result: PackResult) -> None:
     done = "is up to date" if result.reused else f"packed in {format_seconds(result.seconds)}"
     console.print(f"{result.path} {done}: {format_count(result.manifest.num_samples, 'sample')}")
     notes = [] if result.reused else result.manifest.attributes.get("notes", [])
-    for note in [
-        *notes[:_NOTES],
-        *([f"... and {len(notes) - _NOTES} more notes"] * (len(notes) > _NOTES)),
-    ]:
+    for note in notes[:_NOTES]:
         console.print(printable(str(note)))
+    if len(notes) > _NOTES:
+        console.print(f"... and {len(notes) - _NOTES} more notes")
     for account in result.manifest.attributes.get("accounts", []):
         for line in Account(**account).lines():
             console.print(printable(line))

@@ -7,7 +7,7 @@ table with bytes and reasons, or one JSON document. Costs about 0.2 s; no data a
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,25 +27,11 @@ if TYPE_CHECKING:
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
-@verb
-def plan(
-    store: Path | None = None,
-    *,
-    gpu_memory: str | None = None,
-    ram: str | None = None,
-    batch_size: int | None = None,
-    parameters: str | None = None,
-    activations: str | None = None,
-    ranks_per_host: Annotated[int, typer.Option(min=1)] = 1,
-    optimizer: str = "adamw",
-    share: str = "75%",
-    table: bool = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show what would be kept on the GPU and in RAM, and why; or print the published table.
+@dataclass(frozen=True)
+class Budget:
+    """How much memory there is, and what takes it.
 
-    Options:
-        store: Store folder, HDF5 file or URL.
+    Attributes:
         gpu_memory: Free GPU memory, such as 16GB, or none; by default this machine's.
         ram: Free RAM, such as 32GB; by default this machine's.
         batch_size: Samples per batch; by default chosen.
@@ -54,6 +40,30 @@ def plan(
         ranks_per_host: Processes with a GPU each that share this machine's RAM.
         optimizer: sgd, momentum, rmsprop, adagrad, adam, adamw.
         share: Most of the memory that data may take; 60% is the fallback.
+    """
+
+    gpu_memory: str | None = None
+    ram: str | None = None
+    batch_size: int | None = None
+    parameters: str | None = None
+    activations: str | None = None
+    ranks_per_host: Annotated[int, typer.Option(min=1)] = 1
+    optimizer: str = "adamw"
+    share: str = "75%"
+
+
+@verb
+def plan(
+    store: Path | None = None,
+    *,
+    budget: Budget,
+    table: bool = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what would be kept on the GPU and in RAM, and why; or print the published table.
+
+    Options:
+        store: Store folder, HDF5 file or URL.
         table: Print the published table of chunk and batch sizes by card, computed.
     """
     if store is None and not table:
@@ -62,10 +72,7 @@ def plan(
         )
     documents = []
     if store is not None:
-        cost = _model(parameters, activations, optimizer)
-        made, origins, pictures = _make(
-            store, gpu_memory, ram, batch_size, cost, share, ranks_per_host
-        )
+        made, origins, pictures = _make(store, budget, _model(budget))
         documents.append({"store": shown(store), "origins": origins, **made.to_json()})
         if pictures is not None:
             documents.append({"pictures": pictures.to_json()})
@@ -81,9 +88,10 @@ def plan(
         print_json({key: value for part in documents for key, value in part.items()})
 
 
-def _model(parameters: str | None, activations: str | None, optimizer: str) -> ModelCost | None:
+def _model(budget: Budget) -> ModelCost | None:
     from stoker.plan import estimate_model
 
+    parameters, activations, optimizer = budget.parameters, budget.activations, budget.optimizer
     if parameters is None:
         estimate_model(0, optimizer=optimizer)  # a name that is not known is refused all the same
         if activations is not None:
@@ -104,13 +112,7 @@ def _model(parameters: str | None, activations: str | None, optimizer: str) -> M
 
 
 def _make(
-    path: Path,
-    gpu_memory: str | None,
-    ram: str | None,
-    batch_size: int | None,
-    model: ModelCost | None,
-    share: str,
-    ranks_per_host: int,
+    path: Path, budget: Budget, model: ModelCost | None
 ) -> tuple[Plan, list[str], PictureChoice | None]:
     """Return the plan, where each amount of memory comes from, and which kind of store suits pictures."""
     from stoker.loader.columns import check_samples, column_facts, make_columns
@@ -134,34 +136,33 @@ def _make(
             from stoker.loader.pictures import measure_decoding
 
             decoded_per_second = measure_decoding(opened)
-    gpu_bytes, gpu_origin = _gpu_memory(gpu_memory, machine)
-    ram_bytes = machine.ram_available_bytes if ram is None else parse_memory(ram, "--ram")
+    gpu_bytes, gpu_origin = _gpu_memory(budget.gpu_memory, machine)
+    ram_bytes, ram_origin = machine.ram_available_bytes, "RAM: free on this machine"
+    if budget.ram is not None:
+        ram_bytes, ram_origin = parse_memory(budget.ram, "--ram"), "RAM: as given"
     if ram_bytes is None:
         raise InputError("the free RAM of this machine is unknown.", "an amount", "--ram 32GB")
-    ram_origin = "RAM: free on this machine" if ram is None else "RAM: as given"
-    data_share = parse_share(share)
+    data_share = parse_share(budget.share)
     made = make_plan(
         facts,
         # Decoders read encoded pictures from host memory, so that is where they are kept.
         gpu_memory_bytes=None if is_encoded else gpu_bytes,
         ram_bytes=ram_bytes,
-        batch_size=batch_size,
+        batch_size=budget.batch_size,
         model=model,
         gpu_share=data_share,
         fallback_share=min(FALLBACK_SHARE, data_share),
         threads=min(16, machine.cores_usable or 8),
-        ranks_per_host=ranks_per_host,
+        ranks_per_host=budget.ranks_per_host,
     )
     origins = [gpu_origin, ram_origin]
     if is_encoded:
         origins.append(
             "encoded pictures stay in RAM and are decoded ahead, on a GPU where there is one"
         )
-    choice = (
-        None
-        if stored is None
-        else choose_kind(stored, gpu_bytes, ram_bytes, decoded_per_second, data_share)
-    )
+    if stored is None:
+        return made, origins, None
+    choice = choose_kind(stored, gpu_bytes, ram_bytes, decoded_per_second, data_share)
     return made, origins, choice
 
 

@@ -11,8 +11,9 @@ shown escaped. Whoever wants two lines prints two.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,22 +22,12 @@ import typer
 from stoker.address import masked_values
 from stoker.display import printable, secret_hint
 from stoker.strict_json import json_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-
-import math
-from typing import TYPE_CHECKING
-
 from stoker.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from stoker.runs.evaluation import Evaluation
     from stoker.store.reader import Store
@@ -232,6 +223,25 @@ def make_table(
     return table
 
 
+def plain_table(
+    rows: Iterable[Sequence[str]], heads: Sequence[str] = (), right: Collection[int] = ()
+) -> Table:
+    """Return a table without lines; columns of `right` hold numbers."""
+    from rich.table import Table
+
+    table = Table(*heads, box=None, pad_edge=False, show_header=bool(heads))
+    for row in rows:
+        table.add_row(*row)
+    for number in right:
+        table.columns[number].justify = "right"
+    return table
+
+
+def known(value: object, spec: str = "") -> str:
+    """Return a value as text; n/a where it is not known."""
+    return "n/a" if value is None else format(value, spec)
+
+
 def store_table(store: Store) -> Table:
     """Return one line per field: kind, rows, type, bytes."""
     import numpy as np
@@ -257,17 +267,16 @@ def store_table(store: Store) -> Table:
 
 def print_evaluation(console: Console, made: Evaluation) -> None:
     """Print what a model is worth: overall beside its baselines, per group, the confusion, the verdict last."""
+    from stoker.runs.evaluation import spell_interval
+
     name, _ = made.compared_by
     heads = ("metric", "model", "95 % interval", *made.baselines)
     table = make_table(format_count(made.num_samples, "test sample"), heads)
     for metric, value in made.metrics.items():
-        span = made.intervals.get(metric)
-        known = span is not None and all(map(math.isfinite, span))
-        spelled = "" if span is None else "n/a"
-        spelled = f"{span[0]:.4g} to {span[1]:.4g}" if span and known else spelled
+        span = spell_interval(made.intervals.get(metric), "{:.4g}".format)
         others = [_number(metrics.get(metric)) for metrics in made.baselines.values()]
         mark = " *" if metric == name else ""
-        table.add_row(f"{metric}{mark}", _number(value), spelled, *others)
+        table.add_row(f"{metric}{mark}", _number(value), span, *others)
     console.print(table)
     for kind, rows in made.groups.items():
         names = list(dict.fromkeys(metric for row in rows.values() for metric in row))

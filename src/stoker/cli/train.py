@@ -22,6 +22,7 @@ from stoker.cli.options import ConfigOption, DeviceOption, JsonOption, SetOption
 from stoker.cli.terminal import (
     Bar,
     echo,
+    known,
     make_console,
     make_table,
     print_commands,
@@ -207,8 +208,7 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
     if run.epochs:
         _print_epochs(console, run)
     if run.ended != "done":
-        console.print(f"{run.ended}: saved in {run.run_dir}. Go on with:", soft_wrap=True)
-        print_commands(console, [again])
+        _print_cut(console, run, again)
         return
     _print_metrics(console, run)
     if run.evaluation is not None:
@@ -227,20 +227,23 @@ def _print(run: RecipeRun, settings: Settings, again: str) -> None:
         print_commands(console, [predict, int8])
 
 
+def _print_cut(console: Console, run: RecipeRun, again: str) -> None:
+    console.print(f"{run.ended}: saved in {run.run_dir}. Go on with:", soft_wrap=True)
+    print_commands(console, [again])
+
+
 def _print_folds(walk: WalkForward, again: str, *, as_json: bool) -> None:
     from stoker.recipes.run import as_json as plain
 
-    made = walk.evaluation
+    made, last = walk.evaluation, walk.runs[-1]
     if as_json:
         folds = [plain(run) for run in walk.runs]
         print_json({"folds": folds, "evaluation": None if made is None else made.to_json()})
         return
     console = make_console(width=200)
     if made is None:
-        last = walk.runs[-1]
         if last.ended != "done":
-            console.print(f"{last.ended}: saved in {last.run_dir}. Go on with:", soft_wrap=True)
-            print_commands(console, [again])
+            _print_cut(console, last, again)
         return
     print_evaluation(console, made)
     console.print(f"a run per fold, and the log of all: {walk.folder}")
@@ -270,7 +273,5 @@ def _print_metrics(console: Console, run: RecipeRun) -> None:
     for name in names:
         values = [part.get(name) for part in (run.baseline, run.val, run.test)]
         mark = " *" if name == run.monitor[0] else ""
-        table.add_row(
-            f"{name}{mark}", *("n/a" if value is None else f"{value:.4g}" for value in values)
-        )
+        table.add_row(f"{name}{mark}", *(known(value, ".4g") for value in values))
     console.print(table)

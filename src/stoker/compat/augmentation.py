@@ -27,12 +27,9 @@ from stoker.augment.presets import (
 from stoker.config import AugmentOptions
 
 __all__ = [
-    "GPUAugmentation",
-    "MinimalGPUAugmentation",
-    "ProgressiveAugmentation",
-    "StrongGPUAugmentation",
+    "GPUAugmentation", "MinimalGPUAugmentation", "ProgressiveAugmentation", "StrongGPUAugmentation",
     "augmentation_from_settings",
-]
+]  # fmt: skip
 
 
 class GPUAugmentation(Compose):

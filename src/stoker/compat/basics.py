@@ -564,11 +564,9 @@ class PinnedMemoryAllocator:
     def __init__(self, device: str | torch.device = "cuda") -> None:
         self.device = usable_device(device)
         self.is_pinned = self.device.type == "cuda"
-        self.reason = (
-            f"pinned for copies to {self.device}"
-            if self.is_pinned
-            else "ordinary memory: the device is the CPU, and only CUDA pins"
-        )
+        self.reason = "ordinary memory: the device is the CPU, and only CUDA pins"
+        if self.is_pinned:
+            self.reason = f"pinned for copies to {self.device}"
 
     def alloc_pinned(self, size: int) -> torch.Tensor:
         """Return `size` float32 values; `.view(dtype)` gives their bytes another type.
@@ -670,6 +668,3 @@ def _copy_to_host(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to("cpu", copy=True)
     return copy.deepcopy(leaf).to("cpu")
-
-
-# -- accumulation ------------------------------------------------------------------------------

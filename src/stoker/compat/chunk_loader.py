@@ -101,10 +101,9 @@ class ChunkDataLoader:
         seed, rank = whole_number("seed", seed), whole_number("rank", rank)
         world_size = whole_number("world_size", world_size)
         self.device = usable_device(device)
-        self.hdf5_path = hdf5_path
+        self.hdf5_path, self.chunk_size_gb = hdf5_path, chunk_size_gb
         self.store = open_store(hdf5_path)
         infos = _find_fields(self.store)
-        self.chunk_size_gb = chunk_size_gb
         self.num_samples = self.store.num_samples
         shape = infos[0].shape if len(infos[0].shape) > 1 else [1, *infos[0].shape]
         self.sequence_length, self.feature_count = shape[0], math.prod(shape[1:])
@@ -254,9 +253,8 @@ def sample_bytes(info: FieldInfo) -> int:
 
 
 def _find_fields(store: Store) -> list[FieldInfo]:
-    missing = [
-        name for name in _FIELDS if name not in store.fields or store.fields[name].kind != "dense"
-    ]
+    dense = [name for name, info in store.fields.items() if info.kind == "dense"]
+    missing = [name for name in _FIELDS if name not in dense]
     if missing:
         found = ", ".join(f"{name} ({info.kind})" for name, info in store.fields.items())
         raise InputError(

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,8 @@ def migrate_config(
         if problem in document.repeats or problem.key not in unreadable
     ]
     if not loose and not isinstance(document.values, dict | None):
-        loose = [
-            Problem(
-                Place(file, 1, 1),
-                "",
-                "is not a section per line",
-                "a config",
-                "lines such as training:",
-            )
-        ]
+        place, given = Place(file, 1, 1), "is not a section per line"
+        loose = [Problem(place, "", given, "a config", "lines such as training:")]
     if loose:
         raise as_error(loose)
     comments = Comments(text, document)
@@ -102,8 +96,10 @@ def migrate_config(
     work.take_all(recipe)
     moved = work.settle()
     dropped = tuple(sorted(work.dropped, key=lambda entry: (entry.place.line or 0, entry.old)))
-    new = render_text(moved, comments.header, dropped)
-    return Migration(new, moved, dropped)
+    lines = [*comments.header, *_lines(moved)]
+    if dropped:
+        lines += ["# Not taken over:", *(f"#   {printable(str(entry))}" for entry in dropped)]
+    return Migration("".join(f"{line}\n" for line in lines), moved, dropped)
 
 
 def find_target(path: KeyPath) -> str | None:
@@ -222,11 +218,7 @@ class _Work:
         if len(path) > 1 and name in NAMES:
             return f"{'.'.join(path[:-1])} is no section of training here; perhaps {NAMES[name]}"
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
-        return (
-            f"there is no such key here; perhaps {NAMES[near[0]]}"
-            if near
-            else "there is no such key here"
-        )
+        return "there is no such key here" + (f"; perhaps {NAMES[near[0]]}" if near else "")
 
     def _place(self, path: KeyPath) -> Place:
         return self.document.places.get(path, Place("config"))
@@ -269,18 +261,10 @@ class _Work:
         return tuple(sorted(kept, key=lambda moved: order.get(moved.new, order[OPTIONS])))
 
     def _config(self) -> Config:
-        tree: dict[str, Any] = {}
-        for key, moved in self.taken.items():
-            *above, name = key.split(".")
-            below = tree
-            for part in above:
-                below = below.setdefault(part, {})
-            below[name] = moved.value
+        written = {key: moved.value for key, moved in self.taken.items()}
         if self.options:
-            named = {option: moved.value for option, moved in self.options.items()}
-            tree.setdefault("recipe", {})["options"] = named
-        places = {key: moved.place for key, moved in self.taken.items()}
-        return replace(Config.model_validate(tree), places=places)
+            written[OPTIONS] = {option: moved.value for option, moved in self.options.items()}
+        return Config.of(written, {key: moved.place for key, moved in self.taken.items()})
 
 
 def _compare(loser: Moved, winner: Moved) -> str:
@@ -331,11 +315,8 @@ class Comments:
     def __init__(self, text: str, document: Document) -> None:
         self._lines = text.removeprefix("\ufeff").splitlines()
         self._places = document.places
-        first = next(
-            (at for at, line in enumerate(self._lines) if not line.startswith("#")),
-            len(self._lines),
-        )
-        self.header = tuple(self._lines[:first])  # lines of comment that the file begins with
+        # Lines of comment that the file begins with.
+        self.header = tuple(takewhile(lambda line: line.startswith("#"), self._lines))
 
     def of(self, path: KeyPath) -> tuple[tuple[str, ...], str]:
         """Return the lines of comment above a key (and above a section that it opens), and beside it."""
@@ -372,14 +353,6 @@ class Comments:
         return ""
 
 
-def render_text(entries: Sequence[Moved], header: Sequence[str], dropped: Sequence[Dropped]) -> str:
-    """Return the text of a config."""
-    lines = [*header, *_lines(entries)]
-    if dropped:
-        lines += ["# Not taken over:", *(f"#   {printable(str(entry))}" for entry in dropped)]
-    return "".join(f"{line}\n" for line in lines)
-
-
 def _lines(entries: Sequence[Moved]) -> Iterator[str]:
     opened: tuple[str, ...] = ()
     for entry in entries:
@@ -406,14 +379,8 @@ def _split(key: str) -> list[str]:
 _WORDS = {"true": True, "yes": True, "on": True, "1": True}
 _WORDS |= {"false": False, "no": False, "off": False, "0": False}
 _NOTHING = ("none", "null", "~", "nil")
-_FORMATS = {
-    "float16": "fp16",
-    "half": "fp16",
-    "16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "32": "fp32",
-}
+_FORMATS = {"float16": "fp16", "half": "fp16", "16": "fp16", "bfloat16": "bf16"}
+_FORMATS |= {"float32": "fp32", "32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -439,11 +406,8 @@ def correct(key: str, value: Any, place: Place, unreadable: bool = False) -> Cor
 
 def fits(key: str, value: Any) -> bool:
     """Whether a key of the tree takes a value."""
-    tree: Any = value
-    for name in reversed(key.split(".")):
-        tree = {name: tree}
     try:
-        Config.model_validate(tree)
+        Config.of({key: value}, {})
     except ValidationError:
         return False
     return True

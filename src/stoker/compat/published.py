@@ -72,19 +72,16 @@ def published_counts() -> tuple[CountRow, ...]:
     series = five_timeframe_series(1_000_000)
     each = series.device_bytes / series.num_samples
     loose = 12 * GIB // (565 * 1024)
+    windows = "1104 x 128, 36 targets", five.sample_bytes
     return (
-        _count("360 x 167, 36 targets", one, "12 GiB", 12 * GIB, example),
-        _count("1104 x 128, 36 targets", five, "12 GiB", 12 * GIB,
-               f"the document says 21,000; its 565 KB read as KiB gives {loose:,}"),
-        _count("1104 x 128, 36 targets", five, "12 GB", 12 * GB,
-               "close to the document's 21,000, but its code computes GiB"),
+        CountRow("360 x 167, 36 targets", one.sample_bytes, "12 GiB", one.chunk_positions(12 * GIB), example),
+        CountRow(*windows, "12 GiB", five.chunk_positions(12 * GIB),
+                 f"the document says 21,000; its 565 KB read as KiB gives {loose:,}"),
+        CountRow(*windows, "12 GB", five.chunk_positions(12 * GB),
+                 "close to the document's 21,000, but its code computes GiB"),
         CountRow("1104 x 128 stored as series", each, "12 GiB", int(12 * GIB / each),
                  f"each row once: {five.sample_bytes / each:.0f} x more samples in the same bytes"),
     )  # fmt: skip
-
-
-def _count(what: str, facts: StoreFacts, name: str, budget: int, remark: str) -> CountRow:
-    return CountRow(what, facts.sample_bytes, name, facts.chunk_positions(budget), remark)
 
 
 def one_series_windows(num_samples: int) -> StoreFacts:

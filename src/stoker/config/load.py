@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from stoker.config.yaml_lines import (
     INIT,
     Document,
     Dumper,
+    KeyPath,
     Loader,
     Place,
     Problem,
@@ -188,13 +189,11 @@ def _check(
         problems.append(_not_a_section(document.values, Place(file, 1, 1), ""))
         document.values = None
     values = _without_empty_sections(document.values or {})
-    for path in document.unreadable:
-        _remove(values, path)
+    _remove(values, document.unreadable)
     problems += _apply_overrides(values, document, overrides)
     bad, found = _validate(values, document.places)
     problems += found
-    for path in bad:
-        _remove(values, path)
+    _remove(values, bad)
     places = {".".join(path): place for path, place in document.places.items()}
     config = replace(Config.model_validate(values), places=places)
     unread = {".".join(path) for path in [*bad, *document.unreadable]}
@@ -216,14 +215,21 @@ def _without_empty_sections(values: Mapping[str, Any], prefix: str = "") -> dict
     return kept
 
 
-def _remove(values: dict[str, Any], path: tuple[str, ...]) -> None:
+def _section_of(values: dict[str, Any], path: KeyPath) -> dict[str, Any] | None:
+    """Return the section that a key stands in, made where it is missing; None where something else stands there."""
     for name in path[:-1]:
-        below = values.get(name)
+        below: Any = values.setdefault(name, {})
         if not isinstance(below, dict):
-            return
+            return None  # the file's own problem there is reported by the types
         values = below
-    if path:
-        values.pop(path[-1], None)
+    return values
+
+
+def _remove(values: dict[str, Any], paths: Iterable[KeyPath]) -> None:
+    for path in filter(None, paths):
+        section = _section_of(values, path)
+        if section is not None:
+            section.pop(path[-1], None)
 
 
 def _apply_overrides(
@@ -245,7 +251,9 @@ def _apply_overrides(
             continue
         seen[key] = typed
         path = tuple(key.split("."))
-        if _insert(values, path, read.values):
+        section = _section_of(values, path)
+        if section is not None:
+            section[path[-1]] = read.values
             document.places[path] = place
     return problems
 
@@ -270,19 +278,9 @@ def _override_problem(
     return None
 
 
-def _insert(values: dict[str, Any], path: tuple[str, ...], value: Any) -> bool:
-    for name in path[:-1]:
-        below = values.setdefault(name, {})
-        if not isinstance(below, dict):
-            return False  # the file's own problem there is reported by the types
-        values = below
-    values[path[-1]] = value
-    return True
-
-
 def _validate(
-    values: Mapping[str, Any], places: Mapping[tuple[str, ...], Place]
-) -> tuple[list[tuple[str, ...]], list[Problem]]:
+    values: Mapping[str, Any], places: Mapping[KeyPath, Place]
+) -> tuple[list[KeyPath], list[Problem]]:
     try:
         Config.model_validate(values)
     except ValidationError as error:
@@ -298,13 +296,13 @@ def _validate(
     return list(first), problems
 
 
-def _leaf_path(where: tuple[int | str, ...]) -> tuple[str, ...]:
+def _leaf_path(where: tuple[int | str, ...]) -> KeyPath:
     """Return the path of a key, without the type that pydantic names behind it."""
     path = tuple(str(part) for part in where)
     return path[:-1] if ".".join(path[:-1]) in key_schemas() else path
 
 
-def _translate(detail: ErrorDetails, path: tuple[str, ...], place: Place) -> Problem:
+def _translate(detail: ErrorDetails, path: KeyPath, place: Place) -> Problem:
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
         return _unknown_key(place, path)
@@ -334,7 +332,7 @@ def _nested(leaf: str, value: Any = None) -> str:
     return f"{leaf.replace('.', ': {')}: {word}{'}' * leaf.count('.')}"
 
 
-def _unknown_key(place: Place, path: tuple[str, ...]) -> Problem:
+def _unknown_key(place: Place, path: KeyPath) -> Problem:
     *above, name = path
     depth = next((i for i in range(len(above)) if ".".join(above[: i + 1]) not in sections()), None)
     if depth is not None:
@@ -351,7 +349,7 @@ def _unknown_key(place: Place, path: tuple[str, ...]) -> Problem:
     return Problem(place, key, given, ", ".join(siblings), _suggest_name(path, name, section))
 
 
-def _suggest_name(path: tuple[str, ...], name: str, section: str) -> str:
+def _suggest_name(path: KeyPath, name: str, section: str) -> str:
     prefix = f"{section}." if section else ""
     if name in key_schemas():
         return _nested(name)
@@ -394,10 +392,9 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     text = place.text.strip()
     numeric = next((part for part in options if part.get("type") in ("integer", "number")), None)
     if numeric is not None:
-        advice = _suggest_number(text, numeric)
-        if advice and all(_in_range(word, options) for word in advice.split(" or ")):
+        if advice := _suggest_number(text, numeric):
             return advice
-        if schema.get("default") is None and (bound := _nearest_bound(text, options)):
+        if schema.get("default") is None and (bound := _nearest_bound(text, numeric)):
             return bound
     choices = next((option["enum"] for option in options if "enum" in option), None)
     if choices is not None:
@@ -409,46 +406,29 @@ def _suggest(place: Place, schema: Mapping[str, Any]) -> str:
     return word if place.line is None else f"{word}, or delete the line"  # --set has no lines
 
 
-def _in_range(word: str, options: Sequence[Mapping[str, Any]]) -> bool:
-    return any(
-        "maximum" in option
-        and float(word) <= option["maximum"]
-        and float(word) >= option.get("minimum", -math.inf)
-        and float(word) > option.get("exclusiveMinimum", -math.inf)
-        for option in options
-    )
-
-
-def _nearest_bound(text: str, options: Sequence[Mapping[str, Any]]) -> str:
+def _nearest_bound(text: str, schema: Mapping[str, Any]) -> str:
     """Return the largest or smallest number that is allowed, whichever is nearer; "" for no number."""
     try:
         value = float(text)
     except ValueError:
         return ""
-    for option in options:
-        if "maximum" in option and value > option["maximum"]:
-            return _yaml_word(option["maximum"])
-        if "minimum" in option and value < option["minimum"]:
-            return _yaml_word(option["minimum"])
-    return ""
+    if value > schema["maximum"]:
+        return _yaml_word(schema["maximum"])
+    return _yaml_word(schema["minimum"]) if value < schema.get("minimum", -math.inf) else ""
 
 
 def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:
-    """Return how to spell the number that was probably meant, or "" where that is not known."""
-    span = _RANGE.fullmatch(text)
+    """Return how to spell the number that was probably meant, or both; "" where it is not known or not allowed."""
+    span, found = _RANGE.fullmatch(text), _NUMBER.match(text.replace(",", "."))
+    words = [] if found is None else [found[0]]
     if span is not None:
-        return f"{span[1]} or {span[2]}"
-    found = _NUMBER.match(text.replace(",", "."))
-    if found is None:
-        return ""
-    value = float(found[0].replace("_", ""))
-    above = value > schema.get("exclusiveMinimum", -math.inf)
-    if not (above and schema.get("minimum", -math.inf) <= value <= schema["maximum"]):
-        return ""
-    if schema["type"] == "number":
-        return found[0]
-    low = math.floor(value)
-    return str(low) if value == low else f"{low} or {low + 1}"
+        words = [span[1], span[2]]
+    elif found is not None and schema["type"] == "integer" and math.isfinite(float(found[0])):
+        value = float(found[0])
+        words = [str(part) for part in dict.fromkeys((math.floor(value), math.ceil(value)))]
+    least, above = (schema.get(name, -math.inf) for name in ("minimum", "exclusiveMinimum"))
+    fit = all(above < float(word) <= schema["maximum"] and least <= float(word) for word in words)
+    return " or ".join(words) if fit else ""
 
 
 # -- some keys changed, comments and order kept -----------------------------------------------------
@@ -476,7 +456,7 @@ def rewrite_config(
         edited = better
     if not _says(edited, wanted):
         edited = dump_config(wanted)
-    # Put comment lines below the comments that the text begins with.
+    # The notes go below the comments that the text begins with.
     lines = edited.splitlines(keepends=True)
     at = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "".join([*lines[:at], *(f"# {printable(note)}\n" for note in notes), *lines[at:]])

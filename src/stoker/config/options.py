@@ -18,6 +18,8 @@ Other names of a key:
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -105,6 +107,7 @@ SYNONYMS: Mapping[str, str] = {word: key for key, words in _WORDS.items() for wo
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _MOST = 2**31 - 1  # counts stay inside 32 bits: some kernels index with them
+_ENTRY = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 T = TypeVar("T")
 
 
@@ -115,6 +118,9 @@ def options(kind: type[T]) -> type[T]:
     Names that a field once had (`FORMER`) are still taken and read.
     """
     made = dataclass(frozen=True, kw_only=True, config=STRICT)(kind)
+    for base in reversed(made.__mro__):
+        for name, meaning in read_docstring(base)[1].items():
+            made.__pydantic_fields__[name].description = meaning
     plain: Callable[..., None] = made.__init__
 
     @functools.wraps(plain)
@@ -133,6 +139,12 @@ def options(kind: type[T]) -> type[T]:
     made.__init__ = checked  # type: ignore[method-assign]
     made.__getattr__ = read_former  # type: ignore[attr-defined]
     return made  # type: ignore[return-value]
+
+
+def read_docstring(kind: type[Any]) -> tuple[str, dict[str, str]]:
+    """Return what the docstring of a class says before its attributes, and of each of them."""
+    about, _, entries = (inspect.cleandoc(kind.__doc__ or "")).partition("\n\nAttributes:\n")
+    return about, {name: " ".join(text.split()) for name, text in _ENTRY.findall(entries)}
 
 
 def _present_name(kind: type[Any], name: str) -> str:
@@ -189,10 +201,10 @@ def describe_allowed(
     return f"{noun}, {schema['minimum']} or more"
 
 
-def _key(default: Any, description: str, unit: str = "", **limits: Any) -> Any:
-    """Return a field: its default, its meaning, its unit, and what values it takes."""
+def _key(default: Any, unit: str = "", **limits: Any) -> Any:
+    """Return a field: its default, its unit, and what values it takes. Its meaning stands in the class's docstring."""
     extra: dict[str, Any] = {"unit": unit} if unit else {}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
+    return Field(default, json_schema_extra=extra, **limits)
 
 
 def _capture_word(value: Any) -> Any:
@@ -205,66 +217,39 @@ Capture = Literal["auto", "on", "off"]
 NonFinite = Literal["stop", "skip", "rollback"]
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Jitter = Annotated[float, Field(ge=0, le=1)]
-_RECIPE_OPTIONS = "Options of the recipe by name, checked by the recipe; docs/recipes/ lists them."
-_EPOCHS = "Passes over the training samples. Unless written, the recipe's own.", "epochs"
-_LOG_EVERY = "Log GPU memory after every n batches. 0: never.", "batches"
 
 
 @options
 class LoadingOptions:
-    """Loading of samples: the loader's options, and those of a DataLoader of your own."""
+    """Loading of samples: the loader's options, and those of a DataLoader of your own.
 
-    use_chunk_loader: bool = _key(True, "Load big chunks to the GPU and cut the batches there.")
-    chunk_size_gb: float | None = _key(
-        None,
-        "GPU memory for data, in GiB (2**30 bytes). null: the plan takes 75 % of what is free.",
-        "GiB",
-        gt=0,
-        le=100_000,
-    )
-    drop_last: bool = _key(False, "Drop the last batch of an epoch when it is short.")
-    max_training_samples: int | None = _key(
-        None,
-        "Train on n samples, drawn by the seed; each class keeps its share. null: on all.",
-        "samples",
-        ge=1,
-        le=2**53,
-    )
-    num_workers: int = _key(
-        0,
-        "Worker processes of a DataLoader of your own; `stoker train` has none.",
-        "processes",
-        ge=0,
-        le=1024,
-    )
-    prefetch_factor: int | None = _key(
-        None,
-        "Batches that each worker of a DataLoader of your own loads ahead. null: 2 with workers, "
-        "none without.",
-        "batches per worker",
-        ge=1,
-        le=1024,
-    )
-    persistent_workers: bool | None = _key(
-        None,
-        "Keep the workers of a DataLoader of your own between epochs. null: yes when there are workers.",
-    )
-    pin_memory: bool = _key(
-        True, "Pin batches of a DataLoader of your own; `stoker train` always does for a GPU."
-    )
-    use_lazy_loading: bool = _key(
-        True,
-        "For a dataset of your own: read samples from a cache on disk; `stoker train` reads the store.",
-    )
-    lazy_cache_dir: str = _key(
-        "data/processed/lazy_cache",
-        "For a dataset of your own: folder of that cache.",
-        "path",
-        min_length=1,
-    )
-    precompute_graphs: bool = _key(
-        False, "For a dataset of your own: build molecule graphs once, into that cache."
-    )
+    Attributes:
+        use_chunk_loader: Load big chunks to the GPU and cut the batches there.
+        chunk_size_gb: GPU memory for data, in GiB (2**30 bytes). null: the plan takes 75 % of what is free.
+        drop_last: Drop the last batch of an epoch when it is short.
+        max_training_samples: Train on n samples, drawn by the seed; each class keeps its share. null: on all.
+        num_workers: Worker processes of a DataLoader of your own; `stoker train` has none.
+        prefetch_factor: Batches that each worker of a DataLoader of your own loads ahead. null: 2 with workers, none
+            without.
+        persistent_workers: Keep the workers of a DataLoader of your own between epochs. null: yes when there are
+            workers.
+        pin_memory: Pin batches of a DataLoader of your own; `stoker train` always does for a GPU.
+        use_lazy_loading: For a dataset of your own: read samples from a cache on disk; `stoker train` reads the store.
+        lazy_cache_dir: For a dataset of your own: folder of that cache.
+        precompute_graphs: For a dataset of your own: build molecule graphs once, into that cache.
+    """
+
+    use_chunk_loader: bool = _key(True)
+    chunk_size_gb: float | None = _key(None, "GiB", gt=0, le=100_000)
+    drop_last: bool = _key(False)
+    max_training_samples: int | None = _key(None, "samples", ge=1, le=2**53)
+    num_workers: int = _key(0, "processes", ge=0, le=1024)
+    prefetch_factor: int | None = _key(None, "batches per worker", ge=1, le=1024)
+    persistent_workers: bool | None = _key(None)
+    pin_memory: bool = _key(True)
+    use_lazy_loading: bool = _key(True)
+    lazy_cache_dir: str = _key("data/processed/lazy_cache", "path", min_length=1)
+    precompute_graphs: bool = _key(False)
 
     @property
     def chunk_bytes(self) -> int | None:
@@ -274,137 +259,94 @@ class LoadingOptions:
 
 @options
 class TrainOptions:
-    """The training loop: what a `Trainer` does."""
+    """The training loop: what a `Trainer` does.
 
-    epochs: Count = _key(1, *_EPOCHS)
-    precision: Precision = _key(
-        "auto",
-        "Number format of the step; the loss is fp32 or more. auto: bf16 or fp16 by what the GPU "
-        "and the model allow, fp32 on a CPU; the log says which and why.",
-    )
-    gradient_accumulation_steps: int = _key(
-        1, "Batches whose gradients are summed before one update.", "batches", ge=1, le=65536
-    )
-    clip_norm: float | None = _key(
-        1.0, "Largest norm of all gradients together. null: not clipped.", gt=0, le=1e30
-    )
+    Attributes:
+        epochs: Passes over the training samples. Unless written, the recipe's own.
+        precision: Number format of the step; the loss is fp32 or more. auto: bf16 or fp16 by what the GPU and the model
+            allow, fp32 on a CPU; the log says which and why.
+        gradient_accumulation_steps: Batches whose gradients are summed before one update.
+        clip_norm: Largest norm of all gradients together. null: not clipped.
+        capture: Replay the whole step as one CUDA graph. auto: where the model allows it and the first replay agrees
+            with the eager step; on: or end with the reason.
+        compile: Compile the model with torch.compile first.
+        nonfinite: What to do about a loss that is not finite. stop: end and name the batch; skip: leave the update out;
+            rollback: go back to the epoch's start and leave the batch out.
+        read_every: Steps between two reads of losses from the device; fewer make the loop wait.
+        seed: Of all generators. null: they are left as they are.
+        max_steps: Train on so many batches in the whole run, at most; it may end within an epoch.
+        patience: End the run after so many epochs without a better monitored metric. 0: never.
+        min_delta: By how much an epoch must be better to count for patience.
+        keep_last: Newest checkpoints that are kept, besides the best.
+        checkpoint_every_epochs: Save after every n epochs, and at the end. 0: only when a signal ends the run.
+        checkpoint_every_steps: Save after every n batches within an epoch. 0: never.
+        empty_cache_every_n_epochs: Give cached GPU memory back after every n epochs. 0: never, the fastest; the next
+            epoch must allocate again.
+        empty_cache_every_n_batches: Give cached GPU memory back after every n batches. 0: never; each call waits for
+            the GPU.
+        log_gpu_stats_every_n_batches: Log GPU memory after every n batches. 0: never.
+        survive_oom: When memory runs out, take smaller steps with the same result, instead of ending.
+        activation_checkpointing: Recompute activations in the backward pass: less memory, more time.
+        tensorboard: Write scalars for TensorBoard beside the run log; needs that package.
+    """
+
+    epochs: Count = _key(1, "epochs")
+    precision: Precision = _key("auto")
+    gradient_accumulation_steps: int = _key(1, "batches", ge=1, le=65536)
+    clip_norm: float | None = _key(1.0, gt=0, le=1e30)
     capture: Annotated[
         Capture, BeforeValidator(_capture_word, json_schema_input_type=Capture | bool)
-    ] = _key(
-        "auto",
-        "Replay the whole step as one CUDA graph. auto: where the model allows it and the "
-        "first replay agrees with the eager step; on: or end with the reason.",
-    )
-    compile: bool = _key(False, "Compile the model with torch.compile first.")
-    nonfinite: NonFinite = _key(
-        "stop",
-        "What to do about a loss that is not finite. stop: end and name the batch; skip: leave "
-        "the update out; rollback: go back to the epoch's start and leave the batch out.",
-    )
-    read_every: int = _key(
-        50,
-        "Steps between two reads of losses from the device; fewer make the loop wait.",
-        "steps",
-        ge=1,
-        le=_MOST,
-    )
-    seed: int | None = _key(
-        None, "Of all generators. null: they are left as they are.", ge=0, le=2**53
-    )
-    max_steps: int | None = _key(
-        None,
-        "Train on so many batches in the whole run, at most; it may end within an epoch.",
-        "batches",
-        ge=1,
-        le=_MOST,
-    )
-    patience: Count = _key(
-        0, "End the run after so many epochs without a better monitored metric. 0: never.", "epochs"
-    )
-    min_delta: float | None = _key(
-        None, "By how much an epoch must be better to count for patience.", gt=0, le=1e30
-    )
-    keep_last: int = _key(
-        2, "Newest checkpoints that are kept, besides the best.", "files", ge=1, le=10_000
-    )
-    checkpoint_every_epochs: Count = _key(
-        1,
-        "Save after every n epochs, and at the end. 0: only when a signal ends the run.",
-        "epochs",
-    )
-    checkpoint_every_steps: Count = _key(
-        0, "Save after every n batches within an epoch. 0: never.", "batches"
-    )
-    empty_cache_every_n_epochs: Count = _key(
-        0,
-        "Give cached GPU memory back after every n epochs. 0: never, the fastest; the next "
-        "epoch must allocate again.",
-        "epochs",
-    )
-    empty_cache_every_n_batches: Count = _key(
-        0,
-        "Give cached GPU memory back after every n batches. 0: never; each call waits for the GPU.",
-        "batches",
-    )
-    log_gpu_stats_every_n_batches: Count = _key(0, *_LOG_EVERY)
-    survive_oom: bool = _key(
-        True, "When memory runs out, take smaller steps with the same result, instead of ending."
-    )
-    activation_checkpointing: bool = _key(
-        False, "Recompute activations in the backward pass: less memory, more time."
-    )
-    tensorboard: bool = _key(
-        False, "Write scalars for TensorBoard beside the run log; needs that package."
-    )
+    ] = _key("auto")
+    compile: bool = _key(False)
+    nonfinite: NonFinite = _key("stop")
+    read_every: int = _key(50, "steps", ge=1, le=_MOST)
+    seed: int | None = _key(None, ge=0, le=2**53)
+    max_steps: int | None = _key(None, "batches", ge=1, le=_MOST)
+    patience: Count = _key(0, "epochs")
+    min_delta: float | None = _key(None, gt=0, le=1e30)
+    keep_last: int = _key(2, "files", ge=1, le=10_000)
+    checkpoint_every_epochs: Count = _key(1, "epochs")
+    checkpoint_every_steps: Count = _key(0, "batches")
+    empty_cache_every_n_epochs: Count = _key(0, "epochs")
+    empty_cache_every_n_batches: Count = _key(0, "batches")
+    log_gpu_stats_every_n_batches: Count = _key(0, "batches")
+    survive_oom: bool = _key(True)
+    activation_checkpointing: bool = _key(False)
+    tensorboard: bool = _key(False)
 
 
 @options
 class JobOptions(TrainOptions):
-    """The training step, and the job around it."""
+    """The training step, and the job around it.
+
+    Attributes:
+        seed: Of weights, splits, shuffling, dropout and augmentation.
+        batch_size: Samples in one step, over all GPUs together. Unless written, the recipe's own.
+        lr: Step size of the optimizer. Unless written, the recipe's own.
+        use_amp: Train in 16-bit where it is safe (automatic mixed precision).
+        use_gpu_augmentation: Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe
+            decides: those of images do.
+        parallel: With several ranks: the whole model on each (ddp), or a part of it where it does not fit (fsdp).
+        stall_seconds: With several ranks: end all when none has moved for so long.
+        init_gain: Gain of the Xavier initialisation. null: the model's own.
+        output_bound: Keep outputs within plus or minus this. null: unbounded.
+        output_bound_mode: soft: bound * tanh(x / bound), which keeps a gradient everywhere; clamp: a hard cut, whose
+            gradient outside the bound is zero and hides divergence.
+    """
 
     # A job has a seed and a log; a Trainer of one's own begins with as little as possible.
-    epochs: Count = _key(10, *_EPOCHS)
-    seed: int = _key(0, "Of weights, splits, shuffling, dropout and augmentation.", ge=0, le=2**53)
-    log_gpu_stats_every_n_batches: Count = _key(100, *_LOG_EVERY)
-    batch_size: int = _key(
-        128,
-        "Samples in one step, over all GPUs together. Unless written, the recipe's own.",
-        "samples",
-        ge=1,
-        le=_MOST,
-    )
-    lr: float = _key(
-        1e-4,
-        "Step size of the optimizer. Unless written, the recipe's own.",
-        "1 per update",
-        gt=0,
-        le=1e6,
-    )
-    use_amp: bool = _key(True, "Train in 16-bit where it is safe (automatic mixed precision).")
-    use_gpu_augmentation: bool = _key(
-        False,
-        "Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe decides: "
-        "those of images do.",
-    )
-    parallel: Literal["ddp", "fsdp"] = _key(
-        "ddp",
-        "With several ranks: the whole model on each (ddp), or a part of it where it does not fit "
-        "(fsdp).",
-    )
-    stall_seconds: int = _key(
-        600, "With several ranks: end all when none has moved for so long.", "s", ge=5, le=86400
-    )
-    init_gain: float | None = _key(
-        None, "Gain of the Xavier initialisation. null: the model's own.", gt=0, le=100
-    )
-    output_bound: float | None = _key(
-        None, "Keep outputs within plus or minus this. null: unbounded.", gt=0, le=1e30
-    )
-    output_bound_mode: Literal["soft", "clamp"] = _key(
-        "soft",
-        "soft: bound * tanh(x / bound), which keeps a gradient everywhere; clamp: a hard "
-        "cut, whose gradient outside the bound is zero and hides divergence.",
-    )
+    epochs: Count = _key(10, "epochs")
+    seed: int = _key(0, ge=0, le=2**53)
+    log_gpu_stats_every_n_batches: Count = _key(100, "batches")
+    batch_size: int = _key(128, "samples", ge=1, le=_MOST)
+    lr: float = _key(1e-4, "1 per update", gt=0, le=1e6)
+    use_amp: bool = _key(True)
+    use_gpu_augmentation: bool = _key(False)
+    parallel: Literal["ddp", "fsdp"] = _key("ddp")
+    stall_seconds: int = _key(600, "s", ge=5, le=86400)
+    init_gain: float | None = _key(None, gt=0, le=100)
+    output_bound: float | None = _key(None, gt=0, le=1e30)
+    output_bound_mode: Literal["soft", "clamp"] = _key("soft")
 
     @property
     def samples_per_update(self) -> int:
@@ -414,42 +356,45 @@ class JobOptions(TrainOptions):
 
 @options
 class AugmentOptions:
-    """What is drawn per sample when training.use_gpu_augmentation is on."""
+    """What is drawn per sample when training.use_gpu_augmentation is on.
 
-    horizontal_flip_prob: float = _key(0.5, "Share of samples flipped left to right.", ge=0, le=1)
-    rotation_degrees: float = _key(
-        15.0, "Rotate by an angle within plus or minus this.", "degrees", ge=0, le=180
-    )
-    brightness: Jitter = _key(0.2, "Multiply by a factor within 1 ± this.")
-    contrast: Jitter = _key(0.2, "Stretch around the mean by a factor within 1 ± this.")
-    saturation: Jitter = _key(0.1, "Stretch colours by a factor within 1 ± this.")
+    Attributes:
+        horizontal_flip_prob: Share of samples flipped left to right.
+        rotation_degrees: Rotate by an angle within plus or minus this.
+        brightness: Multiply by a factor within 1 ± this.
+        contrast: Stretch around the mean by a factor within 1 ± this.
+        saturation: Stretch colours by a factor within 1 ± this.
+    """
+
+    horizontal_flip_prob: float = _key(0.5, ge=0, le=1)
+    rotation_degrees: float = _key(15.0, "degrees", ge=0, le=180)
+    brightness: Jitter = _key(0.2)
+    contrast: Jitter = _key(0.2)
+    saturation: Jitter = _key(0.1)
 
 
 @options
 class RecipeOptions:
-    """Which job `stoker train` does, on which data (docs/training.md)."""
+    """Which job `stoker train` does, on which data (docs/training.md).
 
-    name: str | None = _key(
-        None,
-        "A ready job by name, or package.module:Class of your own (docs/extending.md). "
-        "null: this file is not for `stoker train`.",
-        min_length=1,
-    )
-    store: str | None = _key(
-        None,
-        "Packed by `stoker pack`, or an HDF5 file. null: `--store` says.",
-        "path",
-        min_length=1,
-    )
-    options: Annotated[dict[str, Any], Field(description=_RECIPE_OPTIONS)] = field(
-        default_factory=dict, hash=False
-    )
+    Attributes:
+        name: A ready job by name, or package.module:Class of your own (docs/extending.md). null: this file is not for
+            `stoker train`.
+        store: Packed by `stoker pack`, or an HDF5 file. null: `--store` says.
+        options: Options of the recipe by name, checked by the recipe; docs/recipes/ lists them.
+    """
+
+    name: str | None = _key(None, min_length=1)
+    store: str | None = _key(None, "path", min_length=1)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @options
 class RunOptions:
-    """Where a run keeps its log and checkpoints."""
+    """Where a run keeps its log and checkpoints.
 
-    dir: str | None = _key(
-        None, "Folder of one run. null: runs/ and the recipe's name.", "path", min_length=1
-    )
+    Attributes:
+        dir: Folder of one run. null: runs/ and the recipe's name.
+    """
+
+    dir: str | None = _key(None, "path", min_length=1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from stoker.config.options import (
     LoadingOptions,
     RecipeOptions,
     RunOptions,
+    read_docstring,
 )
 from stoker.config.yaml_lines import Place
 
@@ -83,7 +84,7 @@ def _make_section(prefix: str, keys: Mapping[str, FieldInfo]) -> type[Section]:
             else:
                 members[name] = (info.annotation, info)
     dotted = prefix.rstrip(".")
-    text = _TEXTS.get(dotted) or ROOMS[dotted].__doc__
+    text = _TEXTS.get(dotted) or read_docstring(ROOMS[dotted])[0]
     title = "".join(part.capitalize() for part in dotted.replace(".", "_").split("_")) or "Config"
     return create_model(title, __base__=Section, __doc__=text, **members)
 
@@ -162,6 +163,18 @@ class Config:
         """
         checked = sections()[""].model_validate(tree)
         return cls(checked.model_dump(exclude_unset=True))
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any], places: Mapping[str, Place]) -> Config:
+        """Return a config of values by dotted key, checked as by `model_validate`."""
+        tree: dict[str, Any] = {}
+        for key, value in written.items():
+            *above, name = key.split(".")
+            section = tree
+            for part in above:
+                section = section.setdefault(part, {})
+            section[name] = value
+        return replace(cls.model_validate(tree), places=places)
 
     def place_of(self, key: str) -> Place | None:
         """Return where a dotted key was written; None when not in a file or on `--set`."""

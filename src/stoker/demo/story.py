@@ -35,7 +35,7 @@ from stoker.doctor.findings_page import findings_page
 from stoker.doctor.scripts import consult_script
 from stoker.errors import InputError
 from stoker.machine import probe
-from stoker.ownership import SIGNATURE, always, claim_folder, remove_file, write_text
+from stoker.ownership import SIGNATURE, always, claim_folder, free_name, remove_file, write_text
 from stoker.packing import PackOptions, PackResult, pack
 from stoker.plan import Plan, make_plan, store_facts
 from stoker.recipes.run import RecipeRun, run_recipe
@@ -209,10 +209,9 @@ def _make_plan(store: Store) -> Plan:
 def examine(folder: Path, steps: int = EXAMINED_STEPS) -> Examined:
     """Write two scripts beside their data and run the doctor on both, one after the other, each for `steps` steps."""
     found = []
+    job = {"names": TRAINED, "options": OPTIONS, "batch_size": BATCH_SIZE, "lr": LEARNING_RATE}
     for name, loader in ((USUAL, _USUAL_LOADER), (OURS, _STOKER_LOADER)):
-        text = _SCRIPT.format(
-            names=TRAINED, options=OPTIONS, batch_size=BATCH_SIZE, lr=LEARNING_RATE, loader=loader
-        )
+        text = _SCRIPT.format(**job, loader=loader)
         write_text(folder / name, text, always)
         with contextlib.chdir(folder):
             found.append(consult_script([sys.executable, name], steps=steps)[1])
@@ -239,11 +238,7 @@ def _train_and_tune(folder: Path, progress: Progress) -> tuple[RecipeRun, Tuned]
 
 def _free_folder(folder: Path) -> Path:
     """Return `folder`, with a number appended if an earlier demo used the name."""
-    number, free = 1, folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+    return free_name(folder) if folder.exists() else folder
 
 
 # -- bars -----------------------------------------------------------------------------------------

@@ -147,9 +147,8 @@ class StokerTrainerMixin(_Base):
         refusal = find_refusal(self.accelerator)
         if refusal is not None:
             return refusal
-        if (
-            self.args.gradient_accumulation_steps > 1
-        ):  # counted by the Trainer, not by its accelerator
+        # Counted by the Trainer, not by its accelerator.
+        if self.args.gradient_accumulation_steps > 1:
             return (
                 f"{self.args.gradient_accumulation_steps} batches are accumulated per update: "
                 "gradient_accumulation_steps=1 and a larger batch"

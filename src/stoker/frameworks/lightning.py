@@ -12,9 +12,9 @@ middle of an epoch holds the loader's place, and a resumed run goes on with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from types import MethodType
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -205,22 +205,14 @@ class ScheduleCallback(pl.Callback):
         share = cosine_factor(trainer.global_step, self._updates, self._warmup_share)
         for optimizer, full in zip(trainer.optimizers, self._full, strict=True):
             for group, rate in zip(optimizer.param_groups, full, strict=True):
-                _set_rate(group, rate * share)
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):  # a captured or fused step reads it on the device
-        cast(Callable[[float], Any], group["lr"].fill_)(rate)
-    else:
-        group["lr"] = rate
+                lr: Any = group["lr"]
+                if isinstance(lr, torch.Tensor):  # a captured or fused step reads it on the device
+                    lr.fill_(rate * share)
+                else:
+                    group["lr"] = rate * share
 
 
 __all__ = [
-    "CaptureCallback",
-    "DoctorCallback",
-    "OomLadderCallback",
-    "ScheduleCallback",
-    "StokerData",
-    "TelemetryCallback",
+    "CaptureCallback", "DoctorCallback", "OomLadderCallback", "ScheduleCallback", "StokerData", "TelemetryCallback",
     "adapt",
-]
+]  # fmt: skip

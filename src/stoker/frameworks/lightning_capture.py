@@ -210,11 +210,8 @@ class CaptureCallback(_StandIn):
             own["_step_supports_amp_scaling"] = could_unscale
         done = closure.consume_result()
         if done.loss is None:
-            return {
-                "output": {},
-                "logged": values,
-                "no loss": torch.zeros((), device=module.device),
-            }
+            zero = torch.zeros((), device=module.device)
+            return {"output": {}, "logged": values, "no loss": zero}
         return {"output": done.asdict(), "logged": values}
 
     def _watched(self, training_step: Callable[[], Any]) -> Any:

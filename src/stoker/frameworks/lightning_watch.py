@@ -357,12 +357,5 @@ class TelemetryCallback(pl.Callback):
 
 
 __all__ = [
-    "Closure",
-    "ClosureResult",
-    "TelemetryCallback",
-    "WaitClock",
-    "pl",
-    "rank_zero_info",
-    "require_adapted",
-    "tell",
-]
+    "Closure", "ClosureResult", "TelemetryCallback", "WaitClock", "pl", "rank_zero_info", "require_adapted", "tell",
+]  # fmt: skip

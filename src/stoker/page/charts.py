@@ -148,18 +148,17 @@ def thin(points: Points, most: int = MAX_POINTS, *, peaks: bool = False) -> Poin
     if len(stretches) > most:
         known = [point for point in points if _drawable(point[1])]
         stretches = _parts(known, most)
-    return [_merged(stretch, peaks) for stretch in stretches]
+    merged: list[tuple[float, float | None]] = []
+    for stretch in stretches:
+        ys = Line("", stretch).values
+        value = None if not ys else max(ys) if peaks else sum(ys) / len(ys)
+        merged.append((sum(x for x, _ in stretch) / len(stretch), value))
+    return merged
 
 
 def _parts(points: Points, count: int) -> list[list[tuple[float, float | None]]]:
     size = math.ceil(len(points) / max(1, count))
     return [list(points[start : start + size]) for start in range(0, len(points), size)]
-
-
-def _merged(points: Points, peaks: bool) -> tuple[float, float | None]:
-    known = [y for _, y in points if y is not None and math.isfinite(y)]
-    value = None if not known else max(known) if peaks else sum(known) / len(known)
-    return sum(x for x, _ in points) / len(points), value
 
 
 def _drawable(value: float | None) -> bool:
@@ -257,7 +256,10 @@ def line_chart(chart: Chart) -> Html:
         if line.values
     ]
     if not drawn:
-        return _absent(chart)
+        return Html(
+            f'<figure class="chart" id="{escape(chart.key)}"><div class="name">'
+            f'{escape(shorten(chart.title))}</div><p class="quiet">{escape(chart.absent)}</p></figure>'
+        )
     xs = [x for line in drawn for x, _ in line.points]
     along = _along_axis(min(chart.begin, *xs), max(xs), chart.scale)
     picture = _picture(chart, drawn, along, _value_axis(chart, drawn))
@@ -277,13 +279,6 @@ def line_chart(chart: Chart) -> Html:
 def chart_grid(figures: Iterable[Html]) -> Html:
     """Return charts side by side where there is room, one below the other where not."""
     return Html(f'<div class="charts">{"".join(figures)}</div>')
-
-
-def _absent(chart: Chart) -> Html:
-    return Html(
-        f'<figure class="chart" id="{escape(chart.key)}"><div class="name">'
-        f'{escape(shorten(chart.title))}</div><p class="quiet">{escape(chart.absent)}</p></figure>'
-    )
 
 
 def _legend(lines: Sequence[Line], marks: Sequence[Mark]) -> Html:

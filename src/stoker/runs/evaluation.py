@@ -7,17 +7,18 @@ on whether the model is worth having. Costs nothing: no torch, no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from stoker.runs.record import as_mapping, as_mappings, as_number
+from stoker.report import as_mapping, as_mappings, as_number
 from stoker.strict_json import exact_text, parse_json
 from stoker.units import format_count
 
 Worth = Literal["better", "unclear", "worse", "unknown"]
 ExampleKind = Literal["text", "image", "spectrum", "series"]
 _MOST_EXAMPLES = 24
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,10 @@ class Evaluation:
         best, reached = self.best_baseline, self.metrics.get(name, math.nan)
         if best is None or self.worth == "unknown":
             return f"There is no baseline to compare {name} with."
-        span = self.intervals.get(name)
-        shown = f"{name} {reached:.4g}"
-        if span is not None and all(map(math.isfinite, span)):
-            shown += f" ({span[0]:.4g} to {span[1]:.4g})"
-        against = (
-            f"{shown} on {format_count(self.num_samples, 'test sample')}, {best[0]} {best[1]:.4g}"
-        )
+        span = spell_interval(self.intervals.get(name), "{:.4g}".format)
+        shown = f"{name} {reached:.4g}" + (f" ({span})" if span not in ("", "n/a") else "")
+        samples = format_count(self.num_samples, "test sample")
+        against = f"{shown} on {samples}, {best[0]} {best[1]:.4g}"
         return {
             "better": f"The model is better than its baselines: {against}.",
             "unclear": f"The model may be no better than its baseline {best[0]}, which is in its interval: {against}.",
@@ -163,69 +161,76 @@ class Evaluation:
         return cls(
             num_samples=int(count),
             compared_by=(data["compared_by"], bool(data.get("more_is_better"))),
-            metrics=_numbers(data.get("metrics")),
-            intervals={
-                str(name): (float(span[0]), float(span[1]))
-                for name, span in as_mapping(data.get("intervals")).items()
-                if isinstance(span, list) and len(span) == 2 and None not in map(as_number, span)
-            },
-            baselines={
-                str(name): _numbers(each)
-                for name, each in as_mapping(data.get("baselines")).items()
-            },
-            groups={
-                str(kind): {str(name): _numbers(each) for name, each in as_mapping(rows).items()}
-                for kind, rows in as_mapping(data.get("groups")).items()
-            },
+            metrics=known_numbers(data.get("metrics")),
+            intervals=_known(data.get("intervals"), _pair),
+            baselines=_known(data.get("baselines"), known_numbers),
+            groups=_known(data.get("groups"), lambda rows: _known(rows, known_numbers)),
             confusion=Confusion(names, counts) if names and len(counts) == len(names) else None,
             curves=tuple(
                 Curve(
-                    str(each.get("title", "")),
-                    str(each.get("along", "")),
-                    str(each.get("unit", "")),
-                    _lines(each.get("lines")),
+                    _text(each, "title"),
+                    _text(each, "along"),
+                    _text(each, "unit"),
+                    _known(each.get("lines"), _points),
                 )
                 for each in as_mappings(data.get("curves"))
             ),
-            importance=_numbers(data.get("importance")),
+            importance=known_numbers(data.get("importance")),
             examples=tuple(
                 Example(
                     each["kind"],
-                    str(each.get("key", "")),
-                    str(each.get("truth", "")),
-                    str(each.get("answer", "")),
-                    {str(name): str(url) for name, url in as_mapping(each.get("pictures")).items()},
-                    _lines(each.get("lines")),
+                    _text(each, "key"),
+                    _text(each, "truth"),
+                    _text(each, "answer"),
+                    _known(each.get("pictures"), str),
+                    _known(each.get("lines"), _points),
                 )
                 for each in as_mappings(data.get("examples"))[:_MOST_EXAMPLES]
                 if each.get("kind") in ("text", "image", "spectrum", "series")
             ),
             notes=_texts(data.get("notes")),
-            colours={
-                str(name): str(colour) for name, colour in as_mapping(data.get("colours")).items()
-            },
+            colours=_known(data.get("colours"), str),
         )
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    return str(values.get(name, ""))
 
 
 def _texts(values: Any) -> tuple[str, ...]:
     return tuple(map(str, values)) if isinstance(values, list) else ()
 
 
-def _numbers(values: Any) -> dict[str, float]:
-    found = {str(name): as_number(value) for name, value in as_mapping(values).items()}
+def _known(values: Any, read: Callable[[Any], T | None]) -> dict[str, T]:
+    """Return what can be read of the values of a mapping, by name."""
+    found = {str(name): read(value) for name, value in as_mapping(values).items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _lines(values: Any) -> dict[str, list[tuple[float, float]]]:
-    return {
-        str(name): [
-            (float(point[0]), float(point[1]))
-            for point in points
-            if isinstance(point, list) and len(point) == 2 and None not in map(as_number, point)
-        ]
-        for name, points in as_mapping(values).items()
-        if isinstance(points, list)
-    }
+def known_numbers(values: Any) -> dict[str, float]:
+    """Return the numbers of a mapping, by name."""
+    return _known(values, as_number)
+
+
+def _pair(values: Any) -> tuple[float, float] | None:
+    if not isinstance(values, list) or len(values) != 2 or None in map(as_number, values):
+        return None
+    return float(values[0]), float(values[1])
+
+
+def _points(values: Any) -> list[tuple[float, float]] | None:
+    if not isinstance(values, list):
+        return None
+    return [pair for pair in map(_pair, values) if pair is not None]
+
+
+def spell_interval(
+    span: tuple[float, float] | None, spell: Callable[[float], str], to: str = " to "
+) -> str:
+    """Return the ends of an interval; n/a for ends that are not finite, "" where there is none."""
+    if span is None:
+        return ""
+    return to.join(map(spell, span)) if all(map(math.isfinite, span)) else "n/a"
 
 
 def metric_words(metric: str) -> str:

@@ -12,7 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from stoker import page
 from stoker.page import Html
 from stoker.page.charts import Chart, Line, chart_grid, line_chart
-from stoker.runs.evaluation import Confusion, Curve, Evaluation, Example, metric_words
+from stoker.runs.evaluation import (
+    Confusion,
+    Curve,
+    Evaluation,
+    Example,
+    metric_words,
+    spell_interval,
+)
 
 _WORTH_KINDS = {"better": "good", "unclear": "warn", "worse": "refuse", "unknown": "note"}
 _WORTH_WORDS = {
@@ -24,6 +31,8 @@ _WORTH_WORDS = {
 _MOST_GROUPS = 60
 _MOST_CONFUSED = 30
 _MOST_INPUTS = 15
+# Ends of names of metrics that are no shares, whatever their values in one run.
+_AMOUNTS = ("samples", "trades", "pips", "mae", "rmse", "loss")
 _COLOUR = re.compile("#[0-9a-f]{6}")
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 
@@ -53,26 +62,18 @@ def _overall(made: Evaluation, key: str) -> Html:
     """Return model and baselines side by side, the strongest one first: a phone may show no more."""
     best = None if made.best_baseline is None else made.best_baseline[0]
     baselines = dict(sorted(made.baselines.items(), key=lambda item: item[0] != best))
-    header = (
-        "metric",
-        "model",
-        "95 % interval",
-        *(page.shorten(name, 40) for name in baselines),
-    )
+    header = ("metric", "model", "95 % interval", *(page.shorten(name, 40) for name in baselines))
     rows = []
     for name, value in made.metrics.items():
-        span = made.intervals.get(name)
-        known = span is not None and all(map(math.isfinite, span))
-        spelled = "" if span is None else "n/a"
-        if span is not None and known:
-            ends = f"{_number(span[0])} to&nbsp;{_number(span[1])}"
-            spelled = Html(f"<span class=breaks>{ends}</span>")
+        spelled = spell_interval(made.intervals.get(name), page.format_number, " to&nbsp;")
+        if spelled not in ("", "n/a"):
+            spelled = Html(f"<span class=breaks>{spelled}</span>")
         mark = " (compared by)" if name == made.compared_by[0] else ""
-        others = (_number(metrics.get(name)) for metrics in baselines.values())
-        rows.append((page.name(f"{metric_words(name)}{mark}"), _number(value), spelled, *others))
-    return page.table(
-        header, rows, key=f"{key}-overall", numeric=range(1, len(header)), labels=(0,), tight=True
-    )
+        others = (page.format_number(metrics.get(name)) for metrics in baselines.values())
+        rows.append(
+            (page.name(f"{metric_words(name)}{mark}"), page.format_number(value), spelled, *others)
+        )
+    return page.figures_table(header, rows, key=f"{key}-overall")
 
 
 def _confusion(made: Confusion, key: str) -> Html:
@@ -81,29 +82,19 @@ def _confusion(made: Confusion, key: str) -> Html:
     rows = []
     for name, counts in zip(names, made.counts, strict=False):
         whole = sum(counts)
-        cells = [_shaded(count, count / whole if whole else 0.0) for count in counts[: len(names)]]
+        cells = [
+            Html(f'<span class="share" style="--share:{100 * count / whole:.0f}%">{count:,}</span>')
+            if count
+            else Html('<span class="quiet">0</span>')
+            for count in counts[: len(names)]
+        ]
         rows.append((page.name(name), *cells))
     header = ("true class", *(page.shorten(name, 24) for name in names))
-    table = page.table(
-        header, rows, key=f"{key}-confusion", numeric=range(1, len(header)), labels=(0,), tight=True
-    )
-    cut = (
-        f" The first {len(names)} of {len(made.names)} classes."
-        if len(names) < len(made.names)
-        else ""
-    )
+    table = page.figures_table(header, rows, key=f"{key}-confusion")
+    is_cut = len(names) < len(made.names)
+    cut = f" The first {len(names)} of {len(made.names)} classes." if is_cut else ""
     told = f"Answers stand in the columns; cells are shaded by their share of the row.{cut}"
     return page.join([Html("<h3>Confusion</h3>"), table, page.paragraph(told, quiet=True)])
-
-
-def _shaded(count: int, share: float) -> Html:
-    if not count:
-        return Html('<span class="quiet">0</span>')
-    return Html(f'<span class="share" style="--share:{100 * share:.0f}%">{count:,}</span>')
-
-
-_AMOUNTS = ("samples", "trades", "pips", "mae", "rmse", "loss")
-"""Ends of names of metrics that are no shares, whatever their values in one run."""
 
 
 def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html:
@@ -117,32 +108,24 @@ def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html
         and not name.endswith(_AMOUNTS)
         for name in metrics
     }
-    cells = [
-        (
-            page.name(who),
-            *(
-                _bar(row.get(name)) if is_share[name] else _number(row.get(name))
-                for name in metrics
-            ),
+    cells = []
+    for who, row in shown:
+        values = {name: row.get(name, math.nan) for name in metrics}
+        drawn = (
+            _meter(value, value)
+            if is_share[name] and math.isfinite(value)
+            else page.format_number(value)
+            for name, value in values.items()
         )
-        for who, row in shown
-    ]
+        cells.append((page.name(who), *drawn))
     header = (kind, *(page.shorten(metric_words(name), 40) for name in metrics))
-    table = page.table(
-        header, cells, key=key, numeric=range(1, len(header)), labels=(0,), tight=True
-    )
+    table = page.figures_table(header, cells, key=key)
     cut = f", {len(shown)} of {len(rows)}" if len(shown) < len(rows) else ""
     return page.join([Html(f"<h3>By {page.escape(kind)}{cut}</h3>"), table])
 
 
-def _bar(value: float | None) -> Html:
-    if value is None or not math.isfinite(value):
-        return Html("n/a")
-    return _meter(value, value)
-
-
 def _meter(value: float, share: float) -> Html:
-    told = page.escape(_number(value))
+    told = page.escape(page.format_number(value))
     return Html(f'<span class="meter" style="--share:{100 * share:.0f}%">{told}</span>')
 
 
@@ -174,14 +157,10 @@ def _importance(made: Evaluation) -> Html:
 
 def _examples(examples: Sequence[Example], key: str) -> Iterable[Html]:
     for number, example in enumerate(examples):
-        told = page.join(
-            [
-                Html("truth: "), page.name(example.truth), Html("<br>answer: "), page.name(example.answer),
-            ]
-        ) if example.truth or example.answer else Html("")  # fmt: skip
-        yield page.figure(
-            page.name(example.key), _picture(example, f"{key}-example-{number}"), told
-        )
+        told = f"truth: {page.name(example.truth)}<br>answer: {page.name(example.answer)}"
+        caption = Html(told if example.truth or example.answer else "")
+        picture = _picture(example, f"{key}-example-{number}")
+        yield page.figure(page.name(example.key), picture, caption)
 
 
 def _picture(example: Example, key: str) -> Html:
@@ -221,7 +200,3 @@ def _mirror(example: Example, key: str) -> Html:
         f'<div class="quiet" style="display:flex;justify-content:space-between;font-size:.75rem">'
         f"<span>m/z 0</span><span>{last / 2:.4g}</span><span>{last:.4g}</span></div>"
     )
-
-
-def _number(value: float | None) -> str:
-    return page.format_number(value)

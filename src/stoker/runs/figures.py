@@ -18,8 +18,9 @@ from stoker.errors import MissingExtraError, unwritable
 from stoker.ownership import SIGNATURE, writing
 from stoker.page import format_number
 from stoker.page.charts import COLOURS, Chart, Line, Mark, Points, Style, thin
-from stoker.runs.evaluation import Evaluation, metric_words
-from stoker.runs.record import RunRecord, as_mapping, as_number, largest
+from stoker.report import as_mapping, as_number
+from stoker.runs.evaluation import metric_words
+from stoker.runs.record import RunRecord, largest
 from stoker.runs.telemetry import BUSY, MEMORY, TEMPERATURE
 from stoker.units import GB, GIB, MIB
 
@@ -44,10 +45,7 @@ def speed_charts(runs: Sequence[RunRecord]) -> list[Chart]:
             wait = [(epoch.at, epoch.wait_share) for epoch in run.epochs]
         rates.append(Line(_label(runs, run), rate, number, style))
         waits.append(_scaled(Line(_label(runs, run), wait, number, style), 100))
-    cores = [
-        Line(_label(runs, run), run.track("process", "cpu_cores"), number)
-        for number, run in enumerate(runs)
-    ]
+    cores = _process_lines(runs, "cpu_cores")
     return [
         _settled(Chart("throughput", "Training rate", rates, "samples/s")),
         _settled(Chart("waits", f"Time spent waiting for {waited_for}", waits, "%", high=10)),
@@ -60,17 +58,8 @@ def loss_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     lines = list(_loss_lines(runs))
     values = [value for line in lines for value in line.values]
     wide = bool(values) and min(values) > 0 and max(values) > _WIDE * min(values)
-    loss = Chart(
-        "loss",
-        "Loss",
-        lines,
-        "",
-        scale="count",
-        along="step",
-        low=None,
-        is_log=wide,
-        absent="No loss was read yet.",
-    )
+    absent = "No loss was read yet."
+    loss = Chart("loss", "Loss", lines, "", "count", "step", low=None, is_log=wide, absent=absent)
     names = dict.fromkeys(name for run in runs for epoch in run.epochs for name in epoch.metrics)
     metrics = [name for name in names if name != "loss"][:_MAX_METRICS]
     return [loss, *(_metric_chart(number, name, runs) for number, name in enumerate(metrics))]
@@ -79,16 +68,14 @@ def loss_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 def _loss_lines(runs: Sequence[RunRecord]) -> Iterator[Line]:
     several = len(runs) > 1
     for number, run in enumerate(runs):
-        yield Line(f"{run.name}, training" if several else "training", thin(run.losses), number)
+        who = f"{run.name}, " if several else ""
+        yield Line(f"{who}training", thin(run.losses), number)
         validation = [
             (float(epoch.step), epoch.metrics.get("loss"))
             for epoch in run.epochs
             if epoch.step is not None
         ]
-        colour = number if several else 1
-        yield Line(
-            f"{run.name}, validation" if several else "validation", thin(validation), colour, "dots"
-        )
+        yield Line(f"{who}validation", thin(validation), number if several else 1, "dots")
 
 
 def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
@@ -103,30 +90,18 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
     ]
     chance = as_number(as_mapping(runs[0].result.get("baseline")).get(name))
     marks = [] if chance is None else [Mark("chance", chance)]
-    made = Evaluation.from_json(runs[0].result.get("evaluation"))
+    made = runs[0].evaluation
     best = None if made is None else made.best_baseline
     if made is not None and best is not None and name in made.baselines[best[0]]:
         value = made.baselines[best[0]][name]
         marks.append(Mark(f"{best[0]}, on test samples", value, is_dashed=True))
-    return Chart(
-        f"metric-{number}",
-        f"Validation: {metric_words(name)}",
-        lines,
-        "",
-        scale="count",
-        along="epoch",
-        begin=1.0,
-        marks=marks,
-        low=None,
-    )
+    title = f"Validation: {metric_words(name)}"
+    return Chart(f"metric-{number}", title, lines, "", "count", "epoch", 1.0, marks, low=None)
 
 
 def memory_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Return device memory against the whole of it, where one was used, and that of the process."""
-    resident = [
-        Line(_label(runs, run), run.track("process", "resident_bytes"), number)
-        for number, run in enumerate(runs)
-    ]
+    resident = _process_lines(runs, "resident_bytes")
     divisor, unit = _byte_unit(resident)
     host = [_scaled(line, 1 / divisor) for line in resident]
     device = _device_memory(runs)
@@ -149,12 +124,7 @@ def _device_memory(runs: Sequence[RunRecord]) -> Chart:
             track = runs[0].gpu_track(index, "memory_used_bytes")
             lines.append(Line(f"GPU {index}, all processes", track, place + 2))
     divisor, unit = _byte_unit(lines)
-    totals = [
-        largest(value for _, value in run.gpu_track(index, "memory_total_bytes"))
-        for run in runs
-        for index in run.gpu_indices
-    ]
-    total = largest(totals)
+    total = largest(value for run in runs for value in run.gpu_values("memory_total_bytes"))
     marks = []
     if total is not None:
         whole = total / divisor
@@ -170,12 +140,8 @@ def gpu_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Return busy share, temperature, power and PCIe traffic of the GPUs over time."""
     if not any(run.gpu_indices for run in runs):
         return []
-    limits = {
-        largest(value for _, value in run.gpu_track(index, "power_limit_watts"))
-        for run in runs
-        for index in run.gpu_indices
-    } - {None}
-    power_marks = [Mark("limit", limit) for limit in limits if limit is not None][:1]
+    limit = largest(value for run in runs for value in run.gpu_values("power_limit_watts"))
+    power_marks = [] if limit is None else [Mark("limit", limit)]
     busy_mark = Mark(f"target {BUSY.low:.0f} to {BUSY.high:.0f} %", BUSY.low, BUSY.high)
     busy = _gpu_lines(runs, "utilization_percent")
     watts = _gpu_lines(runs, "power_watts")
@@ -225,6 +191,13 @@ def all_charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 def _label(runs: Sequence[RunRecord], run: RunRecord) -> str:
     return run.name if len(runs) > 1 else ""
+
+
+def _process_lines(runs: Sequence[RunRecord], name: str) -> list[Line]:
+    return [
+        Line(_label(runs, run), run.track("process", name), number)
+        for number, run in enumerate(runs)
+    ]
 
 
 def _scaled(line: Line, factor: float) -> Line:
@@ -328,18 +301,12 @@ def _draw(chart: Chart, axes: Any) -> None:
 
 
 def _draw_mark(mark: Mark, axes: Any) -> None:
+    label = _plain(mark.label)
     if mark.high is None:
-        axes.axhline(
-            mark.low,
-            color="#555555",
-            linewidth=0.8,
-            linestyle="--" if mark.is_dashed else ":",
-            label=_plain(mark.label),
-        )
+        style = "--" if mark.is_dashed else ":"
+        axes.axhline(mark.low, color="#555555", linewidth=0.8, linestyle=style, label=label)
     else:
-        axes.axhspan(
-            mark.low, mark.high, color="#2f6b45", alpha=0.13, linewidth=0, label=_plain(mark.label)
-        )
+        axes.axhspan(mark.low, mark.high, color="#2f6b45", alpha=0.13, linewidth=0, label=label)
 
 
 def _time_unit(chart: Chart) -> tuple[float, str]:

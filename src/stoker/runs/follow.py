@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stoker.display import look_in
 from stoker.errors import InputError
-from stoker.report import LOG_NAME, LogLine, RunEnd, parse_line
+from stoker.report import LOG_NAME, LogLine, RunEnd, as_mapping, as_number, as_whole, parse_line
 from stoker.runs.reading import is_going, lock_holder, read_settings
-from stoker.runs.record import as_mapping, as_number, as_whole
 from stoker.runs.telemetry import TELEMETRY_NAME
 
 _FIRST_BYTES, _HEAD_BYTES = 1 << 18, 1 << 16
@@ -126,9 +125,10 @@ class RunFollower:
                 self._ended = "done"
         holder = lock_holder(self.folder)
         going = is_going(holder, self._age())
+        stopped = "waiting" if self._last_time is None else self._ended or "not going"
         return RunNow(
             self.folder,
-            state=self._state(going),
+            state="going" if going else stopped,
             pid=holder[0] if holder is not None and holder[2] else None,
             age_seconds=self._age(),
             seconds_left=self._seconds_left() if going else None,
@@ -163,33 +163,21 @@ class RunFollower:
             told.pop("loss", None)
         self._known |= told
 
-    def _state(self, going: bool) -> str:
-        if going:
-            return "going"
-        if self._last_time is None:
-            return "waiting"
-        return self._ended or "not going"
-
 
 def _told_by(line: LogLine) -> Mapping[str, Any]:
     """Return the values of a `RunNow` that an event changes."""
-    values = line.values
+    values = as_mapping(line.values.get("run")) if line.event == "telemetry" else line.values
+    speed = {name: as_number(values.get(name)) for name in ("samples_per_second", "wait_share")}
+    epoch, loss = _from_one(values.get("epoch")), as_number(values.get("loss"))
     if line.event == "telemetry":
-        run = as_mapping(values.get("run"))
-        told = _numbers(run, ("samples_per_second", "wait_share", "loss"))
-        sizes = {name: as_whole(run.get(name)) for name in ("allocated_bytes", "reserved_bytes")}
-        return told | sizes | {"epoch": _from_one(run.get("epoch"))}
+        sizes = {name: as_whole(values.get(name)) for name in ("allocated_bytes", "reserved_bytes")}
+        return {**speed, **sizes, "loss": loss, "epoch": epoch}
     if line.event == "steps":
-        return {
-            "loss": as_number(values.get("loss")),
-            "step": as_whole(line.step),
-            "epoch": _from_one(line.epoch),
-        }
+        return {"loss": loss, "step": as_whole(line.step), "epoch": _from_one(line.epoch)}
     if line.event == "epoch":
-        told = _numbers(values, ("samples_per_second", "wait_share"))
-        told["loss"] = as_number(values.get("train_loss"))
-        told["val_loss"] = as_number(as_mapping(values.get("metrics")).get("loss"))
-        return told | {"epoch": _from_one(values.get("epoch"))}
+        val_loss = as_number(as_mapping(values.get("metrics")).get("loss"))
+        loss = as_number(values.get("train_loss"))
+        return {**speed, "loss": loss, "val_loss": val_loss, "epoch": epoch}
     if line.event == "fit":
         return {"num_epochs": as_whole(values.get("epochs"))}
     if line.event == "config":
@@ -197,10 +185,6 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
     if line.event == "note" and isinstance(values.get("text"), str):
         return {"note": values["text"]}
     return {}
-
-
-def _numbers(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: as_number(values.get(name)) for name in names}
 
 
 def _from_one(epoch: Any) -> int | None:

@@ -23,8 +23,20 @@ import psutil
 from stoker.config.resolve import as_key
 from stoker.display import look_for, look_in, quoted
 from stoker.errors import InputError
-from stoker.report import INCIDENTS, LOG_NAME, LogLine, Note, RunEnd, parse_line, read_note
-from stoker.runs.record import Epoch, Event, RunRecord, State, as_mapping, as_mappings, as_number
+from stoker.report import (
+    INCIDENTS,
+    LOG_NAME,
+    LogLine,
+    Note,
+    RunEnd,
+    as_mapping,
+    as_mappings,
+    as_number,
+    parse_line,
+    read_note,
+)
+from stoker.runs.evaluation import known_numbers
+from stoker.runs.record import Epoch, Event, RunRecord, State
 from stoker.runs.telemetry import TELEMETRY_NAME
 from stoker.strict_json import parse_json
 from stoker.units import format_count, format_seconds
@@ -208,19 +220,15 @@ def _epochs(log: Sequence[LogLine], clock: _Clock) -> tuple[Epoch, ...]:
         number = as_number(line.values.get("epoch"))
         if line.event != "epoch" or number is None:
             continue
-        values = {name: as_number(value) for name, value in line.values.items()}
-        metrics = as_mapping(line.values.get("metrics"))
-        numbers = {str(name): as_number(value) for name, value in metrics.items()}
+        step = line.step if isinstance(line.step, int) else None
+        rest = ("num_samples", "seconds", "wait_share", "samples_per_second")
         found[int(number)] = Epoch(
             int(number),
             clock.at(line.time),
-            line.step if isinstance(line.step, int) else None,
-            values.get("train_loss"),
-            {name: value for name, value in numbers.items() if value is not None},
-            values.get("num_samples"),
-            values.get("seconds"),
-            values.get("wait_share"),
-            values.get("samples_per_second"),
+            step,
+            as_number(line.values.get("train_loss")),
+            known_numbers(line.values.get("metrics")),
+            *(as_number(line.values.get(name)) for name in rest),
         )
     return tuple(found[number] for number in sorted(found))
 

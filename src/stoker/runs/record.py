@@ -6,7 +6,6 @@ Costs a pass over the telemetry per track.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.page import format_number
+from stoker.report import as_mapping, as_mappings, as_number
+from stoker.runs.evaluation import Evaluation
 from stoker.units import format_bytes, format_count, format_seconds
 
 State = Literal["going", "done", "stopped", "failed", "cut short", "empty"]
@@ -84,6 +85,15 @@ class RunRecord:
     def gpu_track(self, index: int, name: str) -> Track:
         """Return one number of a GPU over time."""
         return [(at, as_number(gpu.get(name))) for at, gpu in self._by_gpu.get(index, [])]
+
+    def gpu_values(self, name: str) -> list[float | None]:
+        """Return one number of all GPUs, at every reading."""
+        return [value for index in self.gpu_indices for _, value in self.gpu_track(index, name)]
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        """What the best checkpoint is worth; None before it was evaluated."""
+        return Evaluation.from_json(self.result.get("evaluation"))
 
     @cached_property
     def _by_gpu(self) -> dict[int, list[tuple[float, Mapping[str, Any]]]]:
@@ -163,37 +173,7 @@ class RunRecord:
     def peak_device_bytes(self) -> float | None:
         """Most device memory that the process held; NVML's reading where torch's is missing."""
         held = largest(value for _, value in self.track("run", "reserved_bytes"))
-        if held is not None:
-            return held
-        return largest(
-            v for i in self.gpu_indices for _, v in self.gpu_track(i, "memory_used_bytes")
-        )
-
-
-# -- plain values --------------------------------------------------------------------------------
-
-
-def as_number(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def as_whole(value: Any) -> int | None:
-    """Return a finite number without its fraction; None for anything else."""
-    number = as_number(value)
-    return None if number is None else int(number)
-
-
-def as_mapping(value: Any) -> Mapping[str, Any]:
-    """Return a mapping; an empty one for anything else."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def as_mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the mappings of a list; none of anything else."""
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+        return largest(self.gpu_values("memory_used_bytes")) if held is None else held
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -222,17 +202,13 @@ class Quantity:
 
 
 def _gpu_mean(name: str) -> Callable[[RunRecord], float | None]:
-    return lambda run: mean(v for index in run.gpu_indices for _, v in run.gpu_track(index, name))
+    return lambda run: mean(run.gpu_values(name))
 
 
 def _energy(run: RunRecord) -> float | None:
     """Return watt hours of the GPUs per million samples."""
-    watts, rate = _gpu_mean("power_watts")(run), run.samples_per_second
+    watts, rate = mean(run.gpu_values("power_watts")), run.samples_per_second
     return None if watts is None or not rate else watts * len(run.gpu_indices) / rate * 1e6 / 3600
-
-
-def _batch_size(run: RunRecord) -> float | None:
-    return as_number(run.config.get("training.batch_size"))
 
 
 def _last_loss(run: RunRecord) -> float | None:
@@ -270,7 +246,7 @@ QUANTITIES = (
     Quantity("epoch_seconds", "Mean epoch", lambda run: run.epoch_seconds, format_seconds),
     Quantity("seconds", "Whole run", lambda run: run.seconds or None, format_seconds),
     Quantity("num_epochs", "Epochs finished", lambda run: len(run.epochs), _whole, False),
-    Quantity("batch_size", "Batch size", _batch_size, _whole),
+    Quantity("batch_size", "Batch size", lambda run: as_number(run.config.get("training.batch_size")), _whole),
     Quantity("train_loss", "Last training loss", _last_loss, format_number),
     Quantity("validation_loss", "Best validation loss", _best_validation, format_number),
     Quantity("device_bytes", "Most device memory", lambda run: run.peak_device_bytes, format_bytes),
@@ -289,11 +265,9 @@ def compare(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             "folder": str(run.folder),
             "state": run.state,
             "is_disturbed": run.is_disturbed,
-            "figures": {quantity.key: quantity.value(run) for quantity in QUANTITIES},
+            "figures": {each.key: each.value(run) for each in QUANTITIES},
             "ratios": {
-                quantity.key: ratio(quantity, runs[0], run)
-                for quantity in QUANTITIES
-                if quantity.has_ratio
+                each.key: ratio(each, runs[0], run) for each in QUANTITIES if each.has_ratio
             },
         }
         for run in runs

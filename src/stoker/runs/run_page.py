@@ -13,20 +13,11 @@ from typing import Any
 from stoker import page
 from stoker.page import Html, Section
 from stoker.page.charts import Chart, chart_grid, line_chart
-from stoker.runs.evaluation import Evaluation, metric_words
+from stoker.report import as_mapping, as_mappings, as_number, as_whole
+from stoker.runs.evaluation import metric_words
 from stoker.runs.evaluation_page import evaluation_section
 from stoker.runs.figures import gpu_charts, loss_charts, memory_charts, speed_charts
-from stoker.runs.record import (
-    QUANTITIES,
-    RunRecord,
-    as_mapping,
-    as_mappings,
-    as_number,
-    as_whole,
-    format_rate,
-    format_share,
-    ratio,
-)
+from stoker.runs.record import QUANTITIES, RunRecord, format_rate, format_share, ratio
 from stoker.runs.telemetry import BUSY_FOOTNOTE
 from stoker.strict_json import json_text
 from stoker.units import format_bytes, format_count, format_seconds, local_time
@@ -85,13 +76,10 @@ def verdict(runs: Sequence[RunRecord]) -> str:
     first = runs[0]
     if len(runs) == 1:
         rate, waited = first.samples_per_second, first.wait_share
-        told = "" if rate is None else f" {format_rate(rate)} samples/s"
-        told += (
-            ""
-            if rate is None or waited is None
-            else f", {format_share(waited)} of the time waiting for batches"
-        )
-        return f"{first.told}{f'{told}.' if told else ''}"
+        if rate is None:
+            return first.told
+        share = f", {format_share(waited)} of the time waiting for batches"
+        return f"{first.told} {format_rate(rate)} samples/s{'' if waited is None else share}."
     known = [(run.samples_per_second, run) for run in runs if run.samples_per_second]
     if first.samples_per_second is None or len(known) < 2:
         return f"{len(runs)} runs; there is no rate to compare."
@@ -114,9 +102,8 @@ def _per_run(
     parts = [(run, make(run, f"{key}-{number}")) for number, run in enumerate(runs)]
     first = parts[0][1]
     if first is not None and len(runs) > 1 and all(part == first for _, part in parts):
-        yield Section(
-            key, title, page.join([page.paragraph("The same for all runs.", quiet=True), first])
-        )
+        same = page.paragraph("The same for all runs.", quiet=True)
+        yield Section(key, title, page.join([same, first]))
         return
     told = [
         page.join([_heading(run.name) if len(runs) > 1 else Html(""), part])
@@ -184,23 +171,14 @@ def _comparison(runs: Sequence[RunRecord]) -> Html:
             row += [quantity.text(value), "" if times is None else f"× {times:.2f}"]
         rows.append(row)
     rows += _test_rows(runs)
-    numeric = range(1, len(header))
-    table = page.table(
-        [page.shorten(text, 60) for text in header],
-        rows,
-        key="comparison",
-        numeric=numeric,
-        labels=(0,),
-        tight=True,
-    )
+    table = page.figures_table(header, rows, key="comparison")
     told = f"Ratios are to {runs[0].name}. Rates and epochs leave out each run's first epoch."
     return page.join([table, page.paragraph(told, quiet=True)])
 
 
 def _test_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
     """Return the test metrics that all runs have, the one they are compared by first."""
-    made = [Evaluation.from_json(run.result.get("evaluation")) for run in runs]
-    known = [each for each in made if each is not None]
+    known = [run.evaluation for run in runs if run.evaluation is not None]
     if len(known) < len(runs) or len({each.compared_by for each in known}) > 1:
         return []
     shared = [name for name in known[0].metrics if all(name in each.metrics for each in known)]
@@ -219,8 +197,7 @@ def _test_rows(runs: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def _worth(run: RunRecord, key: str) -> Html | None:
-    made = Evaluation.from_json(run.result.get("evaluation"))
-    return None if made is None else evaluation_section(made, key)
+    return None if run.evaluation is None else evaluation_section(run.evaluation, key)
 
 
 def _data(run: RunRecord, key: str) -> Html | None:
@@ -268,19 +245,17 @@ def _since(run: RunRecord, before: RunRecord) -> Html:
     parts.append(page.facts(facts))
     if run.config and before.config:
         parts.append(_differences([before, run]))
-    made = [Evaluation.from_json(each.result.get("evaluation")) for each in (before, run)]
-    metrics = [{} if each is None else each.metrics for each in made]
-    rows = [
-        (page.name(metric_words(name)), *(page.format_number(each.get(name)) for each in metrics))
-        for name in metrics[1]
-        if name in metrics[0]
-    ]
+    metrics = [each.evaluation.metrics if each.evaluation else {} for each in (before, run)]
+    rows = [_metric_row(name, metrics) for name in metrics[1] if name in metrics[0]]
     if rows:
-        header = ("test metric", page.shorten(before.name, 60), page.shorten(run.name, 60))
-        parts.append(
-            page.table(header, rows, key="since-metrics", numeric=(1, 2), labels=(0,), tight=True)
-        )
+        header = ("test metric", before.name, run.name)
+        parts.append(page.figures_table(header, rows, key="since-metrics"))
     return page.join(parts)
+
+
+def _metric_row(name: str, columns: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    values = (page.format_number(as_number(column.get(name))) for column in columns)
+    return page.name(metric_words(name)), *values
 
 
 def _findings(run: RunRecord, key: str) -> Html | None:
@@ -290,17 +265,9 @@ def _findings(run: RunRecord, key: str) -> Html | None:
     for finding in run.findings:
         name, evidence = str(finding.get("name", "")), finding.get("evidence")
         lines = evidence if isinstance(evidence, list) else filter(None, [evidence])
-        title = page.join(
-            [page.name(str(finding.get("title") or name)), Html("<br>"), page.code(name)]
-        )
-        rows.append(
-            (
-                title,
-                page.bullets(map(str, lines)),
-                page.instruction(str(finding.get("remedy", ""))),
-                _gain(finding),
-            )
-        )
+        title = Html(f"{page.name(str(finding.get('title') or name))}<br>{page.code(name)}")
+        remedy = page.instruction(str(finding.get("remedy", "")))
+        rows.append((title, page.bullets(map(str, lines)), remedy, _gain(finding)))
     header = ("finding", "evidence", "remedy", "predicted")
     return page.table(header, rows, key=f"{key}-table", wide=(0, 1, 2), labels=(3,))
 
@@ -322,20 +289,10 @@ def _results(runs: Sequence[RunRecord]) -> Html:
         names = dict.fromkeys(name for column in reversed(columns) for name in column)
         if not names:
             continue
-        rows = [
-            (
-                page.name(metric_words(str(name))),
-                *(page.format_number(as_number(c.get(name))) for c in columns),
-            )
-            for name in names
-        ]
+        rows = [_metric_row(str(name), columns) for name in names]
         parts += [_heading(f"{run.name}: best checkpoint" if len(runs) > 1 else "Best checkpoint")]
         header = ("metric", "chance", "validation", "test")
-        parts.append(
-            page.table(
-                header, rows, key=f"result-{number}", numeric=(1, 2, 3), labels=(0,), tight=True
-            )
-        )
+        parts.append(page.figures_table(header, rows, key=f"result-{number}"))
     return page.join(parts)
 
 
@@ -372,19 +329,11 @@ def _events(run: RunRecord, key: str) -> Html | None:
         )
         for event in events[:_MAX_EVENTS]
     ]
-    table = page.table(
-        ("after", "step", "about", "what happened"),
-        rows,
-        key=f"{key}-table",
-        numeric=(0, 1),
-        labels=(2,),
-        wide=(3,),
-    )
-    left = len(events) - _MAX_EVENTS
-    more = (
-        page.paragraph(f"{left:,} more are in the run log.", quiet=True) if left > 0 else Html("")
-    )
-    return page.join([table, more])
+    header = ("after", "step", "about", "what happened")
+    parts = [page.table(header, rows, key=f"{key}-table", numeric=(0, 1), labels=(2,), wide=(3,))]
+    if (left := len(events) - _MAX_EVENTS) > 0:
+        parts.append(page.paragraph(f"{left:,} more are in the run log.", quiet=True))
+    return page.join(parts)
 
 
 def _plan(run: RunRecord, key: str) -> Html | None:

@@ -178,8 +178,7 @@ class Meter:
         meant = [gpu for gpu in seen if gpu.uuid == self._uuid] if self._uuid else []
         # A list first: `tuple(generator)` grows a tuple in place, and CPython fails if another thread holds
         # it, as the leak watch does when it walks all objects.
-        readings = [self._reading(gpu) for gpu in meant or seen]
-        return tuple(readings)
+        return tuple([self._reading(gpu) for gpu in meant or seen])
 
     def read_process(self) -> ProcessReading | None:
         """Return a reading of the process; None if it has ended or none is selected."""
@@ -307,24 +306,18 @@ class TelemetryLog:
         values["host"] = _compact(
             {"other_cores": meter.read_other_cores(process), "num_cores": psutil.cpu_count()}
         )
-        epoch = None
-        if self._counters is not None:
-            counted = self._ask()
-            if counted is not None:
-                epoch = counted.epoch
-                since = rates.since_last(counted, time.perf_counter())
-                values["run"] = _compact(asdict(counted) | since)
-        log.write("telemetry", values, epoch=epoch)
+        counted = None
+        # A CUDA error leaves torch's own counters unreadable; the run reports it, not this thread.
+        with contextlib.suppress(RuntimeError):
+            counted = None if self._counters is None else self._counters()
+        if counted is not None:
+            since = rates.since_last(counted, time.perf_counter())
+            values["run"] = _compact(asdict(counted) | since)
+        log.write("telemetry", values, epoch=None if counted is None else counted.epoch)
         for note in meter.notes:
             if note not in self.notes:
                 self.notes.append(note)
                 log.write("note", Note(note).to_json())
-
-    def _ask(self) -> RunCounters | None:
-        # A CUDA error leaves torch's own counters unreadable; the run reports it, not this thread.
-        with contextlib.suppress(RuntimeError):
-            return self._counters() if self._counters is not None else None
-        return None
 
 
 _STILL_SECONDS = 60.0  # after so long without a batch the rate is 0: the run stands still
@@ -343,31 +336,24 @@ class _Rates:
 
         A batch may take longer than the time between two readings: their rates would be 0, 0, 0 and a peak.
         """
-        before = self._before
-        if before is not None and now - before[0] < _STILL_SECONDS:
-            old = before[1]
-            if (counted.samples, counted.epoch) == (old.samples, old.epoch):
-                trained = counted.trained_seconds - old.trained_seconds
-                is_training = trained >= _LEAST_TRAINED * (now - before[0])
-                return self._last if is_training else self._unknown
-        self._before = (now, counted)
-        self._last = self._unknown if before is None else self._between(*before, counted, now)
-        return self._last
-
-    def _between(
-        self, then: float, old: RunCounters, counted: RunCounters, now: float
-    ) -> dict[str, float | None]:
-        trained = counted.trained_seconds - old.trained_seconds
-        if trained <= 0 or trained < _LEAST_TRAINED * (now - then):
+        if self._before is None:
+            self._before = (now, counted)
             return self._unknown
-        share = None
-        if counted.waited_seconds is not None and old.waited_seconds is not None:
-            waited = counted.waited_seconds - old.waited_seconds
-            share = min(1.0, max(0.0, waited / trained))
-        return {
-            "samples_per_second": (counted.samples - old.samples) / trained,
-            "wait_share": share,
-        }
+        then, old = self._before
+        trained = counted.trained_seconds - old.trained_seconds
+        is_training = trained >= _LEAST_TRAINED * (now - then)
+        is_same = (counted.samples, counted.epoch) == (old.samples, old.epoch)
+        if is_same and now - then < _STILL_SECONDS:
+            return self._last if is_training else self._unknown
+        self._before, self._last = (now, counted), self._unknown
+        if is_training and trained > 0:
+            share = None
+            if counted.waited_seconds is not None and old.waited_seconds is not None:
+                waited = counted.waited_seconds - old.waited_seconds
+                share = min(1.0, max(0.0, waited / trained))
+            rate = (counted.samples - old.samples) / trained
+            self._last = {"samples_per_second": rate, "wait_share": share}
+        return self._last
 
 
 def _compact(values: Mapping[str, Any]) -> dict[str, Any]:

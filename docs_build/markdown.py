@@ -1,6 +1,6 @@
-"""Docstrings in the house's style (Google's sections) as Markdown.
+"""Markdown of tables, and of docstrings in the house's style (Google's sections).
 
-Enters: a docstring without its indentation. Leaves: Markdown whose text cannot become markup by accident.
+Enters: cells; a docstring without its indentation. Leaves: Markdown whose text cannot become markup by accident.
 Costs string work.
 """
 
@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 
 _SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 _SECTION = re.compile(rf"^({'|'.join(_SECTIONS)}):$")
 _NAMED = re.compile(r"^(\*{0,2}[\w., *]+): (.*)$", re.DOTALL)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; its cells are markup already."""
+    first, *others = (f"| {' | '.join(row)} |" for row in (header, *rows))
+    return [first, f"{'|---' * len(header)}|", *others]
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a table, on one line."""
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def to_markdown(doc: str) -> str:
@@ -34,16 +46,12 @@ def to_markdown(doc: str) -> str:
         elif lines[at]:
             while end < len(lines) and lines[end] and not lines[end].startswith("    "):
                 end += 1
-            parts.append(_paragraph(lines[at:end]))
+            # A paragraph that is laid out in columns keeps its layout.
+            text = "\n".join(lines[at:end])
+            columns = sum(bool(re.search(r"\S {3,}\S", line)) for line in lines[at:end])
+            parts.append(f"```text\n{text}\n```" if columns >= 2 else escaped(text))
         at = end
     return "\n\n".join(parts)
-
-
-def _paragraph(lines: list[str]) -> str:
-    """Write a paragraph; one that is laid out in columns keeps its layout."""
-    text = "\n".join(lines)
-    columns = sum(bool(re.search(r"\S {3,}\S", line)) for line in lines)
-    return f"```text\n{text}\n```" if columns >= 2 else escaped(text)
 
 
 def _items(lines: list[str]) -> str:
