@@ -642,7 +642,7 @@ def place(loader):
         Case(
             "stoker.pack({'x': x}, 'made')",
             SAMPLES,
-            fill={"SAMPLES": "{'x': [1, 2]}"},
+            fill={"SAMPLES": "{'x': [1, 2]}", "OUT": "'made'"},
             at="stoker.pack({'x': x}, 'made')",
         ),
         Case(

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from stoker import PackOptions, pack
 from stoker.cli import main
 from stoker.display import meant_path
+from stoker.sources.arrays import ArraysSource
+from stoker.sources.images.source import ImagesSource
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,26 @@ def test_no_name_is_too_odd_to_look_for(name):
         (["pack", "massspec", "a b.csv", "out"], "stoker pack massspec --msp 'a b.csv' out"),
         (["pack", "massspec", "--structures", "folder", "out"], None),
         (["train", "--nonsense", "ok.yaml"], None),
+        (["pack", "csv", "a b.csv", "out"], "stoker pack table 'a b.csv' out"),
+        (["pack", "hdf5", "x.h5", "out"], "stoker pack arrays x.h5 out"),
+        (["pack", "table", "a b.csv", "out", "--label=y"], "stoker pack table 'a b.csv' out --target=y"),
+        (["pack", "table", "a b.csv", "out", "--workers", "2"], "stoker pack table 'a b.csv' out --jobs 2"),
+        (["train", "a b.csv"], "stoker pack table 'a b.csv' OUT"),
+        (["train", "folder"], "--store folder"),
+        (["train", "tabular"], "--config tabular"),
+        (["tune", "x.h5"], "--store x.h5"),
+        (["help", "pack", "table"], "stoker pack --help"),
+        (["help"], "stoker --help"),
+        (["version"], "stoker --version"),
+        (["init"], "stoker config init --help"),
+        (["info", "x.h5"], "stoker inspect x.h5"),
+        (["evaluate", "best.pt", "store"], "stoker predict best.pt store"),
+        (["train.py", "--lr", "1"], "stoker doctor -- python train.py --lr 1"),
+        (["ok.yaml"], "stoker train --config ok.yaml"),
+        (["x.h5"], "stoker inspect x.h5"),
+        (["first"], "stoker report first"),
+        (["nonsense"], None),
+        (["x" * 5000], None),
     ],
 )  # fmt: skip
 def test_words_that_a_verb_does_not_take_are_answered(words, advice, tmp_path, monkeypatch, capsys):
@@ -63,6 +88,9 @@ def test_words_that_a_verb_does_not_take_are_answered(words, advice, tmp_path, m
     Path("ok.yaml").touch()
     Path("a b.csv").touch()
     Path("folder").mkdir()
+    for name in ("x.h5", "train.py", "first/run.jsonl"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
     with pytest.raises(SystemExit) as ended:
         main.run()
     assert ended.value.code == 2
@@ -79,3 +107,21 @@ def test_help_shows_defaults_that_are_found_out(words, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "[default: (found" in shown
     assert not re.search(r"\w \.(\s|$)", shown)  # what rich takes for markup leaves a space behind
+
+
+def test_a_training_without_a_recipe_names_the_one_that_fits_the_store(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for kind in ("cat", "dog"):
+        Path("photos", kind).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (8, 8), (number, 9, 9)).save(Path("photos", kind, f"{number}.png"))
+    np.savez("rows.npz", features=np.ones((9, 2), "f4"), targets=np.arange(9))
+    pack(ImagesSource(size=(8, 8), folder=Path("photos")), "pictures", PackOptions(jobs=1))
+    pack(ArraysSource((Path("rows.npz"),)), "rows", PackOptions(jobs=1))
+    for store, recipe in (("pictures", "images"), ("rows", "tabular"), ("nowhere", "tabular")):
+        monkeypatch.setattr("sys.argv", ["stoker", "train", "--store", store])
+        with pytest.raises(SystemExit):
+            main.run()
+        assert f"Try: stoker train --config {recipe} --store {store}" in capsys.readouterr().err

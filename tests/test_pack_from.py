@@ -247,8 +247,8 @@ def test_pack_is_told_of_files_and_samples_what_takes_them(tmp_path, monkeypatch
         ([tmp_path / "a b.csv"], {}, f"stoker pack table '{tmp_path}/a b.csv' out"),
         ("photos", {}, "stoker pack images photos out"),
         ("a_b.csv", {}, "'a b.csv'"),
-        ({"x": np.zeros(3)}, {}, "stoker.pack_from(SAMPLES, 'out')"),
-        ([], {}, "stoker.pack_from(SAMPLES, 'out')"),
+        ({"x": np.zeros(3)}, {}, "stoker.pack_from(SAMPLES, OUT)"),
+        ([], {}, "stoker.pack_from(SAMPLES, OUT)"),
         (TableSource(("a b.csv",)), {"target": "y"}, "leave target out"),
     ):
         with pytest.raises(InputError, match="pack was given") as caught:

@@ -11,8 +11,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -31,6 +30,7 @@ from stoker.cli import (
     export,
     inspect,
     machine,
+    meant,
     monitor,
     pack,
     plan,
@@ -43,7 +43,7 @@ from stoker.cli import (
     verify,
 )
 from stoker.cli.terminal import STDOUT, echo, make_console, print_json, styled
-from stoker.display import command, printable, quoted
+from stoker.display import printable
 from stoker.errors import (
     EXIT_DONE,
     EXIT_INPUT,
@@ -298,78 +298,9 @@ def _usage(error: Exception, typed: list[str]) -> int | None:
     words = error.format_message()  # type: ignore[attr-defined]
     error.format_message = lambda: printable(words)  # type: ignore[attr-defined]
     error.show()  # type: ignore[attr-defined]
-    better = _meant(getattr(error, "ctx", None), getattr(error, "option_name", None), typed)
-    lacks = getattr(getattr(error, "param", None), "opts", None)
-    if not better and lacks and "MissingParameter" in bases:
-        better = _with_option(lacks[0], typed)
-    if better:
+    if better := meant.advise(typer.main.get_command(app), error, typed):
         echo(f"Try: {better}", err=True)
     return EXIT_INPUT
-
-
-def _meant(context: Any, option: str | None, typed: list[str]) -> str:
-    """Return what to type instead of words that a verb (of `context`) does not take; "" where that is not known.
-
-    `option` is the one that the verb does not have; None for another mistake.
-    """
-    if context is None:
-        return ""
-    known = {name for each in context.command.params for name in each.opts}
-    if option is not None:
-        from stoker.config.options import LAYOUTS, SYNONYMS
-        from stoker.config.tree import key_schemas
-
-        name = option.lstrip("-").replace("-", "_")
-        last = [each.name for each in context.command.params if each.param_type_name == "argument"]
-        if last[-1:] == [name] or (name == "out" and typed[0] == "pack"):
-            return command("stoker", *_as_argument(option, typed))
-        keys = [key for key in key_schemas() if key.rpartition(".")[2] == name]
-        key = SYNONYMS.get(name) or (LAYOUTS.get(keys[0], keys[0]) if keys else None)
-        if key and "--set" in known:
-            at = next((at for at, word in enumerate(typed) if word.partition("=")[0] == option), -1)
-            value = typed[at].partition("=")[2] or next(iter(typed[at + 1 :]), "VALUE")
-            return f"--set {quoted(f'{key}={value}')} instead of {option}"
-        verbs = [path for path, one in _verbs() if any(option in each.opts for each in one.params)]
-        verbs.sort(key=lambda path: path[0] != typed[0])  # of the same group first
-        help_of = command("stoker", *verbs[0], "--help") if verbs else ""
-        return help_of and f"{help_of}: that verb has {option}"
-    here = [word for word in typed if Path(word).exists()]
-    if "--config" in known:
-        configs = [word for word in here if Path(word).suffix in (".yaml", ".yml")]
-        return f"--config {quoted(configs[0])}" if configs and "--config" not in typed else ""
-    has_no_kind = len(context.command_path.split()) == 2 and typed[1:2] == here[:1]
-    if here and typed[:1] == ["pack"] and has_no_kind:
-        from stoker.store.hdf5 import PACKED_BY
-
-        usual = "images" if Path(here[0]).is_dir() else "KIND"
-        kind = PACKED_BY.get(Path(here[0]).suffix.lower(), usual)
-        return command("stoker", "pack", kind, *typed[1:])
-    return ""
-
-
-def _as_argument(option: str, typed: list[str]) -> list[str]:
-    """Return the words with the value of an option behind all others, without the option's name."""
-    at = next(at for at, word in enumerate(typed) if word.partition("=")[0] == option)
-    _, joined, value = typed[at].partition("=")
-    rest = [*typed[:at], *typed[at + (1 if joined else 2) :]]
-    return [*rest, value if joined else next(iter(typed[at + 1 :]), option.lstrip("-").upper())]
-
-
-def _with_option(lacks: str, typed: list[str]) -> str:
-    """Return the command with the option that it lacks before the first file among its words; "" without a file."""
-    at = next((at for at, word in enumerate(typed) if Path(word).exists() and at > 1), 0)
-    if not lacks.startswith("--") or not at or typed[at - 1].startswith("-"):
-        return ""
-    return command("stoker", *typed[:at], lacks, *typed[at:])
-
-
-def _verbs() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every verb that is listed, with the words to type for it."""
-    for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        if not verb.hidden:
-            yield (name,), verb
-            for below, one in getattr(verb, "commands", {}).items():
-                yield (name, below), one
 
 
 def _complain(message: str) -> None:

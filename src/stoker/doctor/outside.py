@@ -137,11 +137,20 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
         return [], f"{missing}: {_INSTALL}"
     with temporary_folder("stoker-doctor-") as folder:
         raw = folder / "stacks"
-        words = (
-            f"record --pid {pid} --duration {max(1, round(seconds))} --rate {_RATE} --format raw"
+        told = {
+            "--pid": pid,
+            "--duration": max(1, round(seconds)),
+            "--rate": _RATE,
+            "--format": "raw",
+            "--output": raw,
+        }
+        words = [str(word) for option in told.items() for word in option]
+        done = subprocess.run(
+            [program, "record", *words, "--full-filenames", "--idle", "--threads"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        options = (*words.split(), "--full-filenames", "--idle", "--threads", "--output", str(raw))
-        done = subprocess.run([program, *options], capture_output=True, text=True, check=False)
         if done.returncode or not raw.exists():
             lines = done.stderr.strip().splitlines() or ["it said nothing"]
             # Its complaint, not the trace below it.

@@ -202,7 +202,7 @@ def _no_source(source: Any, out: str | Path, others: Mapping[str, Any]) -> Input
     if hasattr(source, "prepare"):
         return InputError(given, allowed, f"leave {next(iter(others))} out")
     if not paths or not all(isinstance(path, str | Path) for path in paths):
-        return InputError(given, allowed, f"stoker.pack_from(SAMPLES, {str(out)!r})")
+        return InputError(given, allowed, "stoker.pack_from(SAMPLES, OUT)")
     options = (word for name, value in others.items() for word in (f"--{name}", value))
     if not Path(paths[0]).exists():
         return InputError(given, allowed, look_for(Path(paths[0])))

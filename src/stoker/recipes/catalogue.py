@@ -23,17 +23,19 @@ import numpy as np
 import xxhash
 
 import stoker
+from stoker.address import as_url
 from stoker.augment import Compose, ProgressiveAugmentation
 from stoker.config import Place, Problem, Settings
 from stoker.config.resolve import OPTIONS, as_error, as_key
 from stoker.display import command
-from stoker.errors import ConfigError, InputError, refuse_special
+from stoker.errors import ConfigError, InputError, StokerError, refuse_special
 from stoker.loader.gather import Augments
 from stoker.recipes.contract import Facts, Job, Rebuilt, Recipe
 from stoker.recipes.gate import SPLITS
 from stoker.recipes.options import OptionError, as_overrides, parse_options
 from stoker.recipes.registry import OWN, blamed, find_recipe, ready_recipes
 from stoker.store.fields import Array
+from stoker.store.manifest import read_manifest
 from stoker.store.reader import Store
 from stoker.strict_json import exact_text, parse_json
 
@@ -123,14 +125,28 @@ def restore(key: str, options: Mapping[str, Any]) -> Chosen:
     return Chosen(key, recipe, parse_options(recipe.Options, options, recipe.name))
 
 
+def _fitting_recipe(store: str | None) -> str:
+    """Return the recipe whose data is packed as this store was; that of tables for any other."""
+    recipes = {
+        find_recipe(name).pack_command.split()[2]: name for name in reversed([*ready_recipes()])
+    }
+    if store and as_url(store) is None:
+        with contextlib.suppress(StokerError):  # a plain HDF5 file, or nothing
+            made_of = read_manifest(Path(store)).provenance
+            return recipes.get(made_of.kind if made_of else "", recipes["table"])
+    return recipes["table"]
+
+
 def choose_recipe(settings: Settings) -> Chosen:
     """Return the recipe that a config asks for, with its options."""
     if settings.recipe.name is None:
-        ready = ready_recipes()
+        name, store = _fitting_recipe(settings.recipe.store), settings.recipe.store
         raise ConfigError(
             "the config names no recipe.",
-            f"{', '.join(ready)}, or {OWN}",
-            command("stoker", "config", "init", next(iter(ready)), "my.yaml"),
+            f"{', '.join(ready_recipes())}, or {OWN}",
+            command("stoker", "train", "--config", name, "--store", store)
+            if store
+            else command("stoker", "config", "init", name, "my.yaml"),
         )
     try:
         recipe = find_recipe(settings.recipe.name)
