@@ -179,7 +179,7 @@ def _time_rows(rows: _Rows) -> tuple[float, float]:
     height = location.chunk_shape[0]
     began = time.perf_counter()
     for row in range(rows.first // height, -(-rows.last // height)):
-        for chunk in location.chunk_rows.get(row, ()):
+        for chunk in location.chunks_at(row):
             buffer = memoryview(bytearray(chunk.size))
             rows.array.file.read(chunk.byte_offset, buffer, location.dataset)
     return min(whole, time.perf_counter() - began), whole
@@ -204,4 +204,4 @@ def _describe(rows: _Rows, seconds: float, scale: float) -> Hdf5Facts:
 def _num_chunks(rows: _Rows) -> int:
     height = (rows.array.location.chunk_shape or (rows.last - rows.first,))[0]
     found = range(rows.first // height, -(-rows.last // height))
-    return sum(len(rows.array.location.chunk_rows.get(row, ())) for row in found) or len(found)
+    return sum(len(rows.array.location.chunks_at(row)) for row in found) or len(found)

@@ -126,7 +126,7 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
             # Another name could be that of one of the cache's own files.
             if not re.fullmatch(r"\w[\w.-]*\.h5", shard.file, re.ASCII):
                 raise CorruptError(
-                    f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5", ""
+                    f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5"
                 )
     except StoreError as error:
         again = "copy or pack the remote store again"

@@ -102,7 +102,7 @@ class Remote:
             ) from error
         except ValueError as error:
             raise InputError(
-                f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ...", ""
+                f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ..."
             ) from _cause(error)
         except OSError:  # some protocols (ftp, sftp) connect at once
             with self._translated("store.json"):
