@@ -78,7 +78,7 @@ def _truncates(call: ast.Call) -> bool:
 
 
 # `ranks.py` and `quantize.py` open nothing: a descriptor or memory is written to.
-_ALLOWED = {"ownership.py": None, "packing/worker.py": ["fdopen"]}
+_ALLOWED = {"ownership.py": None, "packing/workers.py": ["fdopen"]}
 
 
 def test_nothing_but_the_ownership_module_removes_or_replaces_files():
