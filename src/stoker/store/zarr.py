@@ -371,19 +371,27 @@ class _ChunkFiles(StoredArray):
         # One entry for each shard that was read: 16 bytes a chunk.
         self._indices: dict[Path, Array | None] = {}
 
-    def _read_chunk(self, chunk: Chunk) -> Array:
+    def read_stored(self, chunk: Chunk) -> None:
+        """Read a chunk's bytes as they are stored, and drop them."""
+        self._stored(chunk)
+
+    def _stored(self, chunk: Chunk) -> tuple[Path, bytes | None]:
+        """Return the file of a chunk or of its shard, and the chunk's bytes; None where it is not there."""
         array = self._array
         numbers = [at // size for at, size in zip(chunk.origin, array.chunks, strict=True)]
-        size = array.chunk_bytes
         # Compression makes random bytes a little longer; a chunk beyond that is none.
-        most = size + size // 8 + _CHUNK_SLACK
-        if array.sharding is None:
-            path = array.folder / array.key(numbers)
-            raw: Any = _read_at(path, 0, most)
-        else:
-            path, raw = self._read_inside(array.sharding, numbers, most)
-        if raw is None:
+        most = array.chunk_bytes + array.chunk_bytes // 8 + _CHUNK_SLACK
+        if array.sharding is not None:
+            return self._read_inside(array.sharding, numbers, most)
+        path = array.folder / array.key(numbers)
+        return path, _read_at(path, 0, most)
+
+    def _read_chunk(self, chunk: Chunk) -> Array:
+        array, size = self._array, self._array.chunk_bytes
+        path, stored = self._stored(chunk)
+        if stored is None:
             return np.full(array.chunks, array.fill, dtype=array.dtype)
+        raw: Any = stored
         try:
             # A checksum that was added before the compression makes what comes out 4 bytes longer.
             for number, decode in enumerate(array.decode, 1):
