@@ -201,7 +201,8 @@ def test_temporary_names_are_known_by_their_form_and_nothing_else_is(name):
     target = Path("folder") / name
     if len(os.fsencode(name)) > 255 or name in {".", ".."}:
         return
-    temporary, _ = ownership._temporary_beside(target)
+    with ownership._temporary_beside(target) as temporary:
+        pass
     assert ownership.is_temporary(temporary.name)
     assert len(os.fsencode(temporary.name)) <= 255
     assert ownership.is_temporary(name) == (
