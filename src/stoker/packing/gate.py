@@ -20,7 +20,7 @@ from stoker.errors import InputError, QualityError, Refusal
 from stoker.packing.cluster import ClusterWorkers
 from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress
-from stoker.store.fields import Array, Dense, ShardData
+from stoker.store.fields import Dense, ShardData
 from stoker.store.inspection import Inspection
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
 from stoker.store.quality import Limits, bad_rows
@@ -129,7 +129,7 @@ def _change_part(
 def fit_stage(
     stage: Stage, repairs: Sequence[str]
 ) -> tuple[Change, dict[str, list[dict[str, Any]]]]:
-    """Fit the named repairs on the training rows.
+    """Fit the named repairs on evenly spaced rows of the training split; of everything when there is no split.
 
     Returns:
         The change that applies them to the features, and per field the fitted repairs as the manifest records them.
@@ -145,22 +145,17 @@ def fit_stage(
         )
     columns = info.columns or [str(number) for number in range(info.shape[0])]
     with open_stage(stage) as store:
-        sample = store.gather(name, _training_rows(store, info))
+        rows = np.arange(store.num_samples)
+        if "split" in store.fields:
+            rows = np.flatnonzero(store.read_rows("split", 0, store.num_samples) == _TRAIN)
+        row_bytes = max(1, info.shape[0] * np.dtype(info.dtype).itemsize)
+        limit = max(1, min(_FIT_ROWS, _FIT_BYTES // row_bytes))
+        if len(rows) > limit:
+            rows = rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
+        sample = store.gather(name, rows)
     fitted = fit_repairs([parse_repair(repair) for repair in repairs], sample, columns)
     change = partial(_repair_part, name, fitted, columns)
     return change, {name: [repair.to_json() for repair in fitted]}
-
-
-def _training_rows(store: Store, info: FieldInfo) -> Array:
-    """Evenly spaced rows of the training split; of everything when there is no split."""
-    rows = np.arange(store.num_samples)
-    if "split" in store.fields:
-        rows = np.flatnonzero(store.read_rows("split", 0, store.num_samples) == _TRAIN)
-    row_bytes = max(1, info.shape[0] * np.dtype(info.dtype).itemsize)
-    limit = max(1, min(_FIT_ROWS, _FIT_BYTES // row_bytes))
-    if len(rows) <= limit:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
 
 
 def _repair_part(

@@ -188,17 +188,14 @@ def bad_rows(values: Array, limits: Limits) -> Array:
     bad = np.zeros(len(values), dtype=bool)
     for start, rows in row_chunks(values):
         table = as_float(rows.reshape(len(rows), limits.inner, len(limits.columns)))
-        bound = _rounded_up(limits.refuse_from, table.dtype)
+        # Rounded up, so that `x < bound` says the same as in float64.
+        bound = limits.refuse_from.astype(table.dtype)
+        above = np.nextafter(bound, table.dtype.type(np.inf))
+        bound = np.where(bound < limits.refuse_from, above, bound)
         with np.errstate(invalid="ignore"):
             # Written so that NaN, for which every comparison is false, is bad too.
             bad[start : start + len(rows)] = ~(np.abs(table) < bound).all(axis=(1, 2))
     return bad
-
-
-def _rounded_up(limits: Array, dtype: np.dtype[Any]) -> Array:
-    """Return limits in `dtype` so that `x < limit` says the same as in float64."""
-    narrow = limits.astype(dtype)
-    return np.where(narrow < limits, np.nextafter(narrow, dtype.type(np.inf)), narrow)
 
 
 def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Finding]:
@@ -370,12 +367,9 @@ def _is_code(value: float) -> bool:
         if set(digits) == {"9"} and (value < 0 or abs(value) >= 99):
             return True
     is_eights = len(digits) > 1 and set(digits) in ({"8"}, {"7"})
-    return value < 0 and (is_eights or _is_round(-value))
-
-
-def _is_round(value: float) -> bool:
-    """Whether a number is 100, 200, ..., 900, 1000, 2000, ..."""
-    return value >= 100 and value == np.rint(value) and set(f"{value:.0f}"[1:]) == {"0"}
+    # -100, -200, ..., -900, -1000, -2000, ...
+    is_round = value <= -100 and value == np.rint(value) and set(f"{-value:.0f}"[1:]) == {"0"}
+    return value < 0 and (is_eights or is_round)
 
 
 def _spelled(code: float, stats: TableStats) -> str:

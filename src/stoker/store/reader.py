@@ -431,9 +431,8 @@ class Store:
                 key = (field, base, block)
                 if key not in self._damaged:
                     offsets = shard.whole(f"{field}/offsets")
-                    low, high = (
-                        np.array(block) // shard.arrays[f"{field}/values"].location.row_bytes
-                    )
+                    row_bytes = shard.arrays[f"{field}/values"].location.row_bytes
+                    low, high = np.array(block) // row_bytes
                     hit = np.flatnonzero((offsets[:-1] < high) & (offsets[1:] > low)) + base
                     self._damaged[key] = hit.tolist()
                 found.update(self._damaged[key])
@@ -558,17 +557,14 @@ class Store:
             for task in tasks:
                 task()
             return
-        futures = [self._executor().submit(task) for task in tasks]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-
-    def _executor(self) -> ThreadPoolExecutor:
         # Threads do not survive a fork, so the pool belongs to one process.
         if self._pool is None or self._pool[0] != os.getpid():
             pool = ThreadPoolExecutor(self.threads, thread_name_prefix="stoker-read")
             self._pool = (os.getpid(), pool)
-        return self._pool[1]
+        futures = [self._pool[1].submit(task) for task in tasks]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def _field(self, name: str, kind: str) -> FieldInfo:
         info: FieldInfo | None = self.fields.get(name)
