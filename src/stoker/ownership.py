@@ -24,6 +24,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -55,17 +56,11 @@ IsOurs = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class Mark:
-    """What the file `.stoker` in a folder says.
+    """What the file `.stoker` in a folder says."""
 
-    Attributes:
-        kind: "store", "pack", "cache", "run", "demo", "temporary".
-        id: Told to nobody but the folder and what belongs to it (its manifest, its index).
-        files: Names of the files that belong to it; empty where the kind decides.
-    """
-
-    kind: str
-    id: str
-    files: tuple[str, ...] = ()
+    kind: str  # "store", "pack", "cache", "run", "demo", "temporary"
+    id: str  # told to nobody but the folder and what belongs to it (its manifest, its index)
+    files: tuple[str, ...] = ()  # that belong to it, by name; empty where the kind decides
 
 
 def read_mark(folder: Path, kind: str) -> Mark | None:
@@ -381,9 +376,7 @@ def never(path: Path) -> bool:  # noqa: ARG001
 
 def is_temporary(name: str) -> bool:
     """Whether `writing` gives such names: `.NAME.TOKEN.tmp`."""
-    stem, _, token = name.removesuffix(".tmp").rpartition(".")
-    hexadecimal = len(token) == 8 and not set(token) - set("0123456789abcdef")
-    return name.endswith(".tmp") and stem.startswith(".") and hexadecimal
+    return re.fullmatch(r"\..*\.[0-9a-f]{8}\.tmp", name, re.DOTALL) is not None
 
 
 def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: True) -> None:

@@ -6,9 +6,9 @@ nothing is copied until it is read; the arrays must not change meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -48,15 +48,6 @@ def _stored(name: str, values: Array) -> StoredArray:
     return StoredArray(cast(OpenFile, _MemoryFile(values)), location, None, BLOCK_BYTES)
 
 
-class _MemoryStore(Store):
-    """Pickled with its arrays: another process gets a copy of them."""
-
-    made_of: tuple[Any, ...] = ()
-
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
-        return memory_store, self.made_of
-
-
 def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
     """Return a store over fields in memory, all with the same number of samples; messages call it `name`."""
     datasets = {
@@ -78,11 +69,12 @@ def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
         return {dataset: _stored(dataset, values) for dataset, values in datasets.items()}
 
     shard = Shard(_NOWHERE, None, {}, BLOCK_BYTES, make=make)
-    store = _MemoryStore(_NOWHERE, manifest, [shard], None, (), name)
-    store.made_of = (dict(fields), name)
+    store = Store(_NOWHERE, manifest, [shard], None, (), name)
+    # Pickled with its arrays: another process gets a copy of them.
+    store.made_by = memory_store, (dict(fields), name)
     return store
 
 
 def is_in_memory(store: Store) -> bool:
     """Whether a store has no files: nobody can look at it with a command."""
-    return isinstance(store, _MemoryStore)
+    return store.made_by is not None and store.made_by[0] is memory_store

@@ -186,8 +186,8 @@ def join_stores(stores: Sequence[Store]) -> Store:
     shards = [shard for store in stores for shard in store.shards]
     notes = [note for store in stores for note in store.notes]
     name = " + ".join(store.name for store in stores)
-    joined = _JoinedStore(first.path, manifest, shards, first.threads, notes, name)
-    joined.stores = tuple(stores)
+    joined = Store(first.path, manifest, shards, first.threads, notes, name)
+    joined.made_by = join_stores, (tuple(stores),)
     return joined
 
 
@@ -243,6 +243,8 @@ class Store:
         self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
         self._damaged: dict[tuple[str, int, tuple[int, int]], list[int]] = {}
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        # What makes it again in another process, with its arguments; None opens its path.
+        self.made_by: tuple[Callable[..., Store], tuple[Any, ...]] | None = None
 
     num_samples = property(lambda self: self.manifest.num_samples, doc="Samples in the store.")
     fields = property(lambda self: self.manifest.fields, doc="Field name to `FieldInfo`.")
@@ -265,6 +267,8 @@ class Store:
         return [("samples", f"{self.num_samples:,}"), *described]
 
     def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+        if self.made_by is not None:
+            return self.made_by
         checksum = "" if self.path.is_file() else self.manifest.checksum
         chosen = self._chosen
         given = chosen.group, chosen.fields, chosen.rows
@@ -296,11 +300,8 @@ class Store:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk, of all shards."""
-        if self.path.is_file():
-            return self.path.stat().st_size
-        if self._is_packed:
-            return sum(info.size_bytes for info in self.manifest.shards)
-        return sum(each.stat().st_size for each in self.path.rglob("*") if each.is_file())
+        pairs = zip(self.manifest.shards, self.shards, strict=True)
+        return sum(info.size_bytes if info.checksum else _size(each.path) for info, each in pairs)
 
     @property
     def _is_packed(self) -> bool:
@@ -600,15 +601,7 @@ class Store:
             )
 
 
-class _JoinedStore(Store):
-    """Pickled as the stores that it joins."""
-
-    stores: tuple[Store, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on disk, of all shards."""
-        return sum(store.num_bytes for store in self.stores)
-
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
-        return join_stores, (self.stores,)
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)
