@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -81,13 +82,6 @@ class ZarrArray:
         return math.prod(self.chunks) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A group or array with its attributes: what `plain.find_sparse` looks at."""
-
-    attrs: Mapping[str, Any] = field(default_factory=dict)
-
-
 class ZarrFolder:
     """All arrays of a folder by name, and the attributes of its groups."""
 
@@ -96,11 +90,12 @@ class ZarrFolder:
         self.arrays: dict[str, ZarrArray] = {}
         self.aside: dict[str, str] = {}
         self.needs_numcodecs = False
-        self._nodes: dict[str, _Node] = {}
+        # Groups and arrays with their attributes: what `plain.find_sparse` looks at.
+        self._nodes: dict[str, SimpleNamespace] = {}
         for folder, kind, facts, attributes in _walk(root):
             # An array alone has no name inside; `features` is what a single array is called elsewhere.
             name = folder.relative_to(root).as_posix()
-            self._nodes[name.removeprefix(".")] = _Node(attributes)
+            self._nodes[name.removeprefix(".")] = SimpleNamespace(attrs=attributes)
             if kind == "array":
                 try:
                     self.arrays["features" if name == "." else name] = _read_array(folder, facts)
@@ -111,13 +106,14 @@ class ZarrFolder:
     @property
     def attrs(self) -> Mapping[str, Any]:
         """Attributes of the root."""
-        return self[""].attrs
+        attributes: Mapping[str, Any] = self[""].attrs
+        return attributes
 
     def __contains__(self, name: str) -> bool:
         return name in self._nodes
 
-    def __getitem__(self, name: str) -> _Node:
-        return self._nodes.get(name.strip("/"), _Node())
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        return self._nodes.get(name.strip("/"), SimpleNamespace(attrs={}))
 
 
 class _UnusableError(Exception):
