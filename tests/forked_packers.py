@@ -31,7 +31,7 @@ def _be_worker(orders: int, answers: int, environment) -> NoReturn:
     os.dup2(orders, 0)
     os.dup2(answers, 1)
     begin_as_python_does(environment)
-    from stoker.packing.worker import serve
+    from stoker.packing.workers import serve
 
     serve()
     os._exit(0)

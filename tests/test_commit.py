@@ -32,7 +32,7 @@ from packing_makers import NumbersSource
 from stoker import ownership
 from stoker.packing import PackOptions, pack, work_folder
 if {two_steps}:
-    work_folder.exchange = lambda one, other: False
+    ownership.exchange = lambda one, other: False
 files = {{ownership.__file__, work_folder.__file__}}
 left, begun = int(sys.argv[1]), [False]
 def trace(frame, event, arg):
@@ -178,7 +178,7 @@ def test_readers_meet_one_of_the_two_stores_while_it_is_exchanged(
     numbers, tmp_path, two_steps, monkeypatch
 ):
     if two_steps:
-        monkeypatch.setattr("stoker.packing.work_folder.exchange", lambda one, other: False)
+        monkeypatch.setattr("stoker.ownership.exchange", lambda one, other: False)
     out = tmp_path / "s"
     pack(NumbersSource(numbers, option="0"), out, ONE)
     over = threading.Event()

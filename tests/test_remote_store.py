@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from stoker import address
+from stoker import address, ownership
 from stoker.bounds import Bound
 from stoker.cli.main import app
 from stoker.errors import CorruptError, InputError, StoreError
@@ -210,14 +210,14 @@ def test_a_url_reads_like_the_folder_and_every_shard_travels_once(served, packed
 
 def test_a_copy_is_on_the_disk_before_it_gets_its_name(served, packed, monkeypatch):
     """Else a machine that loses its power may keep the name, the size and no content."""
-    done, rename = [], remote.rename_over
+    done, rename = [], ownership.rename_over
     monkeypatch.setattr(os, "fsync", lambda part: done.append(os.fstat(part).st_ino))
 
     def renamed(part, whole, *words):
         assert part.stat().st_ino in done, whole
         rename(part, whole, *words)
 
-    monkeypatch.setattr(remote, "rename_over", renamed)
+    monkeypatch.setattr(ownership, "rename_over", renamed)
     with open_store(served.url) as store, open_store(packed) as local:
         assert_same(store, local)
     assert len({*done}) >= NUM_SHARDS

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, StoreVersionError
 from stoker.store.fields import Dense, Ragged, Series, offsets_of
-from stoker.store.hdf5 import Location
+from stoker.store.hdf5 import Location, check_bounds
 from stoker.store.manifest import seal
 from stoker.store.reader import open_store
 from stoker.store.shard import load_shard, write_shard
@@ -338,10 +338,11 @@ def test_wrong_buffers_ranges_and_fields_are_refused(store_path):
 def test_offsets_beyond_two_to_the_31_and_63_are_exact():
     shape = (2**40, 2**13, 3)
     location = Location(Path("x"), "d", shape, np.dtype("f8"), "contiguous", offset=2048)
-    assert location.byte_range(2**39 + 1, 2**39 + 2) == (
-        2048 + (2**39 + 1) * 2**13 * 3 * 8,
-        2048 + (2**39 + 2) * 2**13 * 3 * 8,
-    )
+    end = 2048 + 2**40 * 2**13 * 3 * 8
+    assert location.row_bytes == 2**13 * 3 * 8
+    check_bounds(location, end)
+    with pytest.raises(CorruptError, match=f"needs bytes 2048 to {end}, .* ends at {end - 1}"):
+        check_bounds(location, end - 1)
 
 
 def test_rows_beyond_two_to_the_31_elements_read_from_a_sparse_file(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import QualityError, SourceError, StokerError
 from stoker.packing import PackOptions, pack
-from stoker.packing.worker import unguarded
+from stoker.packing.workers import unguarded
 from stoker.sources.contract import PartContext
 from stoker.sources.tables import TableSource, TextOptions, parse_dtypes
 from stoker.sources.tables.columns import Column, encode, find_kind, needs_float64

@@ -150,7 +150,7 @@ def test_only_one_file_prints():
     assert found == {
         "cli/terminal.py": {"typer.echo", "Text"},
         "cli/monitor.py": {"Text"},  # an empty one, filled with cells from `styled`
-        "packing/worker.py": {"sys.stderr.write"},  # a child's warning, made printable
+        "packing/workers.py": {"sys.stderr.write"},  # a child's warning, made printable
         "train/heartbeat.py": {"sys.stderr.write"},  # last words of a process, made printable
         "compat/massspec.py": {
             "sys.stdout.write"

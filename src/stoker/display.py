@@ -36,19 +36,10 @@ def printable(text: str) -> str:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    letter = match[0]
-    code = ord(letter)
-    if letter in _WORDS:
-        return _WORDS[letter]
+    code = ord(match[0])
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name
         return f"\\x{code - 0xDC00:02x}"
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
+    return match[0].encode("unicode_escape").decode()
 
 
 def escaped_json(text: str) -> str:

@@ -157,26 +157,23 @@ class _Janitor:
 
     def start(self) -> None:
         with self._lock:
-            self._start()
-
-    def _start(self) -> None:
-        if self._pipe >= 0:
-            return
-        theirs, ours = os.pipe()
-        root = str(Path(__file__).resolve().parent.parent)
-        words = [sys.executable, "-I", "-S", "-c", _JANITOR, root, str(os.getpid())]
-        variables = {name: value for name, value in os.environ.items() if name != TAG}
-        try:
-            # Output to nowhere and no working folder: it must hold neither a pipe nor a mount of ours.
-            subprocess.Popen(
-                words, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=variables, cwd="/", start_new_session=True,
-            ).returncode = 0  # fmt: skip  # nobody waits for it: it ends after this process
-        finally:
-            os.close(theirs)
-        self._pipe = ours
-        self._write({"tag": self.tag})
-        atexit.register(self.end_normally, os.getpid())
+            if self._pipe >= 0:
+                return
+            theirs, ours = os.pipe()
+            root = str(Path(__file__).resolve().parent.parent)
+            words = [sys.executable, "-I", "-S", "-c", _JANITOR, root, str(os.getpid())]
+            variables = {name: value for name, value in os.environ.items() if name != TAG}
+            try:
+                # Output to nowhere and no working folder: it must hold neither a pipe nor a mount of ours.
+                subprocess.Popen(
+                    words, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    env=variables, cwd="/", start_new_session=True,
+                ).returncode = 0  # fmt: skip  # nobody waits for it: it ends after this process
+            finally:
+                os.close(theirs)
+            self._pipe = ours
+            self._write({"tag": self.tag})
+            atexit.register(self.end_normally, os.getpid())
 
     def tell(self, line: dict[str, Any]) -> None:
         with self._lock:

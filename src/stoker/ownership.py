@@ -24,6 +24,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -32,7 +33,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from stoker import lifetime
 from stoker.display import first_names, quoted
@@ -55,29 +56,32 @@ IsOurs = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class Mark:
-    """What the file `.stoker` in a folder says.
+    """What the file `.stoker` in a folder says."""
 
-    Attributes:
-        kind: "store", "pack", "cache", "run", "demo", "temporary".
-        id: Told to nobody but the folder and what belongs to it (its manifest, its index).
-        files: Names of the files that belong to it; empty where the kind decides.
-    """
-
-    kind: str
-    id: str
-    files: tuple[str, ...] = ()
+    kind: str  # "store", "pack", "cache", "run", "demo", "temporary"
+    id: str  # told to nobody but the folder and what belongs to it (its manifest, its index)
+    files: tuple[str, ...] = ()  # that belong to it, by name; empty where the kind decides
 
 
 def read_mark(folder: Path, kind: str) -> Mark | None:
     """Return the mark of a folder of ours; None where there is none of this kind."""
+    found = read_own_json(folder / MARK_NAME, _MARK_BYTES)
     try:
-        descriptor = os.open(folder / MARK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            found = parse_json(file.read(_MARK_BYTES))
         mark = Mark(str(found["kind"]), str(found["id"]), tuple(map(str, found.get("files", ()))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError):
         return None
     return mark if mark.kind == kind else None
+
+
+def read_own_json(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Return what a small file of ours says; nothing where it is missing, a link, or no JSON object."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            found = parse_json(file.read(most_bytes))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_mark(folder: Path, mark: Mark) -> Mark:
@@ -169,13 +173,11 @@ def remove_folder(
     """
     if folder.is_symlink() or read_mark(folder, mark.kind) != mark:
         raise refused(folder, "its mark is gone")
-    left = _sweep(
-        folder,
-        "",
-        lambda name: name not in keep and is_ours(name),
-        folder.stat().st_dev,
-        remove=True,
-    )
+
+    def may_go(name: str) -> bool:
+        return name not in keep and is_ours(name)
+
+    left = _sweep(folder, "", may_go, folder.stat().st_dev, remove=True)
     if not left:
         # The mark goes last, so that what a kill leaves is still known as ours.
         (folder / MARK_NAME).unlink(missing_ok=True)
@@ -319,29 +321,24 @@ def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]
     it was before. What may not be replaced is refused by `check_output`.
     """
     target = check_output(path, is_ours=is_ours)
-    temporary, token = _temporary_beside(target)
-    lifetime.remember(temporary, token, start=lifetime.is_command)
-    try:
-        yield temporary
-        fsync(temporary)
-        rename_over(temporary, target, is_ours)
-    except StokerError:
-        raise
-    except OSError as error:
-        # A failed write does not say where, and nobody knows the temporary name.
-        if error.filename in (None, str(temporary)):
-            error.filename = str(path)
-        raise
-    except Exception as error:
-        # Libraries in Rust have errors of their own for a full disk.
-        known = file_error(error, path)
-        if known is None:
+    with _temporary_beside(target) as temporary:
+        try:
+            yield temporary
+            fsync(temporary)
+            rename_over(temporary, target, is_ours)
+        except StokerError:
             raise
-        raise known from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        lifetime.forget(temporary)
+        except OSError as error:
+            # A failed write does not say where, and nobody knows the temporary name.
+            if error.filename in (None, str(temporary)):
+                error.filename = str(path)
+            raise
+        except Exception as error:
+            # Libraries in Rust have errors of their own for a full disk.
+            known = file_error(error, path)
+            if known is None:
+                raise
+            raise known from error
 
 
 def rename_over(file: Path, target: Path, is_ours: IsOurs) -> None:
@@ -379,9 +376,7 @@ def never(path: Path) -> bool:  # noqa: ARG001
 
 def is_temporary(name: str) -> bool:
     """Whether `writing` gives such names: `.NAME.TOKEN.tmp`."""
-    stem, _, token = name.removesuffix(".tmp").rpartition(".")
-    hexadecimal = len(token) == 8 and not set(token) - set("0123456789abcdef")
-    return name.endswith(".tmp") and stem.startswith(".") and hexadecimal
+    return re.fullmatch(r"\..*\.[0-9a-f]{8}\.tmp", name, re.DOTALL) is not None
 
 
 def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: True) -> None:
@@ -395,12 +390,21 @@ def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: 
                 path.unlink()
 
 
-def _temporary_beside(target: Path) -> tuple[Path, str]:
+@contextlib.contextmanager
+def _temporary_beside(target: Path) -> Iterator[Path]:
+    """Lend a name beside `target` that nothing has; what has it afterwards is removed."""
     token = secrets.token_hex(4)
     name = target.name
     while len(os.fsencode(name)) > 200:  # a name may have 255 bytes
         name = name[:-1]
-    return target.with_name(f".{name}.{token}.tmp"), token
+    temporary = target.with_name(f".{name}.{token}.tmp")
+    lifetime.remember(temporary, token, start=lifetime.is_command)
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        lifetime.forget(temporary)
 
 
 def name_again(path: Path, name: Path, is_ours: IsOurs) -> bool:
@@ -413,19 +417,13 @@ def name_again(path: Path, name: Path, is_ours: IsOurs) -> bool:
         return True
     if os.path.lexists(name) and not is_ours(name):
         return False
-    temporary, token = _temporary_beside(name)
-    lifetime.remember(temporary, token, start=lifetime.is_command)
-    try:
+    with _temporary_beside(name) as temporary:
         for link in (os.link, lambda old, new: new.symlink_to(old.name)):
             with contextlib.suppress(OSError):
                 link(path, temporary)
                 temporary.replace(name)
                 return True
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        lifetime.forget(temporary)
+    return False
 
 
 def fsync(path: Path) -> None:

@@ -207,7 +207,7 @@ def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Sour
 def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str, str], Samples]:
     """Build all parts of a source in memory, one after the other, as `pack` would."""
     from stoker.packing.samples import Samples, sample_facts
-    from stoker.packing.worker import unguarded
+    from stoker.packing.workers import unguarded
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.bars.files import bars_hint
     from stoker.sources.contract import PartContext, Preparation, make_accounts

@@ -422,16 +422,15 @@ def _time_rows(rows: _Rows) -> tuple[float, float]:
         return whole, whole
     began = time.perf_counter()
     for row in rows.chunk_rows:
-        for chunk in location.chunk_rows.get(row, ()):
-            buffer = memoryview(bytearray(chunk.size))
-            rows.array.file.read(chunk.byte_offset, buffer, location.dataset)
+        for chunk in location.chunks_at(row):
+            rows.array.read_stored(chunk)
     return min(whole, time.perf_counter() - began), whole
 
 
 def _describe(rows: _Rows, seconds: float, scale: float) -> Hdf5Facts:
     location = rows.array.location
     used = rows.num_bytes * scale
-    num_chunks = sum(len(location.chunk_rows.get(row, ())) for row in rows.chunk_rows)
+    num_chunks = sum(len(location.chunks_at(row)) for row in rows.chunk_rows)
     return Hdf5Facts(
         name=f"{location.file}:{location.dataset}",
         shape=location.shape,

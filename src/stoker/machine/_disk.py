@@ -67,7 +67,9 @@ def read_disk(path: Path, root: Path, measure: bool, notes: list[str]) -> Disk:
         total, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     except OSError as error:
         notes.append(f"disk of {path}: {error.strerror}")
-    mount = _mount_of(absolute, read_mounts(root))
+    over = [mount for mount in read_mounts(root) if absolute.is_relative_to(mount.point)]
+    # The longest mount point holds the path; of two at one point the later covers the earlier.
+    mount = max(reversed(over), key=lambda each: len(each.point), default=None)
     kind = None if mount is None else _disk_kind(mount, root)
     speed = measure_read(absolute, notes) if measure else None
     return Disk(
@@ -80,12 +82,6 @@ def read_disk(path: Path, root: Path, measure: bool, notes: list[str]) -> Disk:
         bandwidth_class=_bandwidth_class(kind, speed),
         read_bytes_per_second=speed,
     )
-
-
-def _mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
-    over = [mount for mount in mounts if path.is_relative_to(mount.point)]
-    # The longest mount point holds the path; of two at one point the later covers the earlier.
-    return max(enumerate(over), key=lambda item: (len(item[1].point), item[0]))[1] if over else None
 
 
 def _disk_kind(mount: Mount, root: Path) -> str | None:

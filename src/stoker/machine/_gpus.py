@@ -116,12 +116,12 @@ class GpuReader:
             except ImportError:
                 self.notes.append("no GPU readings: the package nvidia-ml-py is not installed")
                 return self
-        self._started = self._ask("start NVML", "nvmlInit") is not _FAILED
+        self._started = self._ask("start NVML", "nvmlInit", failed=_FAILED) is not _FAILED
         if not self._started:
             return self
-        self.driver = _text(self._known("driver version", "nvmlSystemGetDriverVersion"))
-        for index in range(self._known("number of GPUs", "nvmlDeviceGetCount") or 0):
-            handle = self._known(f"GPU {index}", "nvmlDeviceGetHandleByIndex", index)
+        self.driver = _text(self._ask("driver version", "nvmlSystemGetDriverVersion"))
+        for index in range(self._ask("number of GPUs", "nvmlDeviceGetCount") or 0):
+            handle = self._ask(f"GPU {index}", "nvmlDeviceGetHandleByIndex", index)
             if handle is not None:
                 self._handles[index] = handle
         return self
@@ -144,13 +144,13 @@ class GpuReader:
         if not self._started or handle is None:
             return None, None
         what, name = f"GPU {index}: PCIe traffic", "nvmlDeviceGetPcieThroughput"
-        seen = (self._known(what, name, handle, way) for way in (_RECEIVED, _SENT))
+        seen = (self._ask(what, name, handle, way) for way in (_RECEIVED, _SENT))
         received, sent = (None if rate is None else rate * 1024.0 for rate in seen)
         return received, sent
 
     def _read_one(self, index: int, handle: Any) -> Gpu:
         def ask(what: str, name: str, *arguments: Any) -> Any:
-            return self._known(f"GPU {index}: {what}", name, handle, *arguments)
+            return self._ask(f"GPU {index}: {what}", name, handle, *arguments)
 
         memory = ask("memory", "nvmlDeviceGetMemoryInfo")
         rates = ask("utilisation", "nvmlDeviceGetUtilizationRates")
@@ -190,18 +190,14 @@ class GpuReader:
             "nvmlDeviceGetCurrentClocksEventReasons",
             "nvmlDeviceGetCurrentClocksThrottleReasons",
         )
-        bits = self._known(what, new if hasattr(self._nvml, new) else old, handle)
+        bits = self._ask(what, new if hasattr(self._nvml, new) else old, handle)
         if bits is None:
             return None
         words = [word for bit, word in THROTTLE_WORDS.items() if bits & bit]
         unknown = bits & ~sum(THROTTLE_WORDS)
         return tuple(words + ([f"other ({unknown:#x})"] if unknown else []))
 
-    def _known(self, what: str, name: str, *arguments: Any) -> Any:
-        answer = self._ask(what, name, *arguments)
-        return None if answer is _FAILED else answer
-
-    def _ask(self, what: str, name: str, *arguments: Any) -> Any:
+    def _ask(self, what: str, name: str, *arguments: Any, failed: Any = None) -> Any:
         expected = getattr(self._nvml, "NVMLError", OSError)
         try:
             function: Callable[..., Any] = getattr(self._nvml, name)
@@ -210,7 +206,7 @@ class GpuReader:
             note = f"{what}: {error}"
             if note not in self.notes:
                 self.notes.append(note)
-            return _FAILED
+            return failed
 
 
 def _text(value: str | bytes | None) -> str | None:

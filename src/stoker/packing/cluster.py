@@ -29,16 +29,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 import stoker
 from stoker import lifetime
 from stoker.display import command
 from stoker.errors import InputError, MissingExtraError, StokerError
 from stoker.ownership import always, is_temporary, remove_file, write_new
-from stoker.packing.worker import dump, is_alive, load
-from stoker.packing.workers import Item, Numbered, Poison, Result, Workers
+from stoker.packing.workers import Item, Numbered, Poison, Result, Workers, is_alive
 from stoker.units import format_count
 
 PATIENCE_SECONDS = 30.0  # how long a pack waits for a first or a new worker
@@ -57,10 +59,8 @@ def check_cluster(address: str, inputs: Sequence[Path]) -> str:
         InputError: Nobody answers, there is no worker, or one has another stoker or misses inputs.
     """
     with _connected(address) as client:
-        asked = [
-            str(Path(path).absolute()) for path in inputs[:: max(1, len(inputs) // _MOST_INPUTS)]
-        ]
-        facts = _ask_workers(client, None, asked)
+        some = inputs[:: max(1, len(inputs) // _MOST_INPUTS)]
+        facts = _ask_workers(client, None, [str(Path(path).absolute()) for path in some])
         _check_versions(facts)
         for worker, fact in sorted(facts.items()):
             if fact["missing"]:
@@ -91,7 +91,7 @@ class ClusterWorkers:
         """Yield `(index, result)` as items finish; see `Workers.run`."""
         with _connected(self.address) as client, _kept_alive(self._folder) as alive:
             _check_shared(_ask_workers(client, alive, []), alive)
-            code = dump(work)
+            code = cloudpickle.dumps(work)
             here = str(Path.cwd())
             # A second part waits at every worker, so that none is idle between two.
             most = self.jobs or 2 * _count_threads(client)
@@ -111,9 +111,8 @@ class ClusterWorkers:
                         except Exception as error:
                             raise _named(error, item.label) from error
             finally:
-                with contextlib.suppress(
-                    Exception
-                ):  # a scheduler that is gone has nothing to cancel
+                # A scheduler that is gone has nothing to cancel.
+                with contextlib.suppress(Exception):
                     client.cancel(list(open_parts))
 
     def close(self) -> None:
@@ -132,17 +131,11 @@ class Task:
     version: str
 
 
-@dataclass(frozen=True)
-class _Elsewhere:
-    """Work that is done in another machine's copy of the caller's folder."""
-
-    code: bytes
-    folder: str
-
-    def __call__(self, item: Numbered, poison: Poison) -> Any:
-        with contextlib.suppress(OSError):  # paths may all be absolute
-            os.chdir(self.folder)
-        return load(self.code)(item, poison)
+def _work_elsewhere(code: bytes, folder: str, item: Numbered, poison: Poison) -> Any:
+    """Work in another machine's copy of the caller's folder."""
+    with contextlib.suppress(OSError):  # paths may all be absolute
+        os.chdir(folder)
+    return cloudpickle.loads(code)(item, poison)
 
 
 def build_on_worker(task: Task) -> tuple[int, Any]:
@@ -157,7 +150,8 @@ def build_on_worker(task: Task) -> tuple[int, Any]:
         )
     try:
         with Workers(1, task.limit_seconds, alive=task.alive, isolated=True) as workers:
-            ((index, result),) = workers.run(_Elsewhere(task.code, task.folder), [task.item])
+            work = partial(_work_elsewhere, task.code, task.folder)
+            ((index, result),) = workers.run(work, [task.item])
             return index, result
     except Exception as error:
         if not is_alive(task.alive):
@@ -177,21 +171,21 @@ def _connected(address: str) -> Iterator[Any]:
         from distributed.utils import silence_logging_cmgr
     except ImportError:
         raise MissingExtraError.for_package("distributed", "cluster", "--cluster") from None
-    if not _ADDRESS.fullmatch(address):  # Dask would end with a traceback of its own, 10 s later
-        raise InputError(
-            f"no Dask scheduler answers at {address!r}: it is no address of one.",
+
+    def silent(why: str) -> InputError:
+        return InputError(
+            f"no Dask scheduler answers at {address!r}{why}.",
             "the address that `dask scheduler` prints, such as tcp://10.0.0.1:8786",
             f"{_START}; or leave --cluster out",
         )
+
+    if not _ADDRESS.fullmatch(address):  # Dask would end with a traceback of its own, 10 s later
+        raise silent(": it is no address of one")
     try:
         client = Client(address, timeout=_CONNECT_SECONDS, set_as_default=False, name="stoker")
     except (OSError, ValueError, ImportError) as error:  # unknown scheme: ValueError
-        raise InputError(
-            f"no Dask scheduler answers at {address!r} within {_CONNECT_SECONDS:g} s: "
-            f"{str(error).splitlines()[0]}.",
-            "the address that `dask scheduler` prints, such as tcp://10.0.0.1:8786",
-            f"{_START}; or leave --cluster out",
-        ) from error
+        why = str(error).splitlines()[0]
+        raise silent(f" within {_CONNECT_SECONDS:g} s: {why}") from error
     # What goes wrong is said by our errors; Dask's log would print tracebacks over them.
     with silence_logging_cmgr(logging.CRITICAL):
         try:

@@ -26,10 +26,16 @@ from stoker.display import command, look_for, quoted, table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
-from stoker.packing.gate import Stage, StagedPart, open_stage, quarantine, repair_stage
+from stoker.packing.gate import (
+    Stage,
+    StagedPart,
+    change_stage,
+    fit_stage,
+    open_stage,
+    quarantine,
+)
 from stoker.packing.work_folder import WorkFolder, check_replaceable, check_target, remove_leftovers
-from stoker.packing.worker import current_guard
-from stoker.packing.workers import Poison, Workers
+from stoker.packing.workers import Poison, Workers, current_guard
 from stoker.report import Progress, Silent
 from stoker.sources.contract import Part, PartContext, Preparation, Source, make_accounts
 from stoker.sources.dataset import samples_source
@@ -265,11 +271,8 @@ def _why_build(out: Path, old: Manifest | None, new: Provenance, force: bool) ->
     if force:
         return "asked to recreate it"
     if old is None:
-        return (
-            "its manifest cannot be read"
-            if (out / "store.json").exists()
-            else "it does not exist yet"
-        )
+        is_there = (out / "store.json").exists()
+        return "its manifest cannot be read" if is_there else "it does not exist yet"
     if old.provenance is None:
         return "it does not say what it was made from"
     for shard in old.shards:
@@ -296,22 +299,22 @@ def _make(
     times = 2 if options.repairs or options.on_bad != "stop" else 1
     what = f"packing {work.target}"
     require_disk(work.target, times * preparation.estimated_bytes, what, StoreError)
-    workers: Workers | ClusterWorkers
-    if options.cluster:
-        workers = ClusterWorkers(
-            options.cluster, options.jobs, source.row_limit_seconds, work.folder
-        )
-    else:
-        workers = Workers(options.jobs, source.row_limit_seconds)
+    limit_seconds = source.row_limit_seconds
+    workers: Workers | ClusterWorkers = (
+        ClusterWorkers(options.cluster, options.jobs, limit_seconds, work.folder)
+        if options.cluster
+        else Workers(options.jobs, limit_seconds)
+    )
     with contextlib.closing(workers):
+        change_all = partial(change_stage, workers=workers, progress=progress)
         stage = _build(source, preparation, workers, work, progress)
         refused = [*preparation.refused, *(each for part in stage.parts for each in part.refused)]
         ignored = [preparation.ignored, *(part.ignored for part in stage.parts)]
         _check_budget(refused, ignored, stage.num_samples, options)
         fitted: dict[str, list[dict[str, Any]]] = {}
         if options.repairs:
-            folder = work.stage("repaired")
-            stage, fitted = repair_stage(stage, options.repairs, workers, folder, progress)
+            change, fitted = fit_stage(stage, options.repairs)
+            stage, _ = change_all(stage, change, work.stage("repaired"), "repairing")
         inspection = _inspect(stage, progress)
         for attempt in range(_QUARANTINES):
             if not inspection.refused:
@@ -319,7 +322,7 @@ def _make(
             if options.on_bad == "stop":
                 raise _gate_error(inspection)
             folder = work.stage(f"kept-{attempt}")
-            stage, dropped = quarantine(stage, inspection, workers, folder, progress)
+            stage, dropped = change_all(stage, quarantine(inspection), folder, "quarantining")
             refused.extend(dropped)
             _check_budget(refused, ignored, stage.num_samples, options)
             # Without the worst rows the medians are others: look again at what is left.
@@ -369,12 +372,11 @@ def _build(
     }
     if done:
         progress.say(f"resuming: {len(done)} of {len(preparation.parts)} parts were already built")
-    progress.advance(sum(part.num_samples for part in preparation.parts if part.index in done))
+    sizes = {part.index: part.num_samples for part in preparation.parts}
+    progress.advance(sum(sizes[index] for index in done))
     waiting = [part for part in preparation.parts if part.index not in done]
-    sizes = {part.index: part.num_samples for part in waiting}
-    build: Callable[[Part, Poison], StagedPart] = partial(
-        _build_part, source, folder, work.scratch, work.job
-    )
+    context = (source, folder, work.scratch, work.job)
+    build: Callable[[Part, Poison], StagedPart] = partial(_build_part, *context)
     for index, staged in workers.run(build, waiting):
         done[index] = staged
         progress.advance(sizes[index])
@@ -436,14 +438,11 @@ def _check_fields(stage: Stage) -> None:
     first = stage.parts[0]
     for part in stage.parts[1:]:
         if part.fields != first.fields:
-            names = [
-                n
-                for n in {*first.fields, *part.fields}
-                if first.fields.get(n) != part.fields.get(n)
-            ]
+            names = sorted({*first.fields, *part.fields})
+            name = next(n for n in names if first.fields.get(n) != part.fields.get(n))
             raise InputError(
-                f"{part.label!r} and {first.label!r} differ in field {sorted(names)[0]!r}: "
-                f"{part.fields.get(sorted(names)[0])} against {first.fields.get(sorted(names)[0])}.",
+                f"{part.label!r} and {first.label!r} differ in field {name!r}: "
+                f"{part.fields.get(name)} against {first.fields.get(name)}.",
                 "the same fields, shapes and types in every input",
                 "pack them into separate stores",
             )
@@ -463,17 +462,16 @@ def _check_budget(
         return
     listed = [str(refusal) for refusal in refused[:_LISTED]]
     listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
+    pieces = f"{format_count(num_refused, 'piece')} of input"
     if not num_samples:  # whatever the budget: a store without samples is of no use to anybody
+        left_out = [f"ignored {num:,}: {why}" for each in ignored for why, num in each.items()]
         raise QualityError(
-            f"no sample is left: {format_count(num_refused, 'piece')} of input, and all of it refused:"
+            f"no sample is left: {pieces}, and all of it refused:"
             if num_refused
             else "the input holds no sample.",
             "at least one sample",
             "; or ".join(fixes) or "mend the input, or name other files",
-            [
-                *(f"ignored {num:,}: {why}" for each in ignored for why, num in each.items()),
-                *listed,
-            ],
+            [*left_out, *listed],
         )
     share = f"{math.ceil(1000 * num_refused / total) / 10:g}%"
     if options.on_bad == "stop":
@@ -481,7 +479,7 @@ def _check_budget(
     else:
         leave_out = f"--bad-budget {share}, or mend the input"
     raise QualityError(
-        f"{format_count(num_refused, 'piece')} of input refused ({share} of {total:,}):",
+        f"{pieces} refused ({share} of {total:,}):",
         f"at most {options.allowance(total):,} (--on-bad {options.on_bad}, --bad-budget {options.bad_budget})",
         "; or ".join([*fixes, leave_out]),
         listed,

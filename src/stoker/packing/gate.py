@@ -20,7 +20,7 @@ from stoker.errors import InputError, QualityError, Refusal
 from stoker.packing.cluster import ClusterWorkers
 from stoker.packing.workers import Poison, Workers
 from stoker.report import Progress
-from stoker.store.fields import Array, Dense, ShardData
+from stoker.store.fields import Dense, ShardData
 from stoker.store.inspection import Inspection
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
 from stoker.store.quality import Limits, bad_rows
@@ -60,6 +60,8 @@ class StagedPart:
 
 
 _STAGED_PART = TypeAdapter(StagedPart)
+Change = Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]]
+"""From a part and its fields to the changed fields, and what was left out of them."""
 
 
 @dataclass(frozen=True)
@@ -86,32 +88,31 @@ def open_stage(stage: Stage) -> Store:
     return assemble_store(stage.folder, manifest)
 
 
-def _pass(
+def change_stage(
     stage: Stage,
-    change: Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]],
-    workers: Workers | ClusterWorkers,
+    change: Change,
     folder: Path,
-    progress: Progress,
     label: str,
-) -> Stage:
-    """Write a changed copy of every shard into `folder`."""
+    *,
+    workers: Workers | ClusterWorkers,
+    progress: Progress,
+) -> tuple[Stage, list[Refusal]]:
+    """Write a changed copy of every shard into `folder`; return them, and what the change has left out."""
     progress.start(label, stage.num_samples, "samples")
-    work: Callable[[StagedPart, Poison], StagedPart] = partial(_pass_part, stage, change, folder)
+    work: Callable[[StagedPart, Poison], StagedPart] = partial(_change_part, stage, change, folder)
     done: dict[int, StagedPart] = {}
     for index, part in workers.run(work, stage.parts):
         done[index] = part
         progress.advance(part.shard.num_samples)
-    return Stage(folder, [done[index] for index in sorted(done)])
+    parts = [done[part.index] for part in stage.parts]
+    pairs = zip(stage.parts, parts, strict=True)
+    left_out = [refusal for old, new in pairs for refusal in new.refused[len(old.refused) :]]
+    return Stage(folder, parts), left_out
 
 
-def _pass_part(
-    stage: Stage,
-    change: Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]],
-    folder: Path,
-    part: StagedPart,
-    poison: Poison,
+def _change_part(
+    stage: Stage, change: Change, folder: Path, part: StagedPart, _poison: Poison
 ) -> StagedPart:
-    del poison  # nothing here can hang
     with open_stage(Stage(stage.folder, [part])) as store:
         fields, refused = change(part, load_shard(store.shards[0], part.fields))
     return replace(
@@ -125,26 +126,18 @@ def _pass_part(
 # -- repairs -------------------------------------------------------------------------------
 
 
-def repair_stage(
-    stage: Stage,
-    repairs: Sequence[str],
-    workers: Workers | ClusterWorkers,
-    folder: Path,
-    progress: Progress,
-) -> tuple[Stage, dict[str, list[dict[str, Any]]]]:
-    """Fit the named repairs on the training rows and apply them to every row of the features.
+def fit_stage(
+    stage: Stage, repairs: Sequence[str]
+) -> tuple[Change, dict[str, list[dict[str, Any]]]]:
+    """Fit the named repairs on evenly spaced rows of the training split; of everything when there is no split.
 
     Returns:
-        The repaired stage, and per field the fitted repairs as the manifest records them.
+        The change that applies them to the features, and per field the fitted repairs as the manifest records them.
     """
     name = "features"
     info = stage.parts[0].fields.get(name)
-    if (
-        info is None
-        or info.kind != "dense"
-        or np.dtype(info.dtype).kind != "f"
-        or len(info.shape) != 1
-    ):
+    is_table = info is not None and info.kind == "dense" and len(info.shape) == 1
+    if info is None or not is_table or np.dtype(info.dtype).kind != "f":
         raise InputError(
             f"--repair {repairs[0]} was given, but the store has no float table 'features'.",
             "repairs on `pack table` and `pack arrays` with features of shape (rows, columns)",
@@ -152,33 +145,26 @@ def repair_stage(
         )
     columns = info.columns or [str(number) for number in range(info.shape[0])]
     with open_stage(stage) as store:
-        sample = store.gather(name, _training_rows(store, info))
+        rows = np.arange(store.num_samples)
+        if "split" in store.fields:
+            rows = np.flatnonzero(store.read_rows("split", 0, store.num_samples) == _TRAIN)
+        row_bytes = max(1, info.shape[0] * np.dtype(info.dtype).itemsize)
+        limit = max(1, min(_FIT_ROWS, _FIT_BYTES // row_bytes))
+        if len(rows) > limit:
+            rows = rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
+        sample = store.gather(name, rows)
     fitted = fit_repairs([parse_repair(repair) for repair in repairs], sample, columns)
     change = partial(_repair_part, name, fitted, columns)
-    repaired = _pass(stage, change, workers, folder, progress, "repairing")
-    return repaired, {name: [repair.to_json() for repair in fitted]}
-
-
-def _training_rows(store: Store, info: FieldInfo) -> Array:
-    """Evenly spaced rows of the training split; of everything when there is no split."""
-    rows = np.arange(store.num_samples)
-    if "split" in store.fields:
-        rows = np.flatnonzero(store.read_rows("split", 0, store.num_samples) == _TRAIN)
-    row_bytes = max(1, info.shape[0] * np.dtype(info.dtype).itemsize)
-    limit = max(1, min(_FIT_ROWS, _FIT_BYTES // row_bytes))
-    return (
-        rows if len(rows) <= limit else rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
-    )
+    return change, {name: [repair.to_json() for repair in fitted]}
 
 
 def _repair_part(
     name: str,
     fitted: Sequence[FittedRepair],
     columns: Sequence[str],
-    part: StagedPart,
+    _part: StagedPart,
     fields: ShardData,
 ) -> tuple[ShardData, Sequence[Refusal]]:
-    del part
     data = fields[name]
     assert isinstance(data, Dense)
     values = apply_repairs(data.values, fitted, columns).astype(data.values.dtype)
@@ -188,14 +174,8 @@ def _repair_part(
 # -- quarantine ----------------------------------------------------------------------------
 
 
-def quarantine(
-    stage: Stage,
-    inspection: Inspection,
-    workers: Workers | ClusterWorkers,
-    folder: Path,
-    progress: Progress,
-) -> tuple[Stage, list[Refusal]]:
-    """Leave out every sample that touches a refused value; list each with its reason."""
+def quarantine(inspection: Inspection) -> Change:
+    """Return the change that leaves out every sample that touches a refused value, each with its reason."""
     stuck = [finding for finding in inspection.refused if finding.field not in inspection.stats]
     if stuck:
         raise QualityError(f"{stuck[0]}", "rows that rise in time", stuck[0].remedy)
@@ -203,10 +183,7 @@ def quarantine(
     for finding in inspection.refused:
         names.setdefault(finding.field, set()).add(finding.name)
     bad = {name: (inspection.limits(name), ", ".join(sorted(what))) for name, what in names.items()}
-    change = partial(_keep_part, bad)
-    kept = _pass(stage, change, workers, folder, progress, "quarantining")
-    before = {part.index: len(part.refused) for part in stage.parts}
-    return kept, [refusal for part in kept.parts for refusal in part.refused[before[part.index] :]]
+    return partial(_keep_part, bad)
 
 
 def _keep_part(
@@ -219,21 +196,12 @@ def _keep_part(
         for row in np.flatnonzero(touched & ~dropped):
             reasons[int(row)] = f"{name}: {what}"
         dropped |= touched
-    gone = {
-        refusal.line
-        for refusal in part.refused
-        if refusal.unit == "row" and refusal.line is not None
-    }
+    gone = {each.line for each in part.refused if each.unit == "row" and each.line is not None}
     total = part.shard.num_samples + len(gone)
     rows = [row for row in range(part.first_row, part.first_row + total) if row not in gone]
+    file = part.file or part.label
     refused = [
-        Refusal(
-            part.file or part.label,
-            rows[row],
-            reasons[row],
-            "row",
-            kind=f"quality gate: {reasons[row]}",
-        )
-        for row in sorted(reasons)
+        Refusal(file, rows[row], why, "row", kind=f"quality gate: {why}")
+        for row, why in sorted(reasons.items())
     ]
     return {name: data.keep(~dropped) for name, data in fields.items()}, refused

@@ -72,11 +72,11 @@ class Samples:
         self.num_samples += store.num_samples
         most = _most(self.fields)
         ends = np.cumsum([shard.num_samples for shard in store.manifest.shards])
-        for at in _evenly(store.num_samples, most).tolist():
+        for at in _evenly(store.num_samples, most):
             number = int(np.searchsorted(ends, at, side="right"))
             self.rows.append(_sample(store, at, number, at - int(ends[number])))
         if len(self.rows) > most:
-            self.rows = [self.rows[int(at)] for at in _evenly(len(self.rows), most)]
+            self.rows = [self.rows[at] for at in _evenly(len(self.rows), most)]
         if (info := self.fields.get("labels")) is not None and not info.shape:
             _add(self.label_counts, store, "labels")
         for value, count in (store.manifest.attributes.get("mask_pixels") or {}).items():
@@ -144,12 +144,11 @@ def _add(counts: dict[int, int], store: Store, name: str) -> None:
             counts[value] = counts.get(value, 0) + count
 
 
-def _evenly(total: int, most: int) -> Array:
-    return (
-        np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))
-        if total
-        else np.empty(0, np.int64)
-    )
+def _evenly(total: int, most: int) -> list[int]:
+    """Return at most so many of the numbers below `total`, evenly spaced."""
+    places = np.linspace(0, total - 1, min(total, most)) if total else np.empty(0)
+    numbers: list[int] = np.unique(places.astype(np.int64)).tolist()
+    return numbers
 
 
 # -- facts ---------------------------------------------------------------------------------------
@@ -159,30 +158,22 @@ def sample_facts(samples: Samples) -> dict[str, str]:
     """Return what a person should see in ten seconds: classes, value ranges, sizes, lengths."""
     facts = window_facts(samples.fields, samples.rows, samples.attributes)
     looked: dict[str, str] = {}  # of these samples, where the other facts are of all
-    images = _images(samples)
-    if len(images):
+    if images := _images(samples):
         looked |= _picture_facts(images)
     if samples.label_counts:
-        facts["classes"] = _shares(samples.label_counts, _names(samples), "samples")
+        facts["classes"] = f"{_told_shares(samples, samples.label_counts)} samples"
     if samples.mask_counts:
-        facts["mask classes"] = _shares(samples.mask_counts, _names(samples), "pixels")
-    lengths = [len(row["mz"]) for row in samples.rows if row.get("mz") is not None]
-    if lengths:
-        mz = np.concatenate(
-            [np.asarray(row["mz"], np.float64) for row in samples.rows if "mz" in row]
-        )
-        looked["peaks per spectrum"] = (
-            f"{min(lengths)} to {max(lengths)}, median {np.median(lengths):g}"
-        )
+        facts["mask classes"] = f"{_told_shares(samples, samples.mask_counts)} pixels"
+    spectra = [np.asarray(each, np.float64) for each in _present(samples, "mz")]
+    if spectra:
+        lengths, mz = [len(each) for each in spectra], np.concatenate(spectra)
+        median = f"median {np.median(lengths):g}"
+        looked["peaks per spectrum"] = f"{min(lengths)} to {max(lengths)}, {median}"
         looked["m/z"] = f"{mz.min():g} to {mz.max():g}" if len(mz) else "no peaks"
-        kinds = samples.attributes.get("spectrum_kinds") or {}
-        if kinds:
-            facts["kinds of spectra"] = ", ".join(
-                f"{count:,} {kind}" for kind, count in kinds.items()
-            )
-    weights = [
-        float(row["mol_weight"]) for row in samples.rows if row.get("mol_weight") is not None
-    ]
+        if kinds := samples.attributes.get("spectrum_kinds"):
+            told = [f"{count:,} {kind}" for kind, count in kinds.items()]
+            facts["kinds of spectra"] = ", ".join(told)
+    weights = [float(each) for each in _present(samples, "mol_weight")]
     if weights:
         looked["mass of the molecules"] = f"{min(weights):.4f} to {max(weights):.4f}"
     if len(samples.rows) < samples.num_samples:
@@ -205,9 +196,8 @@ def _picture_facts(images: Sequence[Array]) -> dict[str, str]:
         least, most = min(plane.min() for plane in planes), max(plane.max() for plane in planes)
         ranges.append(f"{name if channels > 1 else 'grey'} {least} to {most}, mean {mean:.0f}")
     sizes = sorted({image.shape[1:] for image in images})
-    size = " to ".join(
-        f"{height} x {width}" for height, width in dict.fromkeys(sizes[:: max(1, len(sizes) - 1)])
-    )
+    ends = dict.fromkeys(sizes[:: max(1, len(sizes) - 1)])
+    size = " to ".join(f"{height} x {width}" for height, width in ends)
     shown = {"pictures": f"{size}, {channels} channels", "pixel values": "; ".join(ranges)}
     for name, value in (("white", 255), ("black", 0)):
         count = sum(bool((image == value).mean() >= _ONE_COLOUR) for image in images)
@@ -216,29 +206,33 @@ def _picture_facts(images: Sequence[Array]) -> dict[str, str]:
     return shown
 
 
+def _present(samples: Samples, name: str) -> list[Any]:
+    """Return the values of a field, of the samples that have it."""
+    return [row[name] for row in samples.rows if row.get(name) is not None]
+
+
 def _images(samples: Samples) -> list[Array]:
-    found = [row["images"] for row in samples.rows if row.get("images") is not None]
-    if (
-        not found
-        or found[0].ndim != 3
-        or found[0].dtype != np.uint8
-        or found[0].shape[0] not in (1, 3)
-    ):
-        return []
-    return found
+    found: list[Array] = _present(samples, "images")
+    is_picture = found and found[0].ndim == 3 and found[0].shape[0] in (1, 3)
+    return found if is_picture and found[0].dtype == np.uint8 else []
 
 
 def _names(samples: Samples) -> Sequence[str]:
     return [str(name) for name in samples.attributes.get("classes") or ()]
 
 
-def _shares(counts: Mapping[int, int], names: Sequence[str], unit: str) -> str:
-    total = max(1, sum(counts.values()))
-    ranked = sorted(counts.items(), key=lambda item: -item[1])
-    told = [
-        f"{_class_name(value, names)} {count:,} ({count / total:.1%})" for value, count in ranked
+def _shares(samples: Samples, counts: Mapping[int, int]) -> list[tuple[int, str, int, str]]:
+    """Return value, name, count and share of every class."""
+    names, total = _names(samples), max(1, sum(counts.values()))
+    return [
+        (value, _class_name(value, names), count, f"{count / total:.1%}")
+        for value, count in counts.items()
     ]
-    return f"{first_names(told, _LISTED)} {unit}"
+
+
+def _told_shares(samples: Samples, counts: Mapping[int, int]) -> str:
+    shares = sorted(_shares(samples, counts), key=lambda each: -each[2])
+    return first_names([f"{name} {count:,} ({share})" for _, name, count, share in shares], _LISTED)
 
 
 def _class_name(value: int, names: Sequence[str]) -> str:
@@ -252,9 +246,9 @@ def _class_name(value: int, names: Sequence[str]) -> str:
 
 def samples_section(samples: Samples) -> page.Section | None:
     """Return samples drawn for a page; None where there is nothing to draw."""
-    drawn = [samples.rows[int(at)] for at in _evenly(len(samples.rows), MAX_DRAWN)]
+    drawn = [samples.rows[at] for at in _evenly(len(samples.rows), MAX_DRAWN)]
     figures: list[Html] = []
-    if len(_images(samples)):
+    if _images(samples):
         figures = [_picture_figure(row, _names(samples), n) for n, row in enumerate(drawn)]
     elif any(isinstance(value, Window) for value in (drawn[0] if drawn else {}).values()):
         figures = [
@@ -268,28 +262,20 @@ def samples_section(samples: Samples) -> page.Section | None:
     if not figures:
         return None
     facts = sample_facts(samples)
-    warning = facts.pop(WARNING, "")
-    parts = (
-        [Html(f"<p>{page.badge('warning', 'warn')} {page.escape(warning)}</p>")] if warning else []
-    )
-    parts += [
-        page.facts({what: facts[what] for what in facts if what not in ("classes", "mask classes")})
-    ]
+    parts = []
+    if warning := facts.pop(WARNING, ""):
+        parts.append(Html(f"<p>{page.badge('warning', 'warn')} {page.escape(warning)}</p>"))
+    drawn_apart = ("classes", "mask classes")
+    parts.append(page.facts({what: facts[what] for what in facts if what not in drawn_apart}))
     if samples.mask_counts:
-        names, whole = _names(samples), max(1, sum(samples.mask_counts.values()))
-        parts.append(
-            page.legend(
-                (f"{_class_name(value, names)} {count / whole:.1%}", f"rgb{colour_of(value)}")
-                for value, count in sorted(samples.mask_counts.items())[:64]
-            )
+        shares = sorted(_shares(samples, samples.mask_counts))[:64]
+        colours = (
+            (f"{name} {share}", f"rgb{colour_of(value)}") for value, name, _, share in shares
         )
+        parts.append(page.legend(colours))
     if samples.label_counts:
-        names, counts = _names(samples), samples.label_counts
-        total = max(1, sum(counts.values()))
-        rows = [
-            (page.name(_class_name(value, names)), f"{count:,}", f"{count / total:.1%}")
-            for value, count in sorted(counts.items())[:200]
-        ]
+        shares = sorted(_shares(samples, samples.label_counts))[:200]
+        rows = [(page.name(name), f"{count:,}", share) for _, name, count, share in shares]
         parts.append(page.table(("class", "samples", "share"), rows, key="classes", numeric=(1, 2)))
     has_windows = any(info.kind == "series" for info in samples.fields.values())
     grid = chart_grid(figures) if has_windows else page.grid(figures)
@@ -393,26 +379,24 @@ def _rows_table(samples: Samples, rows: Sequence[Mapping[str, Any]]) -> Html:
     `features`, or else the first field with one row of numbers a sample, beside up to four fields of single numbers;
     of fields with values of any number, how many there are.
     """
-    flat = {
-        name: np.ndim(value)
-        for name, value in rows[0].items()
-        if isinstance(value, np.ndarray | np.generic)
+    arrays = {
+        n: value for n, value in rows[0].items() if isinstance(value, np.ndarray | np.generic)
     }
+    flat = {name: np.ndim(value) for name, value in arrays.items()}
     table = next((name for name in ("features", *flat) if flat.get(name) == 1), None)
-    is_dense = table is not None and samples.fields[table].kind == "dense"
+    if table is not None and samples.fields[table].kind != "dense":
+        table = None
     others = [name for name, dims in flat.items() if not dims][:4]
     lengths = [name for name in flat if samples.fields[name].kind == "ragged"][:4]
-    if not (is_dense or others or lengths):
+    if not (table or others or lengths):
         return Html("")
-    width = samples.fields[table].shape[0] if table is not None and is_dense else 0
-    known = samples.fields[table].columns if table is not None and is_dense else None
-    columns = list(known or (f"{table}[{number}]" for number in range(min(width, _COLUMNS))))[
-        :_COLUMNS
-    ]
+    width = samples.fields[table].shape[0] if table else 0
+    known = samples.fields[table].columns if table else None
+    columns = (known or [f"{table}[{number}]" for number in range(min(width, _COLUMNS))])[:_COLUMNS]
     names = _names(samples)
     body = []
     for row in rows:
-        values = row[table][:_COLUMNS] if table is not None and is_dense else ()
+        values = row[table][:_COLUMNS] if table else ()
         cells = [page.format_number(float(value)) for value in values]
         for name in others:
             value = row[name]

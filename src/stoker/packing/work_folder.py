@@ -31,32 +31,12 @@ from typing import Self
 
 import xxhash
 
+from stoker import ownership
 from stoker.address import as_url, shown
 from stoker.bounds import LINE
 from stoker.display import command, quoted
 from stoker.errors import InputError, StoreError, is_full_disk, require_utf8, unwritable
-from stoker.ownership import (
-    MARK_NAME,
-    IsOurs,
-    Mark,
-    always,
-    claim_folder,
-    exchange,
-    foreign_entries,
-    fsync,
-    has_signature,
-    is_mount_point,
-    is_temporary,
-    move_folder,
-    open_own_file,
-    read_mark,
-    refused,
-    remove_file,
-    remove_folder,
-    remove_temporaries,
-    write_mark,
-    write_text,
-)
+from stoker.ownership import MARK_NAME, IsOurs, Mark, always, read_mark, refused, write_text
 from stoker.sources.fingerprint import difference
 from stoker.store.manifest import (
     MANIFEST_NAME,
@@ -84,7 +64,7 @@ _OURS = re.compile(
 
 def _is_work(name: str) -> bool:
     """Whether an entry of a work folder is one that stoker makes there."""
-    return _OURS.fullmatch(name) is not None or is_temporary(name.rpartition("/")[2])
+    return _OURS.fullmatch(name) is not None or ownership.is_temporary(name.rpartition("/")[2])
 
 
 # -- before any work -------------------------------------------------------------------------------
@@ -114,7 +94,7 @@ def check_target(out: Path, inputs: Sequence[Path]) -> Path:
         raise InputError(
             f"{out} is a file.", "a new folder name, or an existing store", "choose another OUT"
         )
-    if target.exists() and is_mount_point(target):
+    if target.exists() and ownership.is_mount_point(target):
         raise InputError(
             f"{out} is a mount point, which cannot be replaced by another folder.",
             "a folder on that disk",
@@ -159,9 +139,8 @@ def _store_files(out: Path, target: Path) -> tuple[str, ...]:
     except StoreError:
         manifest = None
     if mark is None and manifest is not None and os.path.lexists(target / MARK_NAME):
-        raise refused(
-            out, "a pack replaces the whole folder", [MARK_NAME]
-        )  # a file of that name, and no mark
+        # A file of that name, and no mark.
+        raise refused(out, "a pack replaces the whole folder", [MARK_NAME])
     if manifest is not None and (mark is None or mark.id == manifest.checksum):
         # A store without a mark is an older version's, or was copied without hidden files: `_foreign_by_content`.
         return _names(manifest)
@@ -183,7 +162,9 @@ def check_replaceable(out: Path, target: Path) -> None:
     if not target.is_dir() or not any(target.iterdir()):
         return
     names = set(_store_files(out, target))
-    if foreign := foreign_entries(target, lambda name: name in names or is_temporary(name)):
+    if foreign := ownership.foreign_entries(
+        target, lambda name: name in names or ownership.is_temporary(name)
+    ):
         raise refused(out, "a pack replaces the whole folder", foreign)
     if changed := list(_foreign_by_content(target)):
         why = "the name is stoker's, the content is not, and a pack replaces the whole folder"
@@ -196,7 +177,7 @@ def _foreign_by_content(target: Path) -> Iterator[str]:
     The mark vouches for the files that the store was made with, damaged or not. It does not for the page, which is
     drawn later or never. Without a mark only the manifest is sealed, and may have been copied to somebody's own files.
     """
-    if not _passes(target / PAGE_NAME, has_signature):
+    if not _passes(target / PAGE_NAME, ownership.has_signature):
         yield PAGE_NAME
     if read_mark(target, _STORE) is not None:
         return
@@ -247,8 +228,8 @@ def recover_interrupted(target: Path) -> None:
         stages = [path for path in folder.iterdir() if _is_whole_store(path)]
         newest = next((stage for stage in stages if stage != replaced), replaced)
         if not target.exists() and newest.is_dir():
-            move_folder(newest, target)
-            fsync(target.parent)
+            ownership.move_folder(newest, target)
+            ownership.fsync(target.parent)
     finally:
         os.close(lock)
 
@@ -265,7 +246,7 @@ def remove_leftovers(target: Path) -> None:
     with contextlib.suppress(StoreError, OSError):
         lock = _take_lock(folder, target)
         try:
-            remove_folder(folder, mark, _is_work)
+            ownership.remove_folder(folder, mark, _is_work)
         finally:
             os.close(lock)
 
@@ -279,7 +260,9 @@ def _is_whole_store(folder: Path) -> bool:
 
 
 def _take_lock(folder: Path, target: Path) -> int:
-    lock = open_own_file(folder / _LOCK, os.O_RDWR, lambda _: True, "the lock of the pack")
+    lock = ownership.open_own_file(
+        folder / _LOCK, os.O_RDWR, lambda _: True, "the lock of the pack"
+    )
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(lock).st_nlink == 0:  # its packer has just finished, and removed it
@@ -323,12 +306,14 @@ class WorkFolder:
 
     def __enter__(self) -> Self:
         try:
-            self._mark = claim_folder(self.folder, _PACK, f"the unfinished parts of {self.target}")
+            self._mark = ownership.claim_folder(
+                self.folder, _PACK, f"the unfinished parts of {self.target}"
+            )
             self._lock = _take_lock(self.folder, self.target)
         except OSError as error:
             raise unwritable(self.folder, error) from error
         try:
-            if foreign := foreign_entries(self.folder, _is_work):
+            if foreign := ownership.foreign_entries(self.folder, _is_work):
                 raise refused(self.folder, "it is removed when the pack is done", foreign)
             reason = self._difference_to_leftovers()
             keep = ["scratch/", f"built-{self.job}/"] if reason == "" else []
@@ -336,7 +321,7 @@ class WorkFolder:
                 self._say(f"dropped the leftovers of an earlier pack: {reason}")
             self._clear(keep=[*keep, _LOCK, _JOB])
             if keep and (built := self.folder / keep[1]).is_dir():
-                remove_temporaries(built)
+                ownership.remove_temporaries(built)
             if reason != "":
                 write_text(self.folder / _JOB, self._provenance.model_dump_json(), always)
         except BaseException:
@@ -363,7 +348,7 @@ class WorkFolder:
         return difference(old, self._provenance)
 
     def _clear(self, keep: Sequence[str] = ()) -> list[str]:
-        return remove_folder(self.folder, self._mark, _is_work, keep)
+        return ownership.remove_folder(self.folder, self._mark, _is_work, keep)
 
     def commit(self, stage: Path, manifest: Manifest, refusals: str) -> None:
         """Put the finished stage in the target's place, the manifest last; see the top of this file.
@@ -373,9 +358,9 @@ class WorkFolder:
         wanted = {shard.file for shard in manifest.shards}
         for child in stage.iterdir():
             if child.name not in wanted:
-                remove_file(child, always)
+                ownership.remove_file(child, always)
         write_text(stage / REFUSED_NAME, refusals, always)
-        write_mark(stage, Mark(_STORE, manifest.checksum, _names(manifest)))
+        ownership.write_mark(stage, Mark(_STORE, manifest.checksum, _names(manifest)))
         write_text(stage / MANIFEST_NAME, manifest.to_text(), always)
         check_replaceable(self.target, self.target)
         replace_store(stage, self.target, self.folder / REPLACED_NAME)
@@ -389,8 +374,8 @@ class WorkFolder:
 def replace_store(stage: Path, target: Path, replaced: Path) -> None:
     """Put the whole store `stage` in the place of `target`, which may be absent, empty or a store."""
     if not target.exists() or not any(target.iterdir()):
-        move_folder(stage, target)
-    elif not exchange(stage, target):
-        move_folder(target, replaced)
-        move_folder(stage, target)
-    fsync(target.parent)
+        ownership.move_folder(stage, target)
+    elif not ownership.exchange(stage, target):
+        ownership.move_folder(target, replaced)
+        ownership.move_folder(stage, target)
+    ownership.fsync(target.parent)

@@ -1,7 +1,8 @@
-"""The worker processes of a pack, and what happens when one of them dies.
+"""The worker processes of a pack, what happens when one of them dies, and a worker's own side.
 
-Enters: a picklable function and its items. Leaves: results as they finish, in any order. Costs: one
-process per job, started when it is first needed; with one job and nothing that can hang, none at all.
+Enters: a picklable function and its items. Leaves: results as they finish, in any order. Costs: one process per job,
+started when it is first needed, about half a second and 100 MB for Python with numpy and h5py; with one job and
+nothing that can hang, none at all.
 
 Contract:
 - Success: every item's result is yielded once. Workers stay for the next `run` until `close`.
@@ -10,10 +11,15 @@ Contract:
   to a new worker, without the row that killed it. An item that keeps killing workers without naming a row
   ends the run. A worker that was stopped is waited for, and named after 30 s.
 - Cancel (Ctrl-C, a signal, the generator closed): all workers are killed before `run` returns. They end
-  by themselves when this process is gone.
+  by themselves when this process is gone, or, on a cluster, when the file that marks the pack as running is
+  gone: a worker of an interrupted pack must not write into the next one.
 
 Each worker has pipes of its own, so that it is known which item a dead worker was on, and so that no
 semaphore or shared memory is left behind. Not thread-safe: one thread calls everything.
+
+The time limit of one row cannot be a Python signal handler, because C++ code that hangs never returns to Python.
+So the worker sets a timer whose default action ends the process, and notes the row in a file before it begins.
+The parent reads that note when a worker has died.
 """
 
 from __future__ import annotations
@@ -22,23 +28,37 @@ import contextlib
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
-from collections import Counter, deque
+import threading
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import IO, Any, Protocol, Self, TypeVar
 
+import cloudpickle
 import psutil
 
 from stoker import stalls
 from stoker.errors import StokerError
-from stoker.lifetime import child_environment
-from stoker.packing.worker import ALIVE, NOTES, PARENT, dump, load, noted_row, receive, send
+from stoker.lifetime import child_environment, end_with_parent
 
 _MAX_DEATHS = 2
-_CHILD = "from stoker.packing.worker import serve; serve()"
+_CHILD = "from stoker.packing.workers import serve; serve()"
 _THREADS = ("OMP", "OPENBLAS", "MKL", "NUMEXPR")
+_PARENT = "STOKER_PARENT"  # environment variable: the process that started this worker
+_NOTES = "STOKER_NOTES"
+"""Environment variable: the descriptor of the file in which the current row is noted."""
+_ALIVE = "STOKER_ALIVE"
+"""Environment variable: a file that exists while the pack runs; "" if observing the parent is enough."""
+_LENGTH = struct.Struct("<Q")
+_ROW = struct.Struct("<q")
+_BETWEEN_ROWS = -1
+
+Guard = Callable[[int | None], None]
 
 
 class Numbered(Protocol):
@@ -78,33 +98,27 @@ class Workers:
         self._processes: list[_Process] = []
 
     def run(
-        self,
-        work: Callable[[Item, Poison], Result],
-        items: Sequence[Item],
-        poison: Mapping[int, Poison] | None = None,
+        self, work: Callable[[Item, Poison], Result], items: Sequence[Item]
     ) -> Iterator[tuple[int, Result]]:
-        """Yield `(index, result)` as items finish.
-
-        `work` is given an item and the rows of it that must not be touched; `poison` has those known already, by
-        item index.
-        """
-        known = {index: dict(rows) for index, rows in (poison or {}).items()}
+        """Yield `(index, result)` as items finish. `work` gets an item and the rows of it that must not be touched."""
         if not self.isolated:
             for item in items:
-                yield item.index, work(item, known.get(item.index, {}))
+                yield item.index, work(item, {})
             return
-        code = dump(work)
+        poison: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        # By value where they are from a user's script: functions and classes.
+        code = cloudpickle.dumps(work)
         waiting = deque(items)
         deaths: Counter[tuple[int, int | None]] = Counter()
         finished = False
         try:
             while waiting or any(process.item for process in self._processes):
-                self._hand_out(code, waiting, known)
+                self._hand_out(code, waiting, poison)
                 for process in self._ready():
                     item, outcome = process.take()
                     if outcome is None:
                         self._processes.remove(process)
-                        self._blame(process, item, known, deaths)
+                        self._blame(process, item, poison[item.index], deaths)
                         waiting.appendleft(item)
                     elif outcome[0]:
                         yield item.index, outcome[1]
@@ -120,13 +134,13 @@ class Workers:
     ) -> None:
         while waiting:
             idle = next((process for process in self._processes if process.item is None), None)
-            if idle is None and len(self._processes) < self.jobs:
+            if idle is None:
+                if len(self._processes) == self.jobs:
+                    return
                 idle = _Process(self.jobs, self._alive)
                 self._processes.append(idle)
-            if idle is None:
-                return
             item = waiting.popleft()
-            idle.give(item, dump((code, item, poison.get(item.index, {}), self.limit_seconds)))
+            idle.give(item, cloudpickle.dumps((code, item, poison[item.index], self.limit_seconds)))
 
     def _ready(self) -> list[_Process]:
         """Wait until a worker has answered or died, and return those that have; name one that was stopped."""
@@ -140,23 +154,23 @@ class Workers:
         return [busy[descriptor] for descriptor in readable]
 
     def _blame(
-        self,
-        process: _Process,
-        item: Numbered,
-        poison: dict[int, dict[int, str]],
-        deaths: Counter[tuple[int, int | None]],
+        self, process: _Process, item: Numbered, poison: dict[int, str], deaths: Counter[Any]
     ) -> None:
         """Find the row that killed a worker; one death may be an accident, two are not."""
         status, row = process.end()
         deaths[item.index, row] += 1
         twice = deaths[item.index, row] >= _MAX_DEATHS
         if row is not None and status == -signal.SIGALRM:
-            poison.setdefault(item.index, {})[row] = f"took longer than {self.limit_seconds:g} s"
+            poison[row] = f"took longer than {self.limit_seconds:g} s"
         elif row is not None and twice:
-            poison.setdefault(item.index, {})[row] = "crashed the worker process twice"
+            poison[row] = "crashed the worker process twice"
         elif twice:
+            how = f"its process ended with exit status {status}"
+            if status < 0:
+                known = {one.value: one.name for one in signal.Signals}
+                how = f"its process was ended by {known.get(-status, f'signal {-status}')}"
             raise StokerError(
-                f"the worker on {item.label!r} died again and again: {_describe(status)}.",
+                f"the worker on {item.label!r} died again and again: {how}.",
                 "workers that live",
                 "free some memory, or use fewer workers: --jobs 1",
             )
@@ -192,9 +206,9 @@ class _Process:
                 **{f"{library}_NUM_THREADS": str(threads) for library in _THREADS},
                 **child_environment(),
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                PARENT: str(os.getpid()),
-                NOTES: str(self._notes.fileno()),
-                ALIVE: alive,
+                _PARENT: str(os.getpid()),
+                _NOTES: str(self._notes.fileno()),
+                _ALIVE: alive,
             },
         )
         assert self._child.stdin is not None
@@ -211,7 +225,7 @@ class _Process:
         """Return the item and its outcome; None as outcome when the worker died."""
         item, self.item = self.item, None
         message = receive(self.answers)
-        return item, None if message is None else load(message)
+        return item, None if message is None else cloudpickle.loads(message)
 
     def say_if_stopped(self) -> None:
         """Tell the user, once, that the process was stopped (SIGSTOP, Ctrl-Z of a debugger) and how it goes on."""
@@ -235,8 +249,111 @@ class _Process:
         return status, row
 
 
-def _describe(status: int) -> str:
-    if status >= 0:
-        return f"its process ended with exit status {status}"
-    known = {one.value: one.name for one in signal.Signals}
-    return f"its process was ended by {known.get(-status, f'signal {-status}')}"
+# -- messages --------------------------------------------------------------------------------------
+
+
+def send(file: IO[bytes], message: bytes) -> None:
+    """Write one message."""
+    file.write(_LENGTH.pack(len(message)) + message)
+    file.flush()
+
+
+def receive(file: IO[bytes]) -> bytes | None:
+    """Return the next message; None if the other side has ended."""
+    header = file.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    message = file.read(length)
+    return message if len(message) == length else None
+
+
+# -- the current row -------------------------------------------------------------------------------
+
+
+def note_row(descriptor: int, limit_seconds: float | None, row: int | None) -> None:
+    """Note in a file that work on `row` begins; None: between two rows. Costs 2 µs.
+
+    A row over the time limit ends the process.
+    """
+    os.pwrite(descriptor, _ROW.pack(_BETWEEN_ROWS if row is None else row), 0)
+    if limit_seconds is not None:
+        signal.setitimer(signal.ITIMER_REAL, 0 if row is None else limit_seconds)
+
+
+def noted_row(descriptor: int) -> int | None:
+    """Return the row that a worker was on when it died; None between two rows."""
+    noted = os.pread(descriptor, _ROW.size, 0)
+    row = _ROW.unpack(noted)[0] if len(noted) == _ROW.size else _BETWEEN_ROWS
+    return None if row == _BETWEEN_ROWS else row
+
+
+def unguarded(row: int | None) -> None:
+    """The guard of work in the caller's own process, which must not be ended."""
+
+
+_guard: Guard = unguarded
+
+
+def current_guard() -> Guard:
+    """Return the guard of the part that this process works on."""
+    return _guard
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Build parts until the input ends: the main function of a worker process."""
+    global _guard  # noqa: PLW0603  one per process, as the process works on one part at a time
+    end_with_parent(int(os.environ[_PARENT]))
+    # Ctrl-C goes to the whole group; the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # text that libraries print must not get between two answers
+    if alive := os.environ.get(_ALIVE):
+        threading.Thread(target=_end_without, args=(alive,), daemon=True).start()
+    stalls.start_watch(lambda text: sys.stderr.write(f"warning: {text}\n"))
+    known: tuple[bytes, Any] = (b"", None)
+    while (message := receive(sys.stdin.buffer)) is not None:
+        code, item, poison, limit_seconds = cloudpickle.loads(message)
+        if code != known[0]:
+            known = (code, cloudpickle.loads(code))
+        _guard = partial(note_row, int(os.environ[_NOTES]), limit_seconds)
+        _guard(None)
+        outcome: tuple[bool, Any]
+        try:
+            outcome = (True, known[1](item, poison))
+        except Exception as error:  # noqa: BLE001  the parent raises it
+            error.add_note(f"while working on {item.label!r}")
+            outcome = (False, error)
+        _guard(None)
+        send(answers, _as_message(outcome))
+
+
+def _as_message(outcome: tuple[bool, Any]) -> bytes:
+    try:
+        message: bytes = cloudpickle.dumps(outcome)
+        cloudpickle.loads(message)
+    except Exception as error:  # noqa: BLE001  pickling runs user code
+        lost = f"{type(outcome[1]).__name__}: {outcome[1]} (which cannot be pickled: {error})."
+        message = cloudpickle.dumps((False, StokerError(lost)))
+    return message
+
+
+def _end_without(alive: str) -> None:
+    """End this process when its pack has ended."""
+    while is_alive(alive):
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_alive(path: str) -> bool:
+    """Whether a file exists. It is opened, because a network file system answers `stat` from its cache."""
+    try:
+        os.close(os.open(path, os.O_RDONLY))
+    except FileNotFoundError:
+        return False
+    except OSError:  # a temporary failure of a network file system
+        return True
+    return True

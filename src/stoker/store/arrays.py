@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -41,7 +41,7 @@ from stoker.display import command, look_in
 from stoker.errors import CorruptError, StoreError
 from stoker.stalls import Waiting
 from stoker.store.fields import Array
-from stoker.store.hdf5 import Chunk, Location, open_hdf5, read_chunk
+from stoker.store.hdf5 import Chunk, Location, damaged, open_hdf5, read_chunk
 
 PIECE_BYTES = 8 << 20
 """Bytes per task of a large read: a long call that holds no GIL, and a multiple of the block."""
@@ -61,26 +61,36 @@ _PAGE = 4096
 _SMALLER_ROWS = "store smaller rows: the first dimension counts samples"
 
 Task = Callable[[], None]
-Stamp = tuple[int, int, int]
-"""When a file was written to, when anything about it changed (its names count), and its bytes."""
+
+
+class Stamp(NamedTuple):
+    """Which file it was, and how it was, when it was looked at."""
+
+    inode: int
+    num_bytes: int
+    written_ns: int
+    changed_ns: int  # when anything about it changed: its names count
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> Stamp:
+        """Return the stamp of a file that was looked at."""
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def is_rewritten(self, since: Stamp) -> bool:
+        """Whether the bytes may be others than they were then."""
+        return (self.num_bytes, self.written_ns) != (since.num_bytes, since.written_ns)
 
 
 class OpenFile:
-    """A file descriptor for positional reads, shared by threads and forked children.
-
-    Args:
-        path: The file.
-        descriptor: Of the file, when it is open already; closed with this.
-
-    Attributes:
-        direct: Read large cold pieces past the page cache. For data that is read once: 2.8 against
-            2.0 GB/s from a cold disk on the H200 machine, but the next read is as cold.
-    """
+    """A file descriptor for positional reads, shared by threads and forked children."""
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
         self.path = path
+        # Read large cold pieces past the page cache. For data that is read once: 2.8 against 2.0 GB/s from a cold
+        # disk on the H200 machine, but the next read is as cold.
         self.direct = False
         self._local = threading.local()
+        # One that is given is closed with this.
         self._descriptor = self._open() if descriptor is None else descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self.opened_as = self.stamp()
@@ -102,8 +112,7 @@ class OpenFile:
 
     def stamp(self) -> Stamp:
         """Return the times and size of the open file, whatever has its name by now."""
-        found = os.fstat(self._descriptor)
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_size
+        return Stamp.of(os.fstat(self._descriptor))
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
         """Fill `out` from `offset`, or say where the file ended."""
@@ -118,11 +127,8 @@ class OpenFile:
             try:
                 count = os.preadv(self._descriptor, [out[done:]], offset + done)
             except OverflowError as error:  # a damaged chunk table points beyond any file
-                raise CorruptError(
-                    f"{self.path}: dataset {dataset!r} points to byte {offset + done}.",
-                    "a place within the file",
-                    "copy or pack the file again",
-                ) from error
+                what = f" points to byte {offset + done}"
+                raise damaged(self.path, dataset, what, "a place within the file") from error
             except OSError as error:
                 raise StoreError(
                     f"{self.path}: reading dataset {dataset!r} at byte {offset + done} failed: {error.strerror}.",
@@ -130,12 +136,8 @@ class OpenFile:
                     command("dd", f"if={self.path}", "of=/dev/null"),
                 ) from error
             if count == 0:
-                raise CorruptError(
-                    f"{self.path}: dataset {dataset!r} ends at byte {offset + done}, "
-                    f"{len(out) - done} bytes early.",
-                    "a whole file",
-                    "copy or pack the file again",
-                )
+                early = f"{len(out) - done} bytes early"
+                raise damaged(self.path, dataset, f" ends at byte {offset + done}, {early}")
             done += count
 
     def _is_cold(self, offset: int) -> bool:
@@ -233,6 +235,10 @@ class StoredArray:
         out = np.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         self.read_into(start, stop, out)
         return out
+
+    def pieces(self, num_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:
+        """Yield all rows in ranges of at most so many bytes, or one row."""
+        return split_range(0, len(self), max(1, num_bytes // max(1, self.location.row_bytes)))
 
     def read_into(self, start: int, stop: int, out: Array) -> None:
         """Fill `out` (this dtype, C-contiguous, exactly these rows) in the calling thread; blocks."""
@@ -334,7 +340,7 @@ class StoredArray:
             now = self.file.stamp()
             if now == stamp:
                 return
-            if self._digests is None and (now[0], now[2]) != (stamp[0], stamp[2]):
+            if self._digests is None and now.is_rewritten(stamp):
                 raise self._written_to()
             with self._lock:
                 if self._trusted[1] is verified:
@@ -387,12 +393,8 @@ class StoredArray:
     def _bad_block(self, block: int, low: int, high: int) -> CorruptError:
         assert self.location.offset is not None
         row_bytes = self.location.row_bytes
-        was, now = self.file.opened_as, self.file.stamp()
-        since = (
-            ""
-            if (was[0], was[2]) == (now[0], now[2])
-            else " was written to since it was opened, and"
-        )
+        is_rewritten = self.file.stamp().is_rewritten(self.file.opened_as)
+        since = " was written to since it was opened, and" if is_rewritten else ""
         return CorruptError(
             f"{self.location.file}: dataset {self.location.dataset!r}{since} fails its checksum in block {block} "
             f"(bytes {self.location.offset + low} to {self.location.offset + high}, "
@@ -412,7 +414,7 @@ class StoredArray:
         if self.location.num_chunks < grid:
             out.fill(self.location.fill)
         for row in range(start // height, -(-stop // height)):
-            for chunk in self.location.chunk_rows.get(row, ()):
+            for chunk in self.location.chunks_at(row):
                 yield partial(self._place_chunk, chunk, start, stop, out)
 
     def _place_chunk(self, chunk: Chunk, start: int, stop: int, out: Array) -> None:
@@ -445,26 +447,30 @@ class StoredArray:
         return values
 
     def _read_chunk(self, chunk: Chunk) -> Array:
-        dataset, was = self.location.dataset, self.file.opened_as
-        values = read_chunk(
-            self.location, chunk, lambda offset, raw: self.file.read(offset, raw, dataset)
-        )
-        now = self.file.stamp()
-        if (now[0], now[2]) != (was[0], was[2]):  # a chunked array has no checksums
-            raise self._written_to()
+        read = partial(self.file.read, dataset=self.location.dataset)
+        values = read_chunk(self.location, chunk, read)
+        self._check_unwritten()  # a chunked array has no checksums
         return values
+
+    def read_stored(self, chunk: Chunk) -> None:
+        """Read a chunk's bytes as they are stored, and drop them: for whoever measures what decoding costs."""
+        self.file.read(chunk.byte_offset, memoryview(bytearray(chunk.size)), self.location.dataset)
+
+    def _check_unwritten(self) -> None:
+        if self.file.stamp().is_rewritten(self.file.opened_as):
+            raise self._written_to()
 
     # -- library ---------------------------------------------------------------------------
 
     def _read_library(self, start: int, stop: int, out: Array) -> None:
         # h5py has one lock for the whole process; ours keeps the handle from being opened twice.
-        location, was = self.location, self.file.opened_as
+        location = self.location
         with self._lock:
             # A handle inherited by fork shares its file position and caches with the parent: open again.
             if self._library is None or self._library[0] != os.getpid():
-                self._library = (os.getpid(), open_hdf5(self.location.file))
+                self._library = (os.getpid(), open_hdf5(location.file))
             try:
-                with Waiting(self.location.file, is_work=True):
+                with Waiting(location.file, is_work=True):
                     node = self._library[1][location.dataset]
                     if location.column:
                         out[...] = node.fields(location.column)[start:stop]
@@ -473,17 +479,11 @@ class StoredArray:
                     else:
                         node.read_direct(out, np.s_[start:stop])
             except (OSError, RuntimeError, KeyError) as error:
-                raise CorruptError(
-                    f"{location.file}: dataset {location.dataset!r}, rows {start} to {stop}: {error}.",
-                    "readable HDF5 data",
-                    "copy or pack the file again",
+                what = f", rows {start} to {stop}: {error}"
+                raise damaged(
+                    location.file, location.dataset, what, "readable HDF5 data"
                 ) from error
-        now = self.file.stamp()
-        if (now[0], now[2]) != (
-            was[0],
-            was[2],
-        ):  # there are no checksums, and h5py keeps what it has read
-            raise self._written_to()
+        self._check_unwritten()  # there are no checksums, and h5py keeps what it has read
 
 
 def split_range(begin: int, end: int, piece: int) -> Iterator[tuple[int, int]]:

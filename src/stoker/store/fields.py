@@ -33,6 +33,11 @@ PARTS: Mapping[str, Mapping[str, str | None]] = {
 TIMED_PARTS = ("/time", "/gap")  # those that only a series with a time has
 
 
+def attribute_of(part: str) -> str:
+    """Return which attribute of a field has the dataset with this suffix."""
+    return part.removeprefix("/") or "values"
+
+
 class SplitCodes(np.ndarray[Any, np.dtype[Any]]):
     """One number per sample: 0 train, 1 val, 2 test, 3 purged. A `Loader` takes the samples of one of them.
 
@@ -69,8 +74,17 @@ def _stored(values: Array, what: str) -> Array:
     return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<"))
 
 
+class _Field:
+    kind: FieldKind
+
+    def arrays(self, name: str) -> dict[str, Array]:
+        """Datasets of the shard, by path."""
+        found = {name + part: getattr(self, attribute_of(part)) for part in PARTS[self.kind]}
+        return {dataset: values for dataset, values in found.items() if values is not None}
+
+
 @dataclass(frozen=True)
-class Dense:
+class Dense(_Field):
     """One row per sample.
 
     Attributes:
@@ -105,13 +119,9 @@ class Dense:
         """Return which samples touch a bad row."""
         return bad
 
-    def arrays(self, name: str) -> dict[str, Array]:
-        """Datasets of the shard, by path."""
-        return {name: self.values}
-
 
 @dataclass(frozen=True)
-class Ragged:
+class Ragged(_Field):
     """A different number of values per sample."""
 
     values: Array  # `(m, ...)`, all samples one after the other
@@ -133,7 +143,7 @@ class Ragged:
             )
         if len(offsets) > 1 and (np.diff(offsets) < 0).any():
             row = int(np.argmax(np.diff(offsets) < 0))
-            raise InputError(f"ragged offsets fall after row {row}.", "offsets that never fall", "")
+            raise InputError(f"ragged offsets fall after row {row}.", "offsets that never fall")
 
     @classmethod
     def from_strings(cls, texts: list[str]) -> Ragged:
@@ -160,17 +170,11 @@ class Ragged:
 
     def touching(self, bad: Array) -> Array:
         """Return which samples touch a bad value."""
-        counts = np.concatenate([[0], np.cumsum(bad)])
-        touched: Array = counts[self.offsets[1:]] > counts[self.offsets[:-1]]
-        return touched
-
-    def arrays(self, name: str) -> dict[str, Array]:
-        """Datasets of the shard, by path."""
-        return {f"{name}/values": self.values, f"{name}/offsets": self.offsets}
+        return _any_between(bad, self.offsets[:-1], self.offsets[1:])
 
 
 @dataclass(frozen=True)
-class Series:
+class Series(_Field):
     """Windows over a series that is stored once."""
 
     rows: Array  # `(r, features)` values, in time order; `(r,)` where a row is one number
@@ -193,7 +197,7 @@ class Series:
             self.duration_ns is None
         ):
             raise InputError(
-                "a series has only some of time, gap and duration_ns.", "all of them, or none", ""
+                "a series has only some of time, gap and duration_ns.", "all of them, or none"
             )
         if self.time is not None and self.gap is not None:
             time = np.ascontiguousarray(self.time, dtype="<i8")
@@ -208,9 +212,7 @@ class Series:
             if num_rows > 1 and (np.diff(time) <= 0).any():
                 row = int(np.argmax(np.diff(time) <= 0)) + 1
                 raise InputError(
-                    f"series time goes backwards or repeats at row {row}.",
-                    "strictly rising time",
-                    "",
+                    f"series time goes backwards or repeats at row {row}.", "strictly rising time"
                 )
         elif self.rows.ndim not in (1, 2):
             raise InputError(f"a series has rows {self.rows.shape}.", "rows (r,) or (r, features)")
@@ -237,22 +239,17 @@ class Series:
 
     def touching(self, bad: Array) -> Array:
         """Return which samples have a bad row in their window."""
-        counts = np.concatenate([[0], np.cumsum(bad)])
-        touched: Array = counts[self.ends] > counts[self.ends - self.window]
-        return touched
-
-    def arrays(self, name: str) -> dict[str, Array]:
-        """Datasets of the shard, by path."""
-        timed = {f"{name}/time": self.time, f"{name}/gap": self.gap}
-        return {
-            f"{name}/rows": self.rows,
-            **{dataset: values for dataset, values in timed.items() if values is not None},
-            f"{name}/ends": self.ends,
-        }
+        return _any_between(bad, self.ends - self.window, self.ends)
 
 
 FieldData = Dense | Ragged | Series
 ShardData = Mapping[str, FieldData]
+
+
+def _any_between(bad: Array, starts: Array, stops: Array) -> Array:
+    counts = np.concatenate([[0], np.cumsum(bad)])
+    touched: Array = counts[stops] > counts[starts]
+    return touched
 
 
 def offsets_of(lengths: Array) -> Array:
@@ -265,7 +262,5 @@ def offsets_of(lengths: Array) -> Array:
 def _check_columns(columns: tuple[str, ...] | None, values: Array) -> None:
     if columns is not None and len(columns) != values.shape[-1]:
         raise InputError(
-            f"{len(columns)} column names for {values.shape[-1]} columns.",
-            "one name per column",
-            "",
+            f"{len(columns)} column names for {values.shape[-1]} columns.", "one name per column"
         )

@@ -17,7 +17,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -63,8 +63,8 @@ class Location:
     fill: Any = 0
     chunk_shape: tuple[int, ...] = ()
     filters: tuple[int, ...] = ()
-    # chunk number along the first axis to the chunks there, for "chunked"
-    chunk_rows: Mapping[int, tuple[Chunk, ...]] = field(default_factory=dict)
+    # the chunks with a number along the first axis, for "chunked"
+    chunks_at: Callable[[int], Sequence[Chunk]] = lambda _row: ()
     num_chunks: int = 0
     column: str = ""  # of a table (a compound type): the column that is read, for "library"
 
@@ -73,10 +73,12 @@ class Location:
         """Bytes of one row (Python integers: no overflow at 2^31 or 2^63)."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """File offsets of rows `start` to `stop` of a contiguous dataset."""
-        assert self.offset is not None
-        return self.offset + start * self.row_bytes, self.offset + stop * self.row_bytes
+
+def damaged(file: Path, dataset: str, what: str, allowed: str = "a whole file") -> CorruptError:
+    """Return the error for a dataset that is not as it was written; `what` goes on behind its name."""
+    return CorruptError(
+        f"{file}: dataset {dataset!r}{what}.", allowed, "copy or pack the file again"
+    )
 
 
 def listing(path: str | Path) -> str:
@@ -239,41 +241,27 @@ def locate(file: Path, dataset: h5py.Dataset, column: str = "") -> Location:
     """Find out how `dataset`, or a column of it, can be read. The h5py file may be closed afterwards."""
     plist = dataset.id.get_create_plist()
     values = dataset.dtype[column] if column else dataset.dtype
+    shape = (*map(int, dataset.shape), *values.shape)
+    plain = Location(file, dataset.name.lstrip("/"), shape, values.base, "library", column=column)
     if column or values.subdtype:
-        return Location(
-            file,
-            dataset.name.lstrip("/"),
-            (*map(int, dataset.shape), *values.shape),
-            values.base,
-            layout="library",
-            reason="it is a column of a table" if column else "each of its values is an array",
-            column=column,
-        )
-    facts: dict[str, Any] = {
-        "file": file,
-        "dataset": dataset.name.lstrip("/"),
-        "shape": tuple(int(length) for length in dataset.shape),
-        "dtype": dataset.dtype,
-        # netCDF's no-fill mode leaves it undefined, where h5py raises. Unwritten rows are read as 0 then.
-        "fill": dataset.fillvalue if has_fill(dataset) else 0,
-    }
+        reason = "it is a column of a table" if column else "each of its values is an array"
+        return replace(plain, reason=reason)
+    # netCDF's no-fill mode leaves it undefined, where h5py raises. Unwritten rows are read as 0 then.
+    plain = replace(plain, fill=dataset.fillvalue if has_fill(dataset) else 0)
     if not _is_numpys(dataset):
         stored = dataset.id.get_type()
         bits = f"{8 * stored.get_size()} bits that are not numpy's {dataset.dtype}"
-        return Location(**facts, layout="library", reason=f"its numbers are {bits}")
+        return replace(plain, reason=f"its numbers are {bits}")
     layout = plist.get_layout()
     if layout == h5py.h5d.CONTIGUOUS and plist.get_external_count() == 0:
-        offset = dataset.id.get_offset()
-        location = Location(**facts, layout="contiguous", offset=offset)
-        if offset is not None:  # else its rows are the fill value
+        location = replace(plain, layout="contiguous", offset=dataset.id.get_offset())
+        if location.offset is not None:  # else its rows are the fill value
             check_bounds(location, location.file.stat().st_size)
         return location
     if layout == h5py.h5d.CHUNKED:
-        return _locate_chunked(facts, dataset, plist)
+        return _locate_chunked(plain, dataset, plist)
     names = {h5py.h5d.COMPACT: "compact", h5py.h5d.VIRTUAL: "virtual"}
-    return Location(
-        **facts, layout="library", reason=f"its data is {names.get(layout, 'external')}"
-    )
+    return replace(plain, reason=f"its data is {names.get(layout, 'external')}")
 
 
 def _is_numpys(dataset: h5py.Dataset) -> bool:
@@ -290,36 +278,28 @@ def check_bounds(location: Location, size_bytes: int) -> None:
     num_bytes = location.shape[0] * location.row_bytes
     if num_bytes == 0:
         return
-    if location.offset is None:
-        raise CorruptError(
-            f"{location.file}: dataset {location.dataset!r} needs {num_bytes} bytes, and none are stored.",
-            "a whole file",
-            "copy or pack the file again",
-        )
-    begin, end = location.byte_range(0, location.shape[0])
-    if end > size_bytes:
-        raise CorruptError(
-            f"{location.file}: dataset {location.dataset!r} needs bytes {begin} to {end}, "
-            f"but the file ends at {size_bytes}.",
-            "a whole file",
-            "copy or pack the file again",
-        )
+    begin = location.offset
+    if begin is None:
+        what = f" needs {num_bytes} bytes, and none are stored"
+        raise damaged(location.file, location.dataset, what)
+    if begin + num_bytes > size_bytes:
+        what = f" needs bytes {begin} to {begin + num_bytes}, but the file ends at {size_bytes}"
+        raise damaged(location.file, location.dataset, what)
 
 
-def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) -> Location:
-    filters = tuple(plist.get_filter(i)[0] for i in range(plist.get_nfilters()))
+def _locate_chunked(plain: Location, dataset: h5py.Dataset, plist: Any) -> Location:
+    found = [plist.get_filter(number) for number in range(plist.get_nfilters())]
+    filters = tuple(each[0] for each in found)
     if not can_undo(filters):
-        names = ", ".join(
-            plist.get_filter(i)[3].decode(errors="replace") for i in range(len(filters))
-        )
-        return Location(**facts, layout="library", reason=f"its filters are {names}")
+        names = ", ".join(each[3].decode(errors="replace") for each in found)
+        return replace(plain, reason=f"its filters are {names}")
     free = [axis for axis, most in enumerate(dataset.maxshape) if most is None]
     header = h5py.h5o.get_info(dataset.id).hdr.version
     if len(free) == 1 and free != [0] and header > 1:
         # HDF5 2.0 walks over such a table (an extensible array) as if the first axis were the one that grows, and
         # gives most chunks the place of another. Its own reads look chunks up one by one, and are right.
         reason = f"HDF5 does not list the places of its chunks, because axis {free[0]} can grow"
-        return Location(**facts, layout="library", reason=reason)
+        return replace(plain, reason=reason)
     rows: dict[int, list[Chunk]] = {}
     height = dataset.chunks[0]
 
@@ -330,13 +310,13 @@ def _locate_chunked(facts: dict[str, Any], dataset: h5py.Dataset, plist: Any) ->
     dataset.id.chunk_iter(collect)
     if filters and header > 1 and _has_plain_edge(dataset, rows.values()):
         reason = "chunks at its edge may be stored without its filters, and the file's table does not say it"
-        return Location(**facts, layout="library", reason=reason)
-    return Location(
-        **facts,
+        return replace(plain, reason=reason)
+    return replace(
+        plain,
         layout="chunked",
         chunk_shape=tuple(dataset.chunks),
         filters=filters,
-        chunk_rows={row: tuple(chunks) for row, chunks in rows.items()},
+        chunks_at=lambda row: rows.get(row, ()),
         num_chunks=sum(map(len, rows.values())),
     )
 
@@ -361,27 +341,24 @@ def read_chunk(location: Location, chunk: Chunk, read: Callable[[int, memoryview
     Raises:
         CorruptError: With the chunk's place in the array and in the file.
     """
-    expected = math.prod(location.chunk_shape) * location.dtype.itemsize
-    if chunk.size > expected + expected // 8 + 4096:  # deflate makes random bytes a little longer
-        raise _bad_chunk(location, chunk, f"its table says {chunk.size} bytes, for {expected}")
-    raw = bytearray(chunk.size)
-    read(chunk.byte_offset, memoryview(raw))
+    itemsize = location.dtype.itemsize
+    expected = math.prod(location.chunk_shape) * itemsize
     try:
-        data = undo_filters(
-            location.filters, chunk.filter_mask, raw, expected, location.dtype.itemsize
-        )
+        if (
+            chunk.size > expected + expected // 8 + 4096
+        ):  # deflate makes random bytes a little longer
+            raise ValueError(f"its table says {chunk.size} bytes, for {expected}")
+        raw = bytearray(chunk.size)
+        read(chunk.byte_offset, memoryview(raw))
+        data = undo_filters(location.filters, chunk.filter_mask, raw, expected, itemsize)
     except ValueError as error:
-        raise _bad_chunk(location, chunk, str(error)) from error
+        raise CorruptError(
+            f"{location.file}: dataset {location.dataset!r}, chunk at {chunk.origin} "
+            f"(byte {chunk.byte_offset}): {error}.",
+            "a chunk as it was written",
+            "restore the file from its source",
+        ) from error
     return np.frombuffer(data, dtype=location.dtype).reshape(location.chunk_shape)
-
-
-def _bad_chunk(location: Location, chunk: Chunk, why: str) -> CorruptError:
-    return CorruptError(
-        f"{location.file}: dataset {location.dataset!r}, chunk at {chunk.origin} "
-        f"(byte {chunk.byte_offset}): {why}.",
-        "a chunk as it was written",
-        "restore the file from its source",
-    )
 
 
 PACKED_BY = {

@@ -13,16 +13,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stoker.bounds import require_memory
 from stoker.errors import StoreError
 from stoker.report import Progress, Silent
-from stoker.store.arrays import split_range
-from stoker.store.fields import Array, ShardData
+from stoker.store.fields import PARTS, Array, ShardData
 from stoker.store.manifest import FieldInfo
 from stoker.store.quality import (
     Finding,
@@ -38,7 +36,7 @@ from stoker.store.table_stats import TableStats
 
 _PIECE_BYTES = 32 << 20
 _ROW_COPIES = 4  # as read, in native order, as floats, and the temporaries of a block
-_VALUES = {"dense": "", "ragged": "/values", "series": "/rows"}
+_VALUES = {kind: next(iter(parts)) for kind, parts in PARTS.items()}
 _TARGET_FIELD, _TIME_FIELD = "targets", "time"
 _FIXED = ("conditions",)
 """Fields with the same columns whatever the data: most of them are constant, and nobody can drop them."""
@@ -72,12 +70,15 @@ class Inspection:
         }
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     field: str
     first_row: int
     values: Array
-    columns: tuple[str, ...] | None
+    columns: list[str] | None
+
+    def scan(self) -> TableStats:
+        first_row, field = self.first_row, self.field
+        return TableStats.scan(self.values, self.columns, first_row=first_row, field=field)
 
 
 def inspect_store(store: Store, progress: Progress | None = None) -> Inspection:
@@ -107,15 +108,12 @@ def inspect_store(store: Store, progress: Progress | None = None) -> Inspection:
 def inspect_parts(parts: Iterable[ShardData]) -> Inspection:
     """Look at fields that are not in a store yet, part by part."""
     stats: dict[str, TableStats] = {}
-    rows: dict[str, int] = {}
     for fields in parts:
         for name, data in fields.items():
             if not _worth_a_look(FieldInfo.of(data)):
                 continue
-            first = rows.get(name, 0)
-            values, columns = data.values, data.columns
-            _merge(stats, TableStats.scan(values, columns, first_row=first, field=name))
-            rows[name] = first + len(values)
+            first = stats[name].num_rows if name in stats else 0
+            _merge(stats, TableStats.scan(data.values, data.columns, first_row=first, field=name))
     return Inspection(stats, tuple(_judge(stats)))
 
 
@@ -131,16 +129,14 @@ def _row_bytes(info: FieldInfo) -> int:
 def _store_pieces(store: Store, wanted: Mapping[str, FieldInfo]) -> Iterator[_Piece]:
     for name, info in wanted.items():
         first = 0
-        columns = None if info.columns is None else tuple(info.columns)
         for shard in store.shards:
             array = shard.arrays[name + _VALUES[info.kind]]
-            rows = max(1, _PIECE_BYTES // max(1, array.location.row_bytes))
-            for low, high in split_range(0, len(array), rows):
-                yield _Piece(name, first + low, array.read(low, high), columns)
+            for low, high in array.pieces(_PIECE_BYTES):
+                yield _Piece(name, first + low, array.read(low, high), info.columns)
             first += len(array)
         if first == 0:
             empty = np.empty((0, *info.shape), dtype=np.dtype(info.dtype).newbyteorder("="))
-            yield _Piece(name, 0, empty, columns)
+            yield _Piece(name, 0, empty, info.columns)
 
 
 def _ahead(
@@ -152,14 +148,7 @@ def _ahead(
     """
     waiting = []
     for piece in pieces:
-        scan = partial(
-            TableStats.scan,
-            piece.values,
-            piece.columns,
-            first_row=piece.first_row,
-            field=piece.field,
-        )
-        waiting.append((piece, pool.submit(scan)))
+        waiting.append((piece, pool.submit(piece.scan)))
         if len(waiting) > depth:
             first, future = waiting.pop(0)
             yield first, future.result()
@@ -174,23 +163,16 @@ def _merge(stats: dict[str, TableStats], part: TableStats) -> None:
 
 def _judge(stats: Mapping[str, TableStats]) -> list[Finding]:
     target = stats.get(_TARGET_FIELD)
-    findings = [
-        finding
-        for name, about in stats.items()
-        for finding in judge(about, target=target if _comparable(name, about, target) else None)
-        if name not in _FIXED or finding.name not in ("constant", "duplicate-rows")
-    ]
+    if target is not None and len(target.columns) != 1:
+        target = None
+    findings: list[Finding] = []
+    for name, about in stats.items():
+        # Label leaks are searched for where the target is one column over the same rows.
+        is_alike = target is not None and about.num_rows == target.num_rows
+        found = judge(about, target=target if is_alike and name != _TARGET_FIELD else None)
+        unusual = ("constant", "duplicate-rows") if name in _FIXED else ()
+        findings += [finding for finding in found if finding.name not in unusual]
     return sorted_findings(findings)
-
-
-def _comparable(name: str, stats: TableStats, target: TableStats | None) -> bool:
-    """Return whether a field can be searched for label leaks: the target is one column over the same rows."""
-    return (
-        target is not None
-        and name != _TARGET_FIELD
-        and len(target.columns) == 1
-        and stats.num_rows == target.num_rows
-    )
 
 
 def _judge_store_time(store: Store) -> list[Finding]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,13 +66,11 @@ class FieldInfo(_Frozen):
     @classmethod
     def of(cls, data: FieldData) -> FieldInfo:
         """Describe a field that is about to be written."""
-        values = data.rows if isinstance(data, Series) else data.values
-        columns = None if isinstance(data, Ragged) else data.columns
         return cls(
             kind=data.kind,
-            dtype=values.dtype.str,
-            shape=list(values.shape[1:]),
-            columns=None if columns is None else list(columns),
+            dtype=data.values.dtype.str,
+            shape=list(data.values.shape[1:]),
+            columns=None if data.columns is None else list(data.columns),
             window=data.window if isinstance(data, Series) else None,
             duration_ns=data.duration_ns if isinstance(data, Series) else None,
             encoding=data.encoding if isinstance(data, Ragged) else None,
@@ -197,11 +196,9 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
     try:
         document = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise CorruptError(
-            f"{name} is not UTF-8 text: byte {error.start}.", "a manifest", "pack again"
-        ) from error
+        raise _damaged(f"{name} is not UTF-8 text: byte {error.start}.") from error
     except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits
-        raise CorruptError(f"{name} is not JSON: {error}.", "a manifest", "pack again") from error
+        raise _damaged(f"{name} is not JSON: {error}.") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise StoreVersionError(
@@ -211,20 +208,16 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
         )
     checksum = document.pop(_SEAL, None) if isinstance(document, dict) else None
     if checksum is None or checksum != _digest(document):
-        raise CorruptError(
-            f"{name} fails its own checksum: it was damaged or edited.",
-            "a manifest as it was written",
-            "pack again",
-        )
+        given = f"{name} fails its own checksum: it was damaged or edited."
+        raise _damaged(given, "a manifest as it was written")
     try:
         manifest = Manifest.model_validate_json(exact_text(document))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise CorruptError(
-            f"{name}: {where}: {first['msg']}.", "a manifest", "pack again"
-        ) from error
-    _check(manifest, name)
+        raise _damaged(f"{name}: {where}: {first['msg']}.") from error
+    for what, allowed in _contradictions(manifest):
+        raise _damaged(f"{name}: {what}.", allowed)
     # As it was written: an older manifest has fewer keys than one that is written now.
     manifest._checksum = checksum
     return manifest
@@ -270,67 +263,62 @@ def _not_a_store(folder: Path) -> StoreError:
     )
 
 
-def _damaged(name: str, what: str, allowed: str) -> CorruptError:
-    return CorruptError(f"{name}: {what}", allowed, "pack again")
+def _damaged(given: str, allowed: str = "a manifest") -> CorruptError:
+    return CorruptError(given, allowed, "pack again")
 
 
-def _check(manifest: Manifest, name: str) -> None:
-    """Check what the types cannot: counts that must agree, names that must stay inside."""
+def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield what the types cannot tell: counts that must agree, names that must stay inside; and what is allowed."""
     total = sum(shard.num_samples for shard in manifest.shards)
     if total != manifest.num_samples or any(shard.num_samples < 0 for shard in manifest.shards):
-        raise _damaged(
-            name,
-            f"the shards hold {total} samples but num_samples is {manifest.num_samples}.",
+        yield (
+            f"the shards hold {total} samples but num_samples is {manifest.num_samples}",
             "equal counts",
         )
     for field, info in manifest.fields.items():
-        if min(info.shape, default=0) < 0 or _item_bytes(info.dtype) is None:
-            raise _damaged(
-                name,
-                f"field {field!r} has dtype {info.dtype!r} and shape {info.shape}.",
+        if min(info.shape, default=0) < 0 or not _is_number(info.dtype):
+            yield (
+                f"field {field!r} has dtype {info.dtype!r} and shape {info.shape}",
                 "numbers of at most 8 bytes, and lengths of 0 or more",
             )
         if info.kind == "series" and (info.window is None or info.window < 0):
-            raise _damaged(name, f"series {field!r} has window {info.window}.", "0 rows or more")
+            yield f"series {field!r} has window {info.window}", "0 rows or more"
     for shard in manifest.shards:
-        _check_shard(manifest, shard, name)
+        for what, allowed in _contradictions_of(shard, manifest.fields):
+            yield f"shard {shard.file!r} {what}", allowed
     if not 4096 <= manifest.block_bytes <= CHUNK.most:
-        raise _damaged(name, f"block_bytes is {manifest.block_bytes}.", f"4096 to {CHUNK.most}")
+        yield f"block_bytes is {manifest.block_bytes}", f"4096 to {CHUNK.most}"
 
 
-def _item_bytes(dtype: str) -> int | None:
+def _is_number(dtype: str) -> bool:
     try:
         kind = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):
-        return None
-    return kind.itemsize if kind.kind in "biuf" and 0 < kind.itemsize <= 8 else None
+        return False
+    return kind.kind in "biuf" and 0 < kind.itemsize <= 8
 
 
-def _check_shard(manifest: Manifest, shard: ShardInfo, name: str) -> None:
-    """Check the entry of one shard: its name, offsets and counts against each other and its size."""
+def _contradictions_of(
+    shard: ShardInfo, fields: Mapping[str, FieldInfo]
+) -> Iterator[tuple[str, str]]:
+    """Hold name, offsets and counts of one shard against each other and its size."""
     if Path(shard.file).name != shard.file:
-        raise _damaged(
-            name, f"shard {shard.file!r} is not a file name.", "a name beside the manifest"
-        )
+        yield "is not a file name", "a name beside the manifest"
     if {f"_checksums/{dataset}" for dataset in shard.rows} | set(shard.rows) != set(shard.offsets):
-        raise _damaged(name, f"shard {shard.file!r} misses offsets.", "one per dataset")
+        yield "misses offsets", "one per dataset"
     # A sample has at least one byte, so no file has more samples than bytes.
     if shard.num_samples > max(0, shard.size_bytes):
-        raise _damaged(
-            name,
-            f"shard {shard.file!r} claims {shard.num_samples} samples in {shard.size_bytes} bytes.",
+        yield (
+            f"claims {shard.num_samples} samples in {shard.size_bytes} bytes",
             "samples that have bytes",
         )
-    for field, info in manifest.fields.items():
-        wanted = {"": 0, "/offsets": 1, "/ends": 0}
-        for part in info.parts:
-            rows = shard.rows.get(field + part, -1)
-            if rows < 0 or (part in wanted and rows != shard.num_samples + wanted[part]):
-                raise _damaged(
-                    name,
-                    f"shard {shard.file!r} has {max(rows, 0)} rows of {field + part!r} for "
-                    f"{shard.num_samples} samples.",
-                    "equal counts",
-                )
+    wanted = {"": 0, "/offsets": 1, "/ends": 0}
+    for dataset, part in [
+        (name + part, part) for name, info in fields.items() for part in info.parts
+    ]:
+        rows = shard.rows.get(dataset, -1)
+        if rows < 0 or (part in wanted and rows != shard.num_samples + wanted[part]):
+            counts = f"{max(rows, 0)} rows of {dataset!r} for {shard.num_samples} samples"
+            yield f"has {counts}", "equal counts"
     if any(offset is not None and offset < 0 for offset in shard.offsets.values()):
-        raise _damaged(name, f"shard {shard.file!r} has an offset below 0.", "a place in the file")
+        yield "has an offset below 0", "a place in the file"

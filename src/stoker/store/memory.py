@@ -6,16 +6,16 @@ nothing is copied until it is read; the arrays must not change meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from stoker.store.arrays import OpenFile, Stamp, StoredArray
 from stoker.store.fields import Array, FieldData
 from stoker.store.hdf5 import Location
-from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
+from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
 from stoker.store.reader import Store
 from stoker.store.shard import Shard
 
@@ -28,7 +28,7 @@ class _MemoryFile:
 
     def __init__(self, values: Array) -> None:
         self.direct = False
-        self.opened_as: Stamp = (0, 0, 0)
+        self.opened_as = Stamp(0, 0, 0, 0)
         self._bytes = values.reshape(-1).view(np.uint8)
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:  # noqa: ARG002
@@ -43,31 +43,9 @@ class _MemoryFile:
         """Nothing can be read ahead."""
 
 
-class _MemoryShard(Shard):
-    def __init__(self, datasets: Mapping[str, Array]) -> None:
-        wanted = {name: (each.dtype.str, list(each.shape[1:])) for name, each in datasets.items()}
-        super().__init__(_NOWHERE, None, wanted, 1 << 20)
-        self._values = datasets
-
-    def _open(self) -> dict[str, StoredArray]:
-        return {
-            name: StoredArray(
-                cast(OpenFile, _MemoryFile(values)),
-                Location(_NOWHERE, name, values.shape, values.dtype, "contiguous", offset=0),
-                None,
-                self._block_bytes,
-            )
-            for name, values in self._values.items()
-        }
-
-
-class _MemoryStore(Store):
-    """Pickled with its arrays: another process gets a copy of them."""
-
-    made_of: tuple[Any, ...] = ()
-
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
-        return memory_store, self.made_of
+def _stored(name: str, values: Array) -> StoredArray:
+    location = Location(_NOWHERE, name, values.shape, values.dtype, "contiguous", offset=0)
+    return StoredArray(cast(OpenFile, _MemoryFile(values)), location, None, BLOCK_BYTES)
 
 
 def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
@@ -76,7 +54,7 @@ def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
         name: array for field, data in fields.items() for name, array in data.arrays(field).items()
     }
     num_samples = next(iter(fields.values())).num_samples
-    shard = ShardInfo(
+    info = ShardInfo(
         file=name,
         label=name,
         num_samples=num_samples,
@@ -85,12 +63,18 @@ def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
         rows={dataset: len(values) for dataset, values in datasets.items()},
     )
     described = {field: FieldInfo.of(data) for field, data in fields.items()}
-    manifest = Manifest(num_samples=num_samples, fields=described, shards=[shard])
-    store = _MemoryStore(_NOWHERE, manifest, [_MemoryShard(datasets)], None, (), name)
-    store.made_of = (dict(fields), name)
+    manifest = Manifest(num_samples=num_samples, fields=described, shards=[info])
+
+    def make() -> dict[str, StoredArray]:
+        return {dataset: _stored(dataset, values) for dataset, values in datasets.items()}
+
+    shard = Shard(_NOWHERE, None, {}, BLOCK_BYTES, make=make)
+    store = Store(_NOWHERE, manifest, [shard], None, (), name)
+    # Pickled with its arrays: another process gets a copy of them.
+    store.made_by = memory_store, (dict(fields), name)
     return store
 
 
 def is_in_memory(store: Store) -> bool:
     """Whether a store has no files: nobody can look at it with a command."""
-    return isinstance(store, _MemoryStore)
+    return store.made_by is not None and store.made_by[0] is memory_store

@@ -24,7 +24,7 @@ the exponent histogram, however the table was cut into parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -67,17 +67,17 @@ _UNSET = np.array(
 _COLUMNS_TOLD = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing that is wrong, in one column."""
 
     name: FindingName  # what it is
     field: str  # the field it is in
-    column: str | None  # the column's name; None when it concerns whole rows
-    column_index: int | None  # the column's position; None when it concerns whole rows
+    column: str | None = None  # the column's name; None when it concerns whole rows
+    column_index: int | None = None  # the column's position; None when it concerns whole rows
     count: int  # values (or rows) that have it; an estimate where `evidence` says "about"
     share: float  # `count` over all values of the column (or all rows)
-    first_rows: tuple[int, ...]  # first rows that have it, at most five
+    first_rows: tuple[int, ...] = ()  # first rows that have it, at most five
     severity: Severity  # "refuse" stops a pack, "warn" does not, "note" is for completeness
     evidence: str  # the numbers, in words
     remedy: str  # what to type
@@ -188,17 +188,14 @@ def bad_rows(values: Array, limits: Limits) -> Array:
     bad = np.zeros(len(values), dtype=bool)
     for start, rows in row_chunks(values):
         table = as_float(rows.reshape(len(rows), limits.inner, len(limits.columns)))
-        bound = _rounded_up(limits.refuse_from, table.dtype)
+        # Rounded up, so that `x < bound` says the same as in float64.
+        bound = limits.refuse_from.astype(table.dtype)
+        above = np.nextafter(bound, table.dtype.type(np.inf))
+        bound = np.where(bound < limits.refuse_from, above, bound)
         with np.errstate(invalid="ignore"):
             # Written so that NaN, for which every comparison is false, is bad too.
             bad[start : start + len(rows)] = ~(np.abs(table) < bound).all(axis=(1, 2))
     return bad
-
-
-def _rounded_up(limits: Array, dtype: np.dtype[Any]) -> Array:
-    """Return limits in `dtype` so that `x < limit` says the same as in float64."""
-    narrow = limits.astype(dtype)
-    return np.where(narrow < limits, np.nextafter(narrow, dtype.type(np.inf)), narrow)
 
 
 def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Finding]:
@@ -206,18 +203,13 @@ def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Findin
 
     With the `target` to be predicted, over the same rows, label leaks are looked for in the sampled rows.
     """
-    dtype = np.dtype(stats.dtype)
     findings: list[Finding] = []
     codes: dict[float, list[Finding]] = {}
     for column in range(len(stats.columns)):
         judged = _Column(stats, column)
+        findings += judged.findings()
         for code, finding in judged.missing_codes():
             codes.setdefault(code, []).append(finding)
-        findings += judged.not_finite()
-        findings += judged.extreme(dtype)
-        findings += judged.overflow()
-        findings += judged.constant()
-        findings += judged.denormal()
     for code, same in codes.items():
         findings += same if len(same) <= _COLUMNS_TOLD else [_of_many(code, same, stats)]
     findings += _duplicates(stats)
@@ -228,122 +220,106 @@ def judge(stats: TableStats, *, target: TableStats | None = None) -> list[Findin
 
 class _Column:
     def __init__(self, stats: TableStats, column: int) -> None:
-        self._stats = stats
-        self._values = stats.values
-        self._column = column
+        self._stats, self._values, self._column = stats, stats.values, column
         self._name = stats.columns[column]
-        self._is_float = np.dtype(stats.dtype).kind == "f"
-        # Repairs act on features only: a made-up target would be learned.
-        self._can_repair = stats.field == "features"
-        named = self._name != str(column)  # arrays have numbers for names, and no --drop
-        self._drop = (
-            f"drop the column: --drop {quoted(self._name)}"
-            if named
-            else "leave the column out of the array"
-        )
+        self._ends = float(stats.values.low[column]), float(stats.values.high[column])
+        self._dtype = np.dtype(stats.dtype)
 
     def _repair(self, text: str) -> str:
         return f"--repair {quoted(f'{text}@{escape_name(self._name)}')}"
 
-    def _finding(
-        self,
-        name: FindingName,
-        severity: Severity,
-        count: int,
-        rows: tuple[int, ...],
-        what: str,
-        remedy: str,
-    ) -> Finding:
+    def _drop(self) -> str:
+        if self._name == str(self._column):  # arrays have numbers for names, and no --drop
+            return "leave the column out of the array"
+        return f"drop the column: --drop {quoted(self._name)}"
+
+    def _found(
+        self, name: FindingName, severity: Severity, count: int, rows: tuple[int, ...], what: str, remedy: str,
+        is_exact: bool = True,
+    ) -> Finding:  # fmt: skip
         total = self._stats.num_values
-        evidence = f"{format_count(count)} of {format_count(total)} values {what}{_at(rows)}"
+        about, which = ("", "first") if is_exact else ("about ", "among them")
+        values = f"{about}{format_count(count)} of {format_count(total)} values"
         return Finding(
-            name, self._stats.field, self._name, self._column, count, count / total, rows,
-            severity, evidence, remedy,
+            name=name, field=self._stats.field, column=self._name, column_index=self._column, count=count,
+            share=count / total, first_rows=rows, severity=severity, evidence=f"{values} {what}{_at(rows, which)}",
+            remedy=remedy,
         )  # fmt: skip
 
-    def not_finite(self) -> list[Finding]:
-        found: list[Finding] = []
-        cases: Sequence[tuple[FindingName, Array, str]] = (
-            ("nan", self._values.num_nan, "are NaN"),
-            ("inf", self._values.num_inf, "are infinite"),
+    def findings(self) -> Iterator[Finding]:
+        """Yield what is wrong with the values, but for codes of missing ones."""
+        values, at = self._values, self._column
+        # Repairs act on features only: a made-up target would be learned.
+        can_repair = self._stats.field == "features"
+        low, high = self._ends
+        largest = max(abs(low), abs(high))
+        not_finite: Sequence[tuple[FindingName, Array, str]] = (
+            ("nan", values.num_nan, "are NaN"),
+            ("inf", values.num_inf, "are infinite"),
         )
-        for name, counts, what in cases:
-            if count := int(counts[self._column]):
-                rows = self._values.rows_of(name, self._column)
-                remedy = f"{self._repair(_REPAIRS[name])}, or {self._drop}"
-                remedy = remedy if self._can_repair else _LEAVE_OUT
-                found.append(self._finding(name, "refuse", count, rows, what, remedy))
-        return found
+        for name, counts, what in not_finite:
+            if count := int(counts[at]):
+                remedy = f"{self._repair(_REPAIRS[name])}, or {self._drop()}"
+                remedy = remedy if can_repair else _LEAVE_OUT
+                yield self._found(name, "refuse", count, values.rows_of(name, at), what, remedy)
+        count, rows, why = self._extreme()
+        if count:
+            remedy = (
+                f"{self._repair(_clip(count / self._stats.num_values))}; if it is a ratio, look at its denominator: "
+                "--repair min-denominator:RATIO=NUMERATOR/DENOMINATOR,min=0.01"
+            )
+            what, remedy = f"reach {largest:.3g}, {why}", remedy if can_repair else _LEAVE_OUT
+            yield self._found("extreme", "refuse", count, rows, what, remedy)
+        is_float = self._dtype.kind == "f"
+        if is_float and (count := int(values.num_over_fp16[at])):
+            what = f"are above 65,504, the largest float16 (up to {largest:.3g})"
+            remedy = "train in bfloat16, or store them in a larger unit"
+            if can_repair:
+                remedy = (
+                    f"{self._repair('robust')} or {self._repair('asinh')}; or train in bfloat16"
+                )
+            rows = values.rows_of("over-fp16", at)
+            yield self._found("overflows-fp16", "warn", count, rows, what, remedy)
+        if low == high and (count := int(values.num_finite[at])) >= 2:
+            what = f"are the same, {low:.6g}"
+            yield self._found("constant", "warn", count, (), what, self._drop())
+        if is_float and (count := int(values.num_denormal[at])):
+            what = f"are denormal (below {np.finfo(self._dtype).tiny:.3g})"
+            scale = f", or scale the column: {self._repair('robust')}" if can_repair else ""
+            remedy = f"nothing: they are as good as zero{scale}"
+            rows = values.rows_of("denormal", at)
+            yield self._found("denormal", "note", count, rows, what, remedy)
 
-    def extreme(self, dtype: np.dtype[Any]) -> list[Finding]:
-        by_ratio = _extreme_bin(self._stats, self._column)
-        ruins = dtype.kind == "f" and dtype.itemsize <= 4
+    def _extreme(self) -> tuple[int, tuple[int, ...], str]:
+        """Return how many values are extreme, the first rows, and by what measure."""
+        values, at = self._values, self._column
+        by_ratio = _extreme_bin(self._stats, at)
+        ruins = self._dtype.kind == "f" and self._dtype.itemsize <= 4
         if by_ratio is not None and (not ruins or 2.0 ** (by_ratio - 127) <= HUGE):
-            count = self._values.count_from(by_ratio, self._column)
-            rows = self._values.rows_from(by_ratio, self._column)
-            sizes = np.abs(self._stats.sampled(self._column))
+            sizes = np.abs(self._stats.sampled(at))
             sizes = sizes[sizes > 0]
             usual = f"{np.median(sizes):.3g}" if len(sizes) else "magnitude"
             why = f"more than a million times the usual {usual}"
-        elif ruins:
-            count = int(self._values.num_huge[self._column])
-            rows = self._values.rows_of("huge", self._column)
-            why = "where float32 counts in steps of 67 million"
-        else:
-            return []
-        if count == 0:
-            return []
-        what = f"reach {self._largest():.3g}, {why}"
-        remedy = (
-            f"{self._repair(_clip(count / self._stats.num_values))}; if it is a ratio, look at its denominator: "
-            "--repair min-denominator:RATIO=NUMERATOR/DENOMINATOR,min=0.01"
-        )
-        remedy = remedy if self._can_repair else _LEAVE_OUT
-        return [self._finding("extreme", "refuse", count, rows, what, remedy)]
+            return values.count_from(by_ratio, at), values.rows_from(by_ratio, at), why
+        why = "where float32 counts in steps of 67 million"
+        return int(values.num_huge[at]) if ruins else 0, values.rows_of("huge", at), why
 
-    def overflow(self) -> list[Finding]:
-        count = int(self._values.num_over_fp16[self._column])
-        if count == 0 or not self._is_float:
-            return []
-        rows = self._values.rows_of("over-fp16", self._column)
-        what = f"are above 65,504, the largest float16 (up to {self._largest():.3g})"
-        remedy = f"{self._repair('robust')} or {self._repair('asinh')}; or train in bfloat16"
-        remedy = remedy if self._can_repair else "train in bfloat16, or store them in a larger unit"
-        return [self._finding("overflows-fp16", "warn", count, rows, what, remedy)]
-
-    def constant(self) -> list[Finding]:
-        finite = int(self._values.num_finite[self._column])
-        low, high = float(self._values.low[self._column]), float(self._values.high[self._column])
-        if finite < 2 or low != high:
-            return []
-        what = f"are the same, {low:.6g}"
-        return [self._finding("constant", "warn", finite, (), what, self._drop)]
-
-    def missing_codes(self) -> list[tuple[float, Finding]]:
-        """Numbers that may stand for a missing value; from the sample, so counts of long columns are estimates."""
-        ends = (float(self._values.low[self._column]), float(self._values.high[self._column]))
-        if not any(map(_is_code, ends)):
-            return []
+    def missing_codes(self) -> Iterator[tuple[float, Finding]]:
+        """Yield numbers that may stand for a missing value, from the sample: counts of long columns are estimates."""
+        if not any(map(_is_code, self._ends)):
+            return
         sample = self._stats.sample.values[:, :, self._column].astype(np.float64)
-        total, found = self._stats.num_values, []
+        total = self._stats.num_values
         for code, low, high in find_codes(sample[np.isfinite(sample)]):
             is_code, typed = sample == code, _spelled(code, self._stats)
             is_whole = sample.size == total
             count = int(is_code.sum()) if is_whole else round(is_code.mean() * total)
             having = np.sort(self._stats.sample.rows[is_code.any(axis=1)])
             rows = tuple(having[:FIRST_ROWS].tolist())
-            evidence = (
-                f"{'' if is_whole else 'about '}{format_count(count)} of {format_count(total)} values are {typed}, "
-                f"which may stand for a missing value: the others are {low:.6g} to {high:.6g}"
-            )
-            evidence += _at(rows, "first" if is_whole else "among them")
+            others = f"the others are {low:.6g} to {high:.6g}"
+            what = f"are {typed}, which may stand for a missing value: {others}"
             remedy = self._without_code(typed, count / total)
-            finding = Finding(
-                "missing-code", self._stats.field, self._name, self._column, count, count / total,
-                rows, "warn", evidence, remedy,
-            )  # fmt: skip
-            found.append((code, finding))
-        return found
+            yield code, self._found("missing-code", "warn", count, rows, what, remedy, is_whole)
 
     def _without_code(self, code: str, share: float) -> str:
         if self._stats.field == "targets":
@@ -354,21 +330,6 @@ class _Column:
             typed = f"--missing-code {quoted(f'{self._name}={code}')} --missing median"
             return f"if so, {typed}; without the name, for every column"
         return _other_value(code)
-
-    def denormal(self) -> list[Finding]:
-        count = int(self._values.num_denormal[self._column])
-        if count == 0:
-            return []
-        rows = self._values.rows_of("denormal", self._column)
-        tiny = np.finfo(self._stats.dtype).tiny
-        what = f"are denormal (below {tiny:.3g})"
-        scale = f", or scale the column: {self._repair('robust')}" if self._can_repair else ""
-        remedy = f"nothing: they are as good as zero{scale}"
-        return [self._finding("denormal", "note", count, rows, what, remedy)]
-
-    def _largest(self) -> float:
-        low, high = self._values.low[self._column], self._values.high[self._column]
-        return max(abs(float(low)), abs(float(high)))
 
 
 def find_codes(values: Array) -> list[tuple[float, float, float]]:
@@ -406,12 +367,9 @@ def _is_code(value: float) -> bool:
         if set(digits) == {"9"} and (value < 0 or abs(value) >= 99):
             return True
     is_eights = len(digits) > 1 and set(digits) in ({"8"}, {"7"})
-    return value < 0 and (is_eights or _is_round(-value))
-
-
-def _is_round(value: float) -> bool:
-    """Whether a number is 100, 200, ..., 900, 1000, 2000, ..."""
-    return value >= 100 and value == np.rint(value) and set(f"{value:.0f}"[1:]) == {"0"}
+    # -100, -200, ..., -900, -1000, -2000, ...
+    is_round = value <= -100 and value == np.rint(value) and set(f"{-value:.0f}"[1:]) == {"0"}
+    return value < 0 and (is_eights or is_round)
 
 
 def _spelled(code: float, stats: TableStats) -> str:
@@ -441,8 +399,9 @@ def _of_many(code: float, same: Sequence[Finding], stats: TableStats) -> Finding
     remedy = remedy if _is_table(stats) else _other_value(typed)
     count, rows = sum(each.count for each in same), same[0].first_rows
     return Finding(
-        "missing-code", stats.field, None, None, count, share, rows, "warn", evidence, remedy
-    )
+        name="missing-code", field=stats.field, count=count, share=share, first_rows=rows, severity="warn",
+        evidence=evidence, remedy=remedy,
+    )  # fmt: skip
 
 
 def _other_value(code: str) -> str:
@@ -473,8 +432,8 @@ def _duplicates(stats: TableStats) -> list[Finding]:
     remedy = "keep them only where they are real: the same row in train and test inflates the score"
     return [
         Finding(
-            "duplicate-rows", stats.field, None, None, count, count / stats.num_rows,
-            hashes.repeats, "warn", evidence, remedy,
+            name="duplicate-rows", field=stats.field, count=count, share=count / stats.num_rows,
+            first_rows=hashes.repeats, severity="warn", evidence=evidence, remedy=remedy,
         )
     ]  # fmt: skip
 
@@ -500,8 +459,8 @@ def _leaks(stats: TableStats, target: TableStats) -> list[Finding]:
                 remedy = f"drop the column: --drop {quoted(name)}, unless it is known in time"
                 findings.append(
                     Finding(
-                        "label-leak", stats.field, name, column, num_rows, 1.0, (), "warn",
-                        evidence, remedy,
+                        name="label-leak", field=stats.field, column=name, column_index=column, count=num_rows,
+                        share=1.0, severity="warn", evidence=evidence, remedy=remedy,
                     )
                 )  # fmt: skip
                 break
@@ -533,7 +492,10 @@ def judge_time(time: Array, *, first_row: int = 0, field: str = "time") -> list[
             rows = tuple((np.flatnonzero(wrong)[:FIRST_ROWS] + 1 + first_row).tolist())
             evidence = f"{format_count(count)} of {format_count(len(time))} rows {how} the row before{_at(rows)}"
             remedy = "sort the file by time and drop repeated times before packing"
-            share = count / len(time)
-            found = Finding(name, field, None, None, count, share, rows, "refuse", evidence, remedy)
-            findings.append(found)
+            findings.append(
+                Finding(
+                    name=name, field=field, count=count, share=count / len(time), first_rows=rows, severity="refuse",
+                    evidence=evidence, remedy=remedy,
+                )
+            )  # fmt: skip
     return findings

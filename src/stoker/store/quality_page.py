@@ -44,12 +44,11 @@ def quality_page(
     for number, (field, table) in enumerate(stats.items()):
         mine = [finding for finding in findings if finding.field == table.field]
         label = page.shorten(field, 60)
-        sections.append(
-            page.Section(f"shapes-{number}", f"{label}: shapes", _shapes(table, mine, number))
-        )
-        sections.append(
-            page.Section(f"columns-{number}", f"{label}: numbers", _numbers(table, number))
-        )
+        shapes, numbers = _shapes(table, mine, number), _numbers(table, number)
+        sections += [
+            page.Section(f"shapes-{number}", f"{label}: shapes", shapes),
+            page.Section(f"columns-{number}", f"{label}: numbers", numbers),
+        ]
     return page.html(title, sections, subtitle=_verdict(findings))
 
 
@@ -70,14 +69,9 @@ def _summary(
     for severity in SEVERITIES:
         shown[f"{severity} ({_MEANING[severity]})"] = format_count(by[severity])
     rows = [
-        (
-            page.name(field),
-            table.dtype,
-            format_count(table.num_rows),
-            format_count(len(table.columns)),
-            format_count(table.inner),
-        )
+        (page.name(field), table.dtype, *map(format_count, counts))
         for field, table in stats.items()
+        for counts in [(table.num_rows, len(table.columns), table.inner)]
     ]
     header = ("field", "dtype", "rows", "columns", "values per column and row")
     fields = page.table(header, rows, key="fields", numeric=(2, 3, 4))
@@ -98,9 +92,12 @@ def _findings(findings: Sequence[Finding]) -> Html:
     ]
     header = ("finding", "where", "evidence", "what to do")
     table = page.table(header, rows, key="findings-table", labels=(0,), wide=(2, 3))
-    left = len(findings) - len(rows)
-    more = page.paragraph(f"{format_count(left, 'finding')} more, not listed.", quiet=True)
-    return page.join([table, more] if left else [table])
+    return _with_rest(table, len(findings) - len(rows), "finding")
+
+
+def _with_rest(table: Html, left: int, noun: str) -> Html:
+    note = f"{format_count(left, noun)} more, not listed."
+    return page.join([table, page.paragraph(note, quiet=True)] if left else [table])
 
 
 def _place(finding: Finding) -> Html:
@@ -155,11 +152,9 @@ def _figure(table: TableStats, column: int, findings: Sequence[Finding], key: st
 
 
 def _ends(low: str, high: str) -> Html:
-    if low == high:
-        return Html(f'<span class="ends"><span>{page.escape(low)} only</span></span>')
-    return Html(
-        f'<span class="ends"><span>{page.escape(low)}</span><span>{page.escape(high)}</span></span>'
-    )
+    ends = [f"{low} only"] if low == high else [low, high]
+    spans = "".join(f"<span>{page.escape(end)}</span>" for end in ends)
+    return Html(f'<span class="ends">{spans}</span>')
 
 
 def _magnitude_picture(
@@ -233,6 +228,4 @@ def _numbers(table: TableStats, number: int) -> Html:
         )
     header = ("column", "min", "median", "max", "mean", "std", "zeros", "NaN", "inf")
     shown = page.table(header, rows, key=f"numbers-{number}", numeric=range(1, 9))
-    left = len(table.columns) - len(rows)
-    more = page.paragraph(f"{format_count(left, 'column')} more, not listed.", quiet=True)
-    return page.join([shown, more] if left else [shown])
+    return _with_rest(shown, len(table.columns) - len(rows), "column")

@@ -27,7 +27,7 @@ from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
 from stoker.stalls import Waiting
-from stoker.store.arrays import PIECE_BYTES, StoredArray, Task, split_range
+from stoker.store.arrays import Stamp, StoredArray, Task
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
 from stoker.store.plain import Selection, describe_plain_file
@@ -132,13 +132,12 @@ def _open_folder(path: Path, threads: int | None) -> Store:
     return store
 
 
-def _manifest_stamp(folder: Path) -> tuple[int, int, int] | None:
+def _manifest_stamp(folder: Path) -> tuple[int, ...] | None:
     """Return the identity of the manifest's file, which changes when the store is exchanged."""
     try:
-        found = (folder / MANIFEST_NAME).stat()
+        return Stamp.of((folder / MANIFEST_NAME).stat())[:3]
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def assemble_store(
@@ -178,7 +177,6 @@ def join_stores(stores: Sequence[Store]) -> Store:
                 f"{store.name} and {first.name} differ in the field {name!r}: "
                 f"{_described(store.fields.get(name))} and {_described(first.fields.get(name))}.",
                 "stores with the same fields, dtypes and shapes",
-                "",
             )
     manifest = Manifest(
         num_samples=sum(store.num_samples for store in stores),
@@ -188,8 +186,8 @@ def join_stores(stores: Sequence[Store]) -> Store:
     shards = [shard for store in stores for shard in store.shards]
     notes = [note for store in stores for note in store.notes]
     name = " + ".join(store.name for store in stores)
-    joined = _JoinedStore(first.path, manifest, shards, first.threads, notes, name)
-    joined.stores = tuple(stores)
+    joined = Store(first.path, manifest, shards, first.threads, notes, name)
+    joined.made_by = join_stores, (tuple(stores),)
     return joined
 
 
@@ -245,6 +243,8 @@ class Store:
         self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
         self._damaged: dict[tuple[str, int, tuple[int, int]], list[int]] = {}
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
+        # What makes it again in another process, with its arguments; None opens its path.
+        self.made_by: tuple[Callable[..., Store], tuple[Any, ...]] | None = None
 
     num_samples = property(lambda self: self.manifest.num_samples, doc="Samples in the store.")
     fields = property(lambda self: self.manifest.fields, doc="Field name to `FieldInfo`.")
@@ -267,6 +267,8 @@ class Store:
         return [("samples", f"{self.num_samples:,}"), *described]
 
     def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
+        if self.made_by is not None:
+            return self.made_by
         checksum = "" if self.path.is_file() else self.manifest.checksum
         chosen = self._chosen
         given = chosen.group, chosen.fields, chosen.rows
@@ -298,11 +300,8 @@ class Store:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk, of all shards."""
-        if self.path.is_file():
-            return self.path.stat().st_size
-        if self._is_packed:
-            return sum(info.size_bytes for info in self.manifest.shards)
-        return sum(each.stat().st_size for each in self.path.rglob("*") if each.is_file())
+        pairs = zip(self.manifest.shards, self.shards, strict=True)
+        return sum(info.size_bytes if info.checksum else _size(each.path) for info, each in pairs)
 
     @property
     def _is_packed(self) -> bool:
@@ -336,28 +335,19 @@ class Store:
         wanted = np.asarray(indices)
         if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
             raise InputError(
-                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers", ""
+                f"indices of dtype {wanted.dtype}, shape {wanted.shape}.", "1-D integers"
             )
         wanted = wanted.astype(np.int64)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < self.num_samples):
             raise InputError(
-                f"indices from {wanted.min()} to {wanted.max()}.",
-                f"0 to {self.num_samples - 1}",
-                "",
+                f"indices from {wanted.min()} to {wanted.max()}.", f"0 to {self.num_samples - 1}"
             )
         out = self._buffer(field, "dense", len(wanted), out)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        tasks: list[Task] = []
-        for number in np.unique(numbers):
-            where = np.flatnonzero(numbers == number)
-            tasks.append(self._gather_task(int(number), field, wanted[where], where, out))
-        self._run(tasks, out.nbytes)
-        return out
 
-    def _gather_task(self, number: int, field: str, rows: Array, where: Array, out: Array) -> Task:
-        def task() -> None:
+        def gather_from(number: int, where: Array) -> None:
             array = self.shards[number].arrays[field]
-            local = rows - self._starts[number]
+            local = wanted[where] - self._starts[number]
             if len(where) == len(out):
                 array.gather_into(local, out)
             else:
@@ -365,7 +355,12 @@ class Store:
                 array.gather_into(local, part)
                 out[where] = part
 
-        return task
+        tasks: list[Task] = [
+            partial(gather_from, int(number), np.flatnonzero(numbers == number))
+            for number in np.unique(numbers)
+        ]
+        self._run(tasks, out.nbytes)
+        return out
 
     # -- ragged ----------------------------------------------------------------------------
 
@@ -437,9 +432,8 @@ class Store:
                 key = (field, base, block)
                 if key not in self._damaged:
                     offsets = shard.whole(f"{field}/offsets")
-                    low, high = (
-                        np.array(block) // shard.arrays[f"{field}/values"].location.row_bytes
-                    )
+                    row_bytes = shard.arrays[f"{field}/values"].location.row_bytes
+                    low, high = np.array(block) // row_bytes
                     hit = np.flatnonzero((offsets[:-1] < high) & (offsets[1:] > low)) + base
                     self._damaged[key] = hit.tolist()
                 found.update(self._damaged[key])
@@ -471,7 +465,7 @@ class Store:
         """Return `rows`, `time`, `gap` or `ends` of one shard's series, entirely."""
         parts = [name.removeprefix("/") for name in self._field(field, "series").parts]
         if part not in parts:
-            raise InputError(f"the series {field!r} has no part {part!r}.", ", ".join(parts), "")
+            raise InputError(f"the series {field!r} has no part {part!r}.", ", ".join(parts))
         array = self.shards[shard].arrays[f"{field}/{part}"]
         out = np.empty(array.shape, dtype=array.dtype)
         self._run(list(array.tasks(0, len(array), out)), out.nbytes)
@@ -505,8 +499,7 @@ class Store:
                 problems.append(error.given)
                 continue
             for array in arrays.values():
-                rows = max(1, PIECE_BYTES // max(1, array.location.row_bytes))
-                for low, high in split_range(0, len(array), rows):
+                for low, high in array.pieces():
                     try:
                         piece = array.read(low, high)
                     except StokerError as error:
@@ -565,19 +558,14 @@ class Store:
             for task in tasks:
                 task()
             return
-        futures = [self._executor().submit(task) for task in tasks]
+        # Threads do not survive a fork, so the pool belongs to one process.
+        if self._pool is None or self._pool[0] != os.getpid():
+            pool = ThreadPoolExecutor(self.threads, thread_name_prefix="stoker-read")
+            self._pool = (os.getpid(), pool)
+        futures = [self._pool[1].submit(task) for task in tasks]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
-
-    def _executor(self) -> ThreadPoolExecutor:
-        # Threads do not survive a fork, so the pool belongs to one process.
-        if self._pool is None or self._pool[0] != os.getpid():
-            self._pool = (
-                os.getpid(),
-                ThreadPoolExecutor(self.threads, thread_name_prefix="stoker-read"),
-            )
-        return self._pool[1]
 
     def _field(self, name: str, kind: str) -> FieldInfo:
         info: FieldInfo | None = self.fields.get(name)
@@ -593,19 +581,11 @@ class Store:
         shape = (rows, *info.shape)
         if out is None:
             num_bytes = math.prod(shape) * dtype.itemsize
-            require_memory(
-                num_bytes,
-                f"reading {rows:,} rows of field {field!r}",
-                "read fewer rows",
-                StoreError,
-            )
+            what = f"reading {rows:,} rows of field {field!r}"
+            require_memory(num_bytes, what, "read fewer rows", StoreError)
             return np.empty(shape, dtype=dtype)
-        if (
-            out.shape != shape
-            or out.dtype != dtype
-            or not out.flags.c_contiguous
-            or not out.flags.writeable
-        ):
+        is_usable = out.flags.c_contiguous and out.flags.writeable
+        if out.shape != shape or out.dtype != dtype or not is_usable:
             raise InputError(
                 f"the buffer for field {field!r} is {out.dtype} {out.shape}.",
                 f"writable, C-contiguous {dtype} {shape}",
@@ -618,19 +598,10 @@ class Store:
             raise InputError(
                 f"samples {start} to {stop} of {self.path}.",
                 f"a range within 0 to {self.num_samples}",
-                "",
             )
 
 
-class _JoinedStore(Store):
-    """Pickled as the stores that it joins."""
-
-    stores: tuple[Store, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on disk, of all shards."""
-        return sum(store.num_bytes for store in self.stores)
-
-    def __reduce__(self) -> tuple[Callable[..., Store], tuple[Any, ...]]:
-        return join_stores, (self.stores,)
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(each.stat().st_size for each in files)

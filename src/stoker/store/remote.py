@@ -26,19 +26,11 @@ from pathlib import Path
 
 import xxhash
 
+from stoker import ownership
 from stoker.address import has_secret, slow_digest
 from stoker.display import command
 from stoker.errors import CorruptError, StoreError
-from stoker.ownership import (
-    always,
-    empty_file,
-    is_temporary,
-    refused,
-    remove_empty_folder,
-    remove_file,
-    rename_over,
-    write_text,
-)
+from stoker.ownership import always, refused, write_text
 from stoker.store.manifest import MANIFEST_NAME, ShardInfo, parse_manifest, read_manifest
 from stoker.store.remote_cache import (
     ORIGIN_NAME,
@@ -83,7 +75,10 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
         when = f"{local_time(newest.stat().st_mtime):%Y-%m-%d %H:%M}"
         return newest.parent, (f"offline: {error.given} The version of {when} is used.",)
     folder = home / xxhash.xxh3_64_hexdigest(text)
-    if not _same_bytes(folder / MANIFEST_NAME, text) or not cache.owns(folder):
+    is_there = False
+    with contextlib.suppress(OSError):
+        is_there = (folder / MANIFEST_NAME).read_bytes() == text
+    if not is_there or not cache.owns(folder):
         _write_version(cache, folder, text, remote)
     with contextlib.suppress(OSError):  # a cache that may only be read
         os.utime(folder / ORIGIN_NAME)
@@ -104,19 +99,9 @@ def _read_manifest(remote: Remote) -> bytes:
 def _label(url: str) -> str:
     """Return a folder name that people recognise and that no two URLs share."""
     words = re.sub(r"[^A-Za-z0-9.]+", "-", Remote(url).name).strip("-.")[-60:]
-    digest = (
-        slow_digest(url)
-        if has_secret(url)
-        else xxhash.xxh3_64_hexdigest(url.encode(errors="surrogatepass"))
-    )
+    encoded = url.encode(errors="surrogatepass")
+    digest = slow_digest(url) if has_secret(url) else xxhash.xxh3_64_hexdigest(encoded)
     return f"{words}-{digest[:8]}"
-
-
-def _same_bytes(path: Path, text: bytes) -> bool:
-    try:
-        return path.read_bytes() == text
-    except OSError:
-        return False
 
 
 def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> None:
@@ -126,7 +111,7 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
             # Another name could be that of one of the cache's own files.
             if not re.fullmatch(r"\w[\w.-]*\.h5", shard.file, re.ASCII):
                 raise CorruptError(
-                    f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5", ""
+                    f"{remote.name}: shard {shard.file!r} has a strange name.", "shard-00000.h5"
                 )
     except StoreError as error:
         again = "copy or pack the remote store again"
@@ -137,7 +122,7 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
         folder.mkdir(exist_ok=True)
         # Another process may be writing the same version now: what it has begun is ours, and what it has
         # finished is named by its origin, which is therefore read after the names.
-        held = [each for each in folder.iterdir() if not is_temporary(each.name)]
+        held = [each for each in folder.iterdir() if not ownership.is_temporary(each.name)]
         # Older versions wrote the same without the cache's id.
         if held and read_origin(folder).get("manifest") != folder.name:
             raise refused(folder, f"stoker needs this name for a copy of {remote.name}")
@@ -156,22 +141,20 @@ def _forget_empty_versions(cache: Cache, home: Path, current: Path) -> None:
             continue
         with contextlib.suppress(OSError):
             if {path.name for path in other.iterdir()} <= {MANIFEST_NAME, ORIGIN_NAME}:
-                remove_file(other / MANIFEST_NAME, always)
-                remove_file(origin, always)
-                remove_empty_folder(other)
+                ownership.remove_file(other / MANIFEST_NAME, always)
+                ownership.remove_file(origin, always)
+                ownership.remove_empty_folder(other)
 
 
 def _size_notes(cache: Cache, folder: Path, remote: Remote) -> tuple[str, ...]:
     note = f"a copy of {remote.name}, in {folder}"
     total = sum(shard.size_bytes for shard in read_manifest(folder).shards)
     limit = cache.limit_bytes()
-    if total <= limit:
-        return (note,)
     slow = (
         f"slow: the store has {format_bytes(total)} and the cache may take {format_bytes(limit)}, "
         "so shards are fetched again and again; STOKER_CACHE_LIMIT allows more"
     )
-    return note, slow
+    return (note,) if total <= limit else (note, slow)
 
 
 # -- shards --------------------------------------------------------------------------------
@@ -248,8 +231,9 @@ class Mirror:
             os.fsync(part)
             try:
                 check(named)
+                break
             except CorruptError as error:
-                empty_file(part)
+                ownership.empty_file(part)
                 if last_try:
                     damaged = CorruptError(
                         f"{self.remote.name}/{info.file} is damaged; it was fetched twice, and then: {error.given}",
@@ -257,9 +241,7 @@ class Mirror:
                         "copy this shard to the server again, or pack again",
                     )
                     raise self._unless_replaced(info, damaged) from error
-                continue
-            rename_over(named, whole, always)
-            return
+        ownership.rename_over(named, whole, always)
 
     def _download(self, info: ShardInfo, part: int) -> None:
         """Append what is missing; begin where an earlier try ended."""
@@ -268,7 +250,7 @@ class Mirror:
             try:
                 self._append(info, part, start)
             except AbsentError as error:
-                empty_file(part)
+                ownership.empty_file(part)
                 gone = StoreError(
                     f"{error.given} The manifest there names it.",
                     "every shard beside store.json",
@@ -292,14 +274,14 @@ class Mirror:
     def _append(self, info: ShardInfo, part: int, start: int) -> None:
         for piece in self.remote.pieces(info.file, start, info.size_bytes):
             if not piece:  # the server cannot begin in the middle
-                empty_file(part)
+                ownership.empty_file(part)
                 start = 0
             view = memoryview(piece)
             while view:
                 try:
                     done = os.pwrite(part, view, start)
                 except OSError as error:
-                    empty_file(part)  # a full disk helps nobody; what came is given back
+                    ownership.empty_file(part)  # a full disk helps nobody; what came is given back
                     raise _disk_error(self.folder / info.file, error) from error
                 start, view = start + done, view[done:]
 

@@ -29,9 +29,8 @@ from pathlib import Path
 
 from stoker.display import command
 from stoker.errors import InputError, StoreError
-from stoker.ownership import always, mark_once, open_own_file, remove_file
+from stoker.ownership import always, mark_once, open_own_file, read_own_json, remove_file
 from stoker.store.manifest import read_manifest
-from stoker.strict_json import parse_json
 from stoker.units import format_bytes, format_count, parse_bytes, parse_share
 
 ORIGIN_NAME = "remote.json"
@@ -90,11 +89,8 @@ class Cache:
 
     def owns(self, version: Path) -> bool:
         """Whether `version` is a folder of this cache: at its place, and with the same id."""
-        if (
-            version.parent.parent != self.root
-            or version.is_symlink()
-            or version.parent.is_symlink()
-        ):
+        is_link = version.is_symlink() or version.parent.is_symlink()
+        if version.parent.parent != self.root or is_link:
             return False
         origin = read_origin(version)
         return origin.get("cache") == self.id and origin.get("manifest") == version.name
@@ -118,11 +114,11 @@ class Cache:
         return int(share * (shutil.disk_usage(self.root).free + self.used_bytes()))
 
     def used_bytes(self) -> int:
-        """Return the bytes of all copies, those under way counted whole."""
+        """Return the bytes of all copies."""
         return sum(size for _, size, _ in self._copies())
 
     def _copies(self) -> list[tuple[float, int, Path]]:
-        """Return `(last use, bytes, path)` of every copy, the one used longest ago first."""
+        """Return `(last use, bytes, path)` of every copy, those under way counted whole; the least recent first."""
         found = []
         for origin in self.root.glob(f"*/*/{ORIGIN_NAME}"):
             if not self.owns(origin.parent):
@@ -172,12 +168,8 @@ class Cache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock under which copies are removed: one process at a time, for milliseconds."""
-        lock = open_own_file(
-            self.root / "lock",
-            os.O_RDWR,
-            lambda file: os.fstat(file).st_size == 0,
-            "the cache's lock",
-        )
+        path, what = self.root / "lock", "the cache's lock"
+        lock = open_own_file(path, os.O_RDWR, lambda file: os.fstat(file).st_size == 0, what)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -197,14 +189,8 @@ class Cache:
 
 def read_origin(version: Path) -> dict[str, str]:
     """Return the content of a version's `remote.json`; empty if it is missing or unreadable."""
-    try:
-        descriptor = os.open(version / ORIGIN_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            found = parse_json(file.read(_ORIGIN_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    plain = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-    return found if plain else {}
+    found = read_own_json(version / ORIGIN_NAME, _ORIGIN_BYTES)
+    return found if all(isinstance(value, str) for value in found.values()) else {}
 
 
 def _named_copies(version: Path) -> list[Path]:
@@ -213,12 +199,8 @@ def _named_copies(version: Path) -> list[Path]:
         shards = read_manifest(version).shards
     except StoreError:
         return []
-    names = [
-        name
-        for shard in shards
-        for name in (shard.file, part_of(version / shard.file, shard.size_bytes).name)
-    ]
-    found = (version / name for name in names)
+    wholes = [(version / shard.file, shard.size_bytes) for shard in shards]
+    found = [path for whole, size in wholes for path in (whole, part_of(whole, size))]
     return [path for path in found if path.is_file() and not path.is_symlink()]
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -71,8 +72,7 @@ class Remote:
                 while piece := stream.read(_SMALL_PIECE_BYTES):
                     yield bytes(piece)
 
-        with self._translated(file), contextlib.closing(_Ahead()) as ahead:
-            ahead.start(produce)
+        with self._translated(file), contextlib.closing(_Ahead(produce)) as ahead:
             what, fix = f"{self.name}/{file}", "look at what the server sends"
             return read_within(MANIFEST, iter(ahead), what, fix, CorruptError)
 
@@ -83,8 +83,8 @@ class Remote:
         again, after an empty one that says so.
         """
         system, root = self._connect()
-        with self._translated(file), contextlib.closing(_Ahead()) as ahead:
-            ahead.start(lambda: _produce(system, f"{root}/{file}", start, size))
+        produce = partial(_produce, system, f"{root}/{file}", start, size)
+        with self._translated(file), contextlib.closing(_Ahead(produce)) as ahead:
             yield from ahead
 
     def _connect(self) -> tuple[Any, str]:
@@ -97,12 +97,11 @@ class Remote:
             system, root = url_to_fs(url, **_options(url, login))
         except ImportError as error:
             package = "aiohttp" if self.url.startswith("http") else str(error)
-            raise MissingExtraError.for_package(
-                package, "remote", f"reading {self.name}"
-            ) from error
+            what = f"reading {self.name}"
+            raise MissingExtraError.for_package(package, "remote", what) from error
         except ValueError as error:
             raise InputError(
-                f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ...", ""
+                f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ..."
             ) from _cause(error)
         except OSError:  # some protocols (ftp, sftp) connect at once
             with self._translated("store.json"):
@@ -140,8 +139,6 @@ class Remote:
         try:
             yield
         except StoreError:
-            raise
-        except CorruptError:
             raise
         except Exception as error:  # noqa: BLE001  raised again as ours
             missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
@@ -305,14 +302,11 @@ class _Ahead:
     a daemon thread, which ends with the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, produce: Callable[[], Iterator[bytes]]) -> None:
         self._items: queue.Queue[bytes | BaseException | None] = queue.Queue(_MOST_PIECES)
         self._closed = threading.Event()
-
-    def start(self, produce: Callable[[], Iterator[bytes]]) -> None:
-        threading.Thread(
-            target=self._run, args=(produce,), daemon=True, name="stoker-fetch"
-        ).start()
+        run = partial(self._run, produce)
+        threading.Thread(target=run, daemon=True, name="stoker-fetch").start()
 
     def _run(self, produce: Callable[[], Iterator[bytes]]) -> None:
         try:

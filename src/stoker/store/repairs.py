@@ -35,7 +35,6 @@ from stoker.store.fields import Array
 
 Json = Any
 
-REPAIRS = ("clip", "robust", "asinh", "fill", "min-denominator")
 _EXAMPLES = {
     "clip": "clip or clip:0.001,0.999",
     "robust": "robust or robust:0.25,0.75",
@@ -43,6 +42,7 @@ _EXAMPLES = {
     "fill": "fill:median or fill:0",
     "min-denominator": "min-denominator:ratio=close/vwap,min=0.01",
 }
+REPAIRS = tuple(_EXAMPLES)
 _BLOCK_VALUES = 2**20
 
 
@@ -117,13 +117,22 @@ def parse_repair(text: str) -> RepairSpec:
             raise _refusal(text, "min-denominator names its columns itself; it takes no '@'.")
         return _parse_min_denominator(text, options)
     options = options.strip()
+    numbers: tuple[float, ...] = ()
     if name in ("clip", "robust"):
-        default = (0.001, 0.999) if name == "clip" else (0.25, 0.75)
-        numbers = _parse_quantiles(text, options) if options else default
-    elif name == "asinh":
-        numbers = _parse_scale(text, options) if options else ()
-    else:
-        numbers = () if options == "median" else (_parse_number(text, options),)
+        numbers = (0.001, 0.999) if name == "clip" else (0.25, 0.75)
+        if options:
+            numbers = tuple(_parse_number(text, part) for part in options.split(","))
+        if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1] <= 1:
+            raise _refusal(text, "it takes two rising quantiles between 0 and 1.")
+    elif name == "asinh" and options:
+        key, _, number = options.partition("=")
+        if key.strip() != "scale":
+            raise _refusal(text, f"{key.strip()!r} is not an option; 'scale' is the only one.")
+        numbers = (_parse_number(text, number),)
+        if numbers[0] <= 0:
+            raise _refusal(text, "the scale must be above zero.")
+    elif name == "fill" and options != "median":
+        numbers = (_parse_number(text, options),)
     return RepairSpec(name, numbers, columns)
 
 
@@ -153,23 +162,6 @@ def _parse_number(text: str, number: str) -> float:
     if not math.isfinite(value):
         raise _refusal(text, f"{number!r} is not a finite number.")
     return value
-
-
-def _parse_quantiles(text: str, options: str) -> tuple[float, ...]:
-    numbers = tuple(_parse_number(text, part) for part in options.split(","))
-    if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1] <= 1:
-        raise _refusal(text, "it takes two rising quantiles between 0 and 1.")
-    return numbers
-
-
-def _parse_scale(text: str, options: str) -> tuple[float, ...]:
-    key, _, number = options.partition("=")
-    if key.strip() != "scale":
-        raise _refusal(text, f"{key.strip()!r} is not an option; 'scale' is the only one.")
-    scale = _parse_number(text, number)
-    if scale <= 0:
-        raise _refusal(text, "the scale must be above zero.")
-    return (scale,)
 
 
 def _parse_min_denominator(text: str, options: str) -> RepairSpec:
@@ -256,16 +248,17 @@ def _checked(values: Array, columns: Sequence[str]) -> Array:
 
 
 def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepair:
-    chosen = tuple(columns) if spec.columns is None else spec.columns
     # Tables are packed without the spaces around their names, which a user may have typed.
     there = set(columns)
     chosen = tuple(
-        name.strip() if name not in there and name.strip() in there else name for name in chosen
+        name.strip() if name not in there and name.strip() in there else name
+        for name in spec.columns or columns
     )
     places = _places(chosen, columns, str(spec))
     if spec.name == "min-denominator":
         return FittedRepair(spec, chosen)
-    pairs = []
+    low: list[float] = []
+    high: list[float] = []
     notes: list[str] = []
     for name, place in zip(chosen, places, strict=True):
         values = sample[..., place].astype(np.float64).ravel()
@@ -276,14 +269,14 @@ def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepai
                 "a column with at least one number",
                 f"--drop {quoted(name)}",
             )
-        pair, note = _fit_column(spec, values)
-        pairs.append(pair)
+        least, most, note = _fit_column(spec, values)
+        low.append(least)
+        high.append(most)
         notes += [f"{name}: {note}"] if note else []
-    low = tuple(pair[0] for pair in pairs)
-    return FittedRepair(spec, chosen, low, tuple(pair[1] for pair in pairs), tuple(notes))
+    return FittedRepair(spec, chosen, tuple(low), tuple(high), tuple(notes))
 
 
-def _fit_column(spec: RepairSpec, values: Array) -> tuple[tuple[float, float], str]:
+def _fit_column(spec: RepairSpec, values: Array) -> tuple[float, float, str]:
     """Return the two numbers of one column, and a note where the fit is poor."""
     if spec.name == "clip":
         # Values that occur, rounded inwards: interpolating towards 1e15 would let it in.
@@ -291,22 +284,23 @@ def _fit_column(spec: RepairSpec, values: Array) -> tuple[tuple[float, float], s
         high = float(np.quantile(values, spec.numbers[1], method="lower"))
         low, high = min(low, high), max(low, high)
         flat = low == high and values.min() < values.max()
-        return (low, high), f"clip leaves one value, {low:g}; use asinh instead" if flat else ""
-    if spec.name == "robust":
-        low, high = (float(q) for q in np.quantile(values, spec.numbers, method="lower"))
-        centre = float(np.quantile(values, 0.5, method="lower"))
-        if not 0 < high - low < math.inf:
-            return (centre, 1.0), "robust found no spread between its quantiles; scale 1 is used"
-        return (centre, high - low), ""
+        return low, high, f"clip leaves one value, {low:g}; use asinh instead" if flat else ""
+    if spec.name in ("asinh", "fill") and spec.numbers:
+        (number,) = spec.numbers
+        return (0.0, number, "") if spec.name == "asinh" else (number, 0.0, "")
     if spec.name == "asinh":
-        magnitudes = np.abs(values[values != 0])
-        if spec.numbers:
-            return (0.0, spec.numbers[0]), ""
-        if len(magnitudes) == 0:
-            return (0.0, 1.0), "asinh found only zeros; scale 1 is used"
-        return (0.0, float(np.quantile(magnitudes, 0.5, method="lower"))), ""
-    fill = spec.numbers[0] if spec.numbers else float(np.quantile(values, 0.5, method="lower"))
-    return (fill, 0.0), ""
+        values = np.abs(values[values != 0])
+        if len(values) == 0:
+            return 0.0, 1.0, "asinh found only zeros; scale 1 is used"
+    median = float(np.quantile(values, 0.5, method="lower"))
+    if spec.name == "asinh":
+        return 0.0, median, ""
+    if spec.name == "fill":
+        return median, 0.0, ""
+    low, high = (float(q) for q in np.quantile(values, spec.numbers, method="lower"))
+    if not 0 < high - low < math.inf:
+        return median, 1.0, "robust found no spread between its quantiles; scale 1 is used"
+    return median, high - low, ""
 
 
 def _places(chosen: Sequence[str], columns: Sequence[str], what: str) -> list[int]:

@@ -7,13 +7,12 @@ and 0.1 ms per dataset, once.
 
 from __future__ import annotations
 
-import os
-import stat
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -21,8 +20,8 @@ import xxhash
 
 from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import always, writing
-from stoker.store.arrays import PIECE_BYTES, OpenFile, StoredArray, split_range
-from stoker.store.fields import Array, Dense, FieldData, Ragged, Series, ShardData
+from stoker.store.arrays import OpenFile, Stamp, StoredArray
+from stoker.store.fields import Array, Dense, FieldData, Ragged, Series, ShardData, attribute_of
 from stoker.store.hdf5 import Location, check_bounds, find_node, locate, named_damage, open_hdf5
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
 
@@ -47,17 +46,19 @@ class Shard:
         fetch: Callable[[Callable[[Path], None]], int] | None = None,
         # of a plain file: where each dataset is, if not under its own name
         paths: Mapping[str, str] | None = None,
+        # of what is no HDF5 file: makes the arrays, in the place of the other arguments
+        make: Callable[[], dict[str, StoredArray]] | None = None,
     ) -> None:
         self.path = path
         self._paths = paths or {}
         self.opened_at = 0.0
-        self._fetch = fetch
+        self._fetch, self._make = fetch, make
         self.info = info
         self._datasets = datasets
         self._block_bytes = block_bytes
         self._lock = threading.Lock()
         self._file: OpenFile | None = None
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: Stamp | None = None
         self._arrays: dict[str, StoredArray] | None = None
         self._cached: dict[str, Array] = {}
         self._tolerated: dict[str, set[tuple[int, int]]] = {}
@@ -96,8 +97,7 @@ class Shard:
     def check(self) -> None:
         """Read every byte against its checksum; raise at the first that is wrong."""
         for array in self.arrays.values():
-            rows = max(1, PIECE_BYTES // max(1, array.location.row_bytes))
-            for low, high in split_range(0, len(array), rows):
+            for low, high in array.pieces():
                 array.read(low, high)
 
     def check_unchanged(self) -> None:
@@ -109,11 +109,11 @@ class Shard:
         if self._stamp is None:
             return
         try:
-            now = _stamp(self.path.stat())
+            now = Stamp.of(self.path.stat())
         except OSError as error:
             raise self._changed(error.strerror or "it is gone") from error
-        if now != self._stamp:
-            raise self._changed("replaced" if now[0] != self._stamp[0] else "written to")
+        if now.inode != self._stamp.inode or now.is_rewritten(self._stamp):
+            raise self._changed("replaced" if now.inode != self._stamp.inode else "written to")
 
     def _changed(self, how: str) -> StoreError:
         return StoreError(
@@ -143,16 +143,10 @@ class Shard:
         """
         if self.info is None or self._fetch is not None or self._file is not None:
             return
-        try:
-            # Not blocking: a pipe in the place of a shard would wait for its writer for ever.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return
-        found = os.fstat(descriptor)
-        if found.st_size != self.info.size_bytes or not stat.S_ISREG(found.st_mode):
-            os.close(descriptor)
-            return
-        self._file, self._stamp = OpenFile(self.path, descriptor), _stamp(found)
+        with contextlib.suppress(StoreError):
+            file = OpenFile(self.path)
+            if file.opened_as.num_bytes == self.info.size_bytes:
+                self._file, self._stamp = file, file.opened_as
 
     def forget(self) -> None:
         """Check every block again when it is next read; the file stays open."""
@@ -167,38 +161,34 @@ class Shard:
             self._file, self._arrays, self._cached = None, None, {}
 
     def _open(self) -> dict[str, StoredArray]:
-        if self._fetch is None:
-            if self._file is None:
-                self._check_file()
-                self._file = OpenFile(self.path)
-                self._stamp = _stamp(self.path.stat())
-            file = self._file
-        else:
-            self._file = file = OpenFile(self.path, self._fetch(self._check_copy))
+        if self._make is not None:
+            return self._make()
+        if self._fetch is not None:
+            self._file = OpenFile(self.path, self._fetch(self._check_copy))
+        elif self._file is None:
+            self._check_file()
+            self._file = OpenFile(self.path)
+            self._stamp = self._file.opened_as
+        file = self._file
         self.opened_at = time.monotonic()
+        digests: Mapping[str, Array] = {}
         if self.info is None:
             with open_hdf5(self.path) as hdf5, named_damage(self.path):
-                locations = {
+                placed = {
                     name: locate(self.path, *find_node(hdf5, self._paths.get(name, name)))
                     for name in self._datasets
                 }
-            return {
-                name: StoredArray(file, location, None, self._block_bytes)
-                for name, location in locations.items()
-            }
-        placed = {name: self._place(self.info, name) for name in self._datasets}
-        digests = self._read_digests(self.info, file, placed)
+        else:
+            placed = {name: self._place(self.info, name) for name in self._datasets}
+            digests = self._read_digests(self.info, file, placed)
         return {
-            name: StoredArray(file, location, digests[name], self._block_bytes)
+            name: StoredArray(file, location, digests.get(name), self._block_bytes)
             for name, location in placed.items()
         }
 
     def _check_copy(self, path: Path) -> None:
-        copy = Shard(path, self.info, self._datasets, self._block_bytes)
-        try:
+        with contextlib.closing(Shard(path, self.info, self._datasets, self._block_bytes)) as copy:
             copy.check()
-        finally:
-            copy.close()
 
     def _check_file(self) -> None:
         if self.info is None:
@@ -251,35 +241,22 @@ class Shard:
         return digests
 
 
-def _stamp(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def load_shard(shard: Shard, fields: Mapping[str, FieldInfo]) -> dict[str, FieldData]:
     """Read a whole shard, verifying its checksums on the way."""
     return {name: _load(shard, name, info) for name, info in fields.items()}
 
 
 def _load(shard: Shard, name: str, info: FieldInfo) -> FieldData:
-    def array(dataset: str) -> Array:
-        stored = shard.arrays[dataset]
-        return stored.read(0, len(stored))
-
+    stored = {attribute_of(part): shard.arrays[name + part] for part in info.parts}
+    parts: dict[str, Any] = {part: array.read(0, len(array)) for part, array in stored.items()}
     columns = None if info.columns is None else tuple(info.columns)
     if info.kind == "dense":
-        return Dense(array(name), columns)
+        return Dense(**parts, columns=columns)
     if info.kind == "ragged":
-        return Ragged(array(f"{name}/values"), array(f"{name}/offsets"), info.encoding)
-    is_timed = info.duration_ns is not None
-    return Series(
-        rows=array(f"{name}/rows"),
-        time=array(f"{name}/time") if is_timed else None,
-        ends=array(f"{name}/ends"),
-        window=cast(int, info.window),
-        gap=array(f"{name}/gap") if is_timed else None,
-        columns=columns,
-        duration_ns=info.duration_ns,
-    )
+        return Ragged(**parts, encoding=info.encoding)
+    timed = {"time": None, "gap": None} | parts
+    window, duration_ns = cast(int, info.window), info.duration_ns
+    return Series(**timed, window=window, columns=columns, duration_ns=duration_ns)
 
 
 # -- writing ----------------------------------------------------------------------------------------
@@ -337,15 +314,15 @@ def count_samples(fields: ShardData) -> int:
     """Return the number of samples all fields agree on."""
     counts = {name: data.num_samples for name, data in fields.items()}
     if not counts:
-        raise InputError("a shard was given no fields.", "at least one field", "")
+        raise InputError("a shard was given no fields.", "at least one field")
     if len(set(counts.values())) != 1:
         raise InputError(
-            f"the fields have different numbers of samples: {counts}.", "equal numbers", ""
+            f"the fields have different numbers of samples: {counts}.", "equal numbers"
         )
     for name in counts:
         if name.startswith("_") or "/" in name or name in {"", ".", ".."} or "\0" in name:
             raise InputError(
-                f"{name!r} is not a field name.", "a name without / that does not begin with _", ""
+                f"{name!r} is not a field name.", "a name without / that does not begin with _"
             )
     return next(iter(counts.values()))
 

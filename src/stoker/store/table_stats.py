@@ -9,6 +9,7 @@ temporaries, and the sketches of `row_sketch`.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -298,20 +299,22 @@ class ColumnStats:
 
     def merge(self, other: ColumnStats) -> ColumnStats:
         """Return the statistics of both."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("bins", *_COUNTS)}
-        mean, squares = _merge_moments(self, other)
-        rows = dict(self.first_rows)
+        both = copy.deepcopy(self)
+        both.add(other)
+        return both
+
+    def add(self, other: ColumnStats) -> None:
+        """Merge in place: `bins` is large."""
+        self.mean, self.squares = _merge_moments(self, other)
+        self.num_values += other.num_values
+        for name in ("bins", *_COUNTS):
+            total = getattr(self, name)
+            total += getattr(other, name)
+        np.minimum(self.low, other.low, out=self.low)
+        np.maximum(self.high, other.high, out=self.high)
         for key, more in other.first_rows.items():
-            rows[key] = tuple(sorted({*rows.get(key, ()), *more})[:FIRST_ROWS])
-        return ColumnStats(
-            self.num_values + other.num_values,
-            **sums,
-            low=np.minimum(self.low, other.low),
-            high=np.maximum(self.high, other.high),
-            mean=mean,
-            squares=squares,
-            first_rows=rows,
-        )
+            known = self.first_rows.get(key, ())
+            self.first_rows[key] = tuple(sorted({*known, *more})[:FIRST_ROWS])
 
     def to_json(self) -> Json:
         """Return everything as JSON; numbers that are not finite become None."""
@@ -377,19 +380,7 @@ class BlockScan:
                 part.bins = counts
                 self._count_defects(part, block)
                 self._note_rows(part, block, bins, start, first_row)
-                self.stats = self._folded(part)
-
-    def _folded(self, part: ColumnStats) -> ColumnStats:
-        """Merge in place where it is large; `first_rows` are already in place."""
-        stats = self.stats
-        stats.mean, stats.squares = _merge_moments(stats, part)
-        stats.num_values += part.num_values
-        for name in ("bins", *_COUNTS):
-            total = getattr(stats, name)
-            total += getattr(part, name)
-        np.minimum(stats.low, part.low, out=stats.low)
-        np.maximum(stats.high, part.high, out=stats.high)
-        return stats
+                self.stats.add(part)
 
     def _count_defects(self, part: ColumnStats, block: Array) -> None:
         small = part.bins[:, : self._first_normal_bin].sum(axis=1)
@@ -419,18 +410,15 @@ class BlockScan:
                 if (str(index), column) not in self._full:
                     self._note(str(index), column, bins[column] == index, start, first_row)
 
-    def _is(self, what: str, values: Array, bins: Array) -> Array:
+    def _is(self, what: str, values: Array, bins: Array) -> Any:
         if what == "nan":
             return np.isnan(values)
         if what == "inf":
             return np.isinf(values)
         if what == "denormal":
-            is_small: Array = (bins < self._first_normal_bin) & (values != 0)
-            return is_small
-        large: Array = np.abs(values)
-        is_over = large > FP16_MAX if what == "over-fp16" else large >= HUGE
-        is_both: Array = is_over & np.isfinite(large)
-        return is_both
+            return (bins < self._first_normal_bin) & (values != 0)
+        large = np.abs(values)
+        return (large > FP16_MAX if what == "over-fp16" else large >= HUGE) & np.isfinite(large)
 
     def _note(self, what: str, column: int, hit: Array, start: int, first_row: int) -> None:
         rows = np.unique((np.flatnonzero(hit) + start) // self._inner + first_row)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -25,9 +26,10 @@ import numpy as np
 from stoker import bounds
 from stoker.display import command
 from stoker.errors import CorruptError, StoreError, install_command
-from stoker.store.arrays import OpenFile, StoredArray
+from stoker.store.arrays import OpenFile, Stamp, StoredArray
 from stoker.store.fields import Array
 from stoker.store.hdf5 import Chunk, Location, inflate, unzstd
+from stoker.store.manifest import BLOCK_BYTES
 from stoker.store.plain import PlainFile, Selection, find_sparse, select
 from stoker.store.shard import Shard
 from stoker.strict_json import parse_json
@@ -74,12 +76,10 @@ class ZarrArray:
     key: Callable[[Sequence[int]], str]  # the file of a chunk, or of a shard, by its numbers
     sharding: Sharding | None = None  # how chunks lie in shards; None where each is a file
 
-
-@dataclass(frozen=True)
-class _Node:
-    """A group or array with its attributes: what `plain.find_sparse` looks at."""
-
-    attrs: Mapping[str, Any] = field(default_factory=dict)
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk, decoded."""
+        return math.prod(self.chunks) * self.dtype.itemsize
 
 
 class ZarrFolder:
@@ -90,11 +90,12 @@ class ZarrFolder:
         self.arrays: dict[str, ZarrArray] = {}
         self.aside: dict[str, str] = {}
         self.needs_numcodecs = False
-        self._nodes: dict[str, _Node] = {}
+        # Groups and arrays with their attributes: what `plain.find_sparse` looks at.
+        self._nodes: dict[str, SimpleNamespace] = {}
         for folder, kind, facts, attributes in _walk(root):
             # An array alone has no name inside; `features` is what a single array is called elsewhere.
             name = folder.relative_to(root).as_posix()
-            self._nodes[name.removeprefix(".")] = _Node(attributes)
+            self._nodes[name.removeprefix(".")] = SimpleNamespace(attrs=attributes)
             if kind == "array":
                 try:
                     self.arrays["features" if name == "." else name] = _read_array(folder, facts)
@@ -105,13 +106,14 @@ class ZarrFolder:
     @property
     def attrs(self) -> Mapping[str, Any]:
         """Attributes of the root."""
-        return self[""].attrs
+        attributes: Mapping[str, Any] = self[""].attrs
+        return attributes
 
     def __contains__(self, name: str) -> bool:
         return name in self._nodes
 
-    def __getitem__(self, name: str) -> _Node:
-        return self._nodes.get(name.strip("/"), _Node())
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        return self._nodes.get(name.strip("/"), SimpleNamespace(attrs={}))
 
 
 class _UnusableError(Exception):
@@ -135,12 +137,15 @@ def open_zarr(path: Path, chosen: Selection) -> tuple[PlainFile, Shard]:
             install_command("zarr") if folder.needs_numcodecs else command("python3", "-c", code),
         )
     made = select(path, folder, arrays, folder.aside, find_sparse(folder, arrays), chosen)
-    for name in made.paths.values():
-        array = folder.arrays[name]
+    sources = {part: folder.arrays[name] for part, name in made.paths.items()}
+    for array in sources.values():
         what = f"{array.folder}: one chunk, {array.chunks} of {array.dtype},"
-        chunk_bytes = math.prod(array.chunks) * array.dtype.itemsize
-        bounds.CHUNK.check(chunk_bytes, what, command("ls", array.folder), StoreError)
-    return made, _ZarrShard(path, {part: folder.arrays[name] for part, name in made.paths.items()})
+        bounds.CHUNK.check(array.chunk_bytes, what, command("ls", array.folder), StoreError)
+
+    def make() -> dict[str, StoredArray]:
+        return {part: _ChunkFiles(part, array) for part, array in sources.items()}
+
+    return made, Shard(path, None, {}, BLOCK_BYTES, make=make)
 
 
 # -- metadata --------------------------------------------------------------------------------------
@@ -328,62 +333,24 @@ def _codec(name: str, options: Mapping[str, Any]) -> Decode:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class _ZarrShard(Shard):
-    """The arrays of a folder; opening it costs nothing."""
-
-    def __init__(self, path: Path, sources: Mapping[str, ZarrArray]) -> None:
-        datasets = {name: (each.dtype.str, list(each.shape[1:])) for name, each in sources.items()}
-        super().__init__(path, None, datasets, 1 << 20)
-        self._sources = sources
-
-    def _open(self) -> dict[str, StoredArray]:
-        return {name: _ChunkFiles(name, each) for name, each in self._sources.items()}
-
-
-class _Grid(Mapping[int, tuple[Chunk, ...]]):
-    """All chunks by their number along the first axis, made when they are asked for."""
-
-    def __init__(self, array: ZarrArray) -> None:
-        self._array = array
-        self._counts = [-(-n // size) for n, size in zip(array.shape, array.chunks, strict=True)]
-
-    def __getitem__(self, row: int) -> tuple[Chunk, ...]:
-        if not 0 <= row < self._counts[0]:
-            raise KeyError(row)
-        places = product([row], *map(range, self._counts[1:]))
-        sizes = self._array.chunks
-        return tuple(
-            Chunk(tuple(n * size for n, size in zip(place, sizes, strict=True)), 0, 0, 0)
-            for place in places
-        )
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._counts[0]))
-
-    def __len__(self) -> int:
-        return self._counts[0]
-
-    @property
-    def num_chunks(self) -> int:
-        """Of the whole array; those that are not there have the fill value."""
-        return math.prod(self._counts)
-
-
 class _NoFile:
     """In the place of an open file: a chunk is a file of its own."""
 
     direct = False
-    opened_as = (0, 0, 0)
-
-    def expect(self, offset: int, num_bytes: int) -> None:
-        """Nothing is read ahead."""
+    opened_as = Stamp(0, 0, 0, 0)
 
 
 class _ChunkFiles(StoredArray):
     """Rows of one array, a file per chunk."""
 
     def __init__(self, name: str, array: ZarrArray) -> None:
-        grid = _Grid(array)
+        counts = [-(-n // size) for n, size in zip(array.shape, array.chunks, strict=True)]
+
+        def chunks_at(row: int) -> list[Chunk]:
+            places = product([row], *map(range, counts[1:]))
+            origins = (tuple(np.multiply(place, array.chunks).tolist()) for place in places)
+            return [Chunk(origin, 0, 0, 0) for origin in origins]
+
         location = Location(
             file=array.folder,
             dataset=name,
@@ -392,27 +359,35 @@ class _ChunkFiles(StoredArray):
             layout="chunked",
             fill=array.fill,
             chunk_shape=array.chunks,
-            chunk_rows=grid,
-            num_chunks=grid.num_chunks,
+            chunks_at=chunks_at,
+            num_chunks=math.prod(counts),  # those that are not there have the fill value
         )
-        super().__init__(cast(OpenFile, _NoFile()), location, None, 1 << 20)
+        super().__init__(cast(OpenFile, _NoFile()), location, None, BLOCK_BYTES)
         self._array = array
         # One entry for each shard that was read: 16 bytes a chunk.
         self._indices: dict[Path, Array | None] = {}
 
-    def _read_chunk(self, chunk: Chunk) -> Array:
+    def read_stored(self, chunk: Chunk) -> None:
+        """Read a chunk's bytes as they are stored, and drop them."""
+        self._stored(chunk)
+
+    def _stored(self, chunk: Chunk) -> tuple[Path, bytes | None]:
+        """Return the file of a chunk or of its shard, and the chunk's bytes; None where it is not there."""
         array = self._array
         numbers = [at // size for at, size in zip(chunk.origin, array.chunks, strict=True)]
-        size = math.prod(array.chunks) * array.dtype.itemsize
         # Compression makes random bytes a little longer; a chunk beyond that is none.
-        most = size + size // 8 + _CHUNK_SLACK
-        if array.sharding is None:
-            path = array.folder / array.key(numbers)
-            raw: Any = _read_at(path, 0, most)
-        else:
-            path, raw = self._read_inside(array.sharding, numbers, most)
-        if raw is None:
+        most = array.chunk_bytes + array.chunk_bytes // 8 + _CHUNK_SLACK
+        if array.sharding is not None:
+            return self._read_inside(array.sharding, numbers, most)
+        path = array.folder / array.key(numbers)
+        return path, _read_at(path, 0, most)
+
+    def _read_chunk(self, chunk: Chunk) -> Array:
+        array, size = self._array, self._array.chunk_bytes
+        path, stored = self._stored(chunk)
+        if stored is None:
             return np.full(array.chunks, array.fill, dtype=array.dtype)
+        raw: Any = stored
         try:
             # A checksum that was added before the compression makes what comes out 4 bytes longer.
             for number, decode in enumerate(array.decode, 1):
