@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ from stoker import bounds
 from stoker.display import command, nearest
 from stoker.errors import InputError, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
-from stoker.sources.arrays import PART_BYTES, ArraysSource, opened_arrays
+from stoker.sources.arrays import PART_BYTES, ArraysSource, Rows, opened_arrays
 from stoker.sources.contract import (
     Account,
     Json,
@@ -132,8 +132,9 @@ class SeriesSource(PlainSource):
         high = low + (part.num_samples - 1) * self.step + self.window
         ends = np.arange(part.num_samples) * self.step + self.window
         with _open_rows(self, path, context.scratch) as opened:
-            rows, time, columns = opened.read(low, high), None, opened.columns
-            gap = duration = None
+            rows = opened.read(low, high)
+            assert isinstance(rows, Dense)
+            time = gap = duration = None
             if opened.time is not None:
                 steps = np.diff(opened.time)
                 values, counts = np.unique(steps, return_counts=True)
@@ -141,7 +142,7 @@ class SeriesSource(PlainSource):
                 gap = np.concatenate([[False], steps > duration])[low:high]
                 time = np.array(opened.time[low:high])
         fields: dict[str, FieldData] = {
-            self.name: Series(rows, time, ends, self.window, gap, columns, duration)
+            self.name: Series(rows.values, time, ends, self.window, gap, opened.columns, duration)
         }
         if self.split:
             begins = first_row + low + ends - self.window
@@ -173,16 +174,6 @@ def _splits(begins: Array, window: int, total: int, shares: Sequence[float]) -> 
 # -- rows ----------------------------------------------------------------------------------------
 
 
-class _Opened(NamedTuple):
-    """An open series: its shape, its type, a reader of row ranges, and its times where it has some."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    read: Callable[[int, int], Array]
-    columns: tuple[str, ...] | None = None
-    time: Array | None = None
-
-
 def _measure(source: SeriesSource, path: Path, scratch: Path) -> tuple[int, int]:
     """Return the rows of a series, and the bytes of one."""
     with _open_rows(source, path, scratch) as opened:
@@ -191,7 +182,7 @@ def _measure(source: SeriesSource, path: Path, scratch: Path) -> tuple[int, int]
 
 
 @contextmanager
-def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Opened]:
+def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[Rows]:
     """Open one file as rows of numbers."""
     if not is_zarr(path):
         require_file(path, "the series")
@@ -227,13 +218,7 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Ope
                     "the type of the file",
                     "leave --dtype out",
                 )
-
-            def read(low: int, high: int) -> Array:
-                data = rows.read(low, high)
-                assert isinstance(data, Dense)
-                return data.values
-
-            yield _Opened(rows.shape, rows.dtype, read)
+            yield rows
     elif is_table(path) and suffix != ".txt":
         yield _table(source, path, scratch)
     else:
@@ -255,7 +240,7 @@ def _looks_like_text(path: Path) -> bool:
     return bool(path.stat().st_size % 2) or not any(ord(each) < 9 for each in text)
 
 
-def _raw(path: Path, dtype: np.dtype[Any]) -> _Opened:
+def _raw(path: Path, dtype: np.dtype[Any]) -> Rows:
     """Return the bytes of a file as numbers, little-endian."""
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
@@ -264,11 +249,10 @@ def _raw(path: Path, dtype: np.dtype[Any]) -> _Opened:
             f"a multiple of {dtype.itemsize}",
             "--dtype uint8",
         )
-    values = np.memmap(path, dtype.newbyteorder("<"), mode="r")
-    return _Opened(values.shape, values.dtype, lambda low, high: np.array(values[low:high]))
+    return Rows.of(np.memmap(path, dtype.newbyteorder("<"), mode="r"))
 
 
-def _table(source: SeriesSource, path: Path, scratch: Path) -> _Opened:
+def _table(source: SeriesSource, path: Path, scratch: Path) -> Rows:
     """Return columns of a table; they are turned into numbers once, and kept beside the store being made."""
     stat = path.stat()
     key = xxhash.xxh3_64_hexdigest(
@@ -286,9 +270,7 @@ def _table(source: SeriesSource, path: Path, scratch: Path) -> _Opened:
         time = kept["time"] if len(kept["time"]) else None
     if len(columns) == 1 and time is None:
         rows, columns = rows[:, 0], ()
-    return _Opened(
-        rows.shape, rows.dtype, lambda low, high: np.array(rows[low:high]), columns or None, time
-    )
+    return Rows.of(rows, columns=columns or None, time=time)
 
 
 def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Array | None]:
