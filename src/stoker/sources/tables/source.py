@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +31,6 @@ from stoker.sources.contract import (
     Part,
     PartContext,
     PartData,
-    PlainSource,
     Preparation,
     check_shares,
 )
@@ -44,10 +43,11 @@ from stoker.sources.tables.columns import (
     is_text,
     needs_float64,
     numbers,
+    places_in,
     plain,
     without_codes,
 )
-from stoker.sources.tables.layout import NULLS, TextOptions, parse_number
+from stoker.sources.tables.layout import NULLS, parse_number
 from stoker.sources.tables.reading import (
     TableFile,
     batches,
@@ -55,14 +55,13 @@ from stoker.sources.tables.reading import (
     open_table,
     shown_names,
 )
-from stoker.sources.tables.survey import Survey, Target, class_name
+from stoker.sources.tables.survey import Survey, TableOptions, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.units import format_count
 
 _SPLITS = ("train", "val", "test")
 _EXPECTED = 5
 """Rows of a class that a split should have by its share, from which on none of them is no accident (1 in 150)."""
-_PART_ROWS = 200_000
 _PART_BYTES = 512 << 20
 """Of text: wide rows make a part shorter, so that it fits the memory and Arrow's 2 GiB of text in a column."""
 MISSING = ("stop", "flag", "drop", "keep")
@@ -70,7 +69,7 @@ MISSING = ("stop", "flag", "drop", "keep")
 
 
 @dataclass(frozen=True)
-class TableSource(PlainSource):
+class TableSource(TableOptions):
     """Rows of tables.
 
     Attributes:
@@ -86,18 +85,6 @@ class TableSource(PlainSource):
         words: By column, texts that are values there, though they usually stand for a missing one: `{"a": ["None"]}`.
         codes: By column, numbers that stand for a missing value: `{"a": [-999]}`; "" is every column.
     """
-
-    paths: tuple[Path | str, ...]
-    target: str | None = None
-    drop: tuple[str, ...] = ()
-    split: tuple[float, ...] = ()
-    part_rows: int = _PART_ROWS
-    keep: tuple[str, ...] = ()
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    missing: str = "stop"
-    text: TextOptions = field(default_factory=TextOptions)
-    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    codes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     kind: ClassVar[str] = "table"
     version: ClassVar[int] = 4
@@ -132,36 +119,21 @@ class TableSource(PlainSource):
             )
         paths, ignored = find_files(self.paths)
         files = [open_table(path, self.text, partitions) for path, partitions in paths]
-        survey = Survey(
-            files[0].names,
-            files[0].path,
-            self.target,
-            self.drop,
-            self.keep,
-            self.dtypes,
-            self.missing,
-            {name.strip(): tuple(words) for name, words in self.words.items()},
-            {name.strip(): tuple(codes) for name, codes in self.codes.items()},
-        )
-        wanted = [*survey.names, *([self.target] if self.target else [])]
-        _check_alike(files, wanted)
+        survey = Survey(self, files[0])
+        _check_alike(files, survey.wanted)
         survey.check_types(files[0])
         pieces: list[_Piece] = []
         refused = RefusalList()
         for file in files:
-            for table in self._parts_of(file, refused, wanted):
+            for table in self._parts_of(file, refused, survey.wanted):
                 survey.look(table, file.decimal)
                 before = pieces[-1] if pieces else None
-                in_file = (
-                    before.row + before.count if before and before.path == str(file.path) else 0
-                )
+                path, name = str(file.path), f"table-{len(pieces):05d}.arrow"
+                row = before.row + before.count if before and before.path == path else 0
                 first = before.first + before.count if before else 0
-                name = f"table-{len(pieces):05d}.arrow"
-                bounds.require_disk(scratch, table.nbytes, f"rows of {file.path}")
+                bounds.require_disk(scratch, table.nbytes, f"rows of {path}")
                 _write_piece(scratch / name, table)
-                pieces.append(
-                    _Piece(str(file.path), name, in_file, first, table.num_rows, file.decimal)
-                )
+                pieces.append(_Piece(path, name, row, first, table.num_rows, file.decimal))
         if not pieces:
             raise SourceError(
                 f"{files[0].path} holds no rows.",
@@ -176,17 +148,11 @@ class TableSource(PlainSource):
             lambda number: _read_piece(scratch / pieces[number].file),
         )
         plan = _Plan(tuple(columns), target, cuts)
-        parts = [
-            Part(
-                number,
-                f"{piece.path} rows {piece.row}-{piece.row + piece.count}",
-                piece.count,
-                (piece, plan),
-                piece.path,
-                piece.row,
-            )
-            for number, piece in enumerate(pieces)
-        ]
+        parts = []
+        for number, piece in enumerate(pieces):
+            label = f"{piece.path} rows {piece.row}-{piece.row + piece.count}"
+            part = Part(number, label, piece.count, (piece, plan), piece.path, piece.row)
+            parts.append(part)
         size = total * (len(plan.outputs) * plan.dtype.itemsize + 12) + (1 << 20)
         lines = sum(file.layout.preamble for file in files if file.layout)
         about = {"lines above the table": lines} if lines else {}
@@ -209,18 +175,26 @@ class TableSource(PlainSource):
             rows = np.arange(piece.first, piece.first + table.num_rows)
             fields["split"] = Dense(np.searchsorted(plan.cuts, rows, side="right").astype(np.uint8))
         _check_columns(faults, table, piece.path)
-        reasons = {row: Refusal(piece.path, piece.row + row, fault.reason, "row", kind=fault.kind)
-                   for row, fault in faults.items()}  # fmt: skip
+        asked = {}
         if self.missing == "drop":
             blank = np.isnan(features)
             for row in np.flatnonzero(blank.any(axis=1)).tolist():
-                reason = f"no value in column {plan.outputs[int(blank[row].argmax())]!r}"
-                refusal = Refusal(
-                    piece.path, piece.row + row, reason, "row", kind=reason, is_asked=True
-                )
-                reasons.setdefault(row, refusal)
+                column = plan.outputs[int(blank[row].argmax())]
+                reason = f"no value in column {column!r}"
+                asked[row] = Fault(column, reason, reason)
+        refused = [
+            Refusal(
+                piece.path,
+                piece.row + row,
+                fault.reason,
+                "row",
+                kind=fault.kind,
+                is_asked=row not in faults,
+            )
+            for row, fault in sorted({**asked, **faults}.items())
+        ]
         keep = np.ones(table.num_rows, dtype=bool)
-        keep[list(reasons)] = False
+        keep[[*asked, *faults]] = False
         extra: dict[str, Json] = {"unseen": {name: len(rows) for name, rows in unseen.items()}}
         if part.index == 0:
             extra["table"] = {
@@ -237,7 +211,7 @@ class TableSource(PlainSource):
             extra["in_split"] = _count_classes(
                 kept["split"].values, kept["targets"].values, plan.target
             )
-        return PartData(kept, [reasons[row] for row in sorted(reasons)], extra)
+        return PartData(kept, refused, extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record what the columns became, and the class names in the order of their numbers."""
@@ -384,14 +358,12 @@ def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fau
             faults.setdefault(row, missing)
         return values.astype(np.float64 if target.is_wide else np.float32)
     texts = as_text(column, target.words)
-    texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
     if all(parse_number(name, ".") is not None for name in target.classes):
         encoded = texts.dictionary_encode()
         known = {text: parse_number(text, decimal) for text in encoded.dictionary.to_pylist()}
         names = [None if value is None else class_name(value) for value in known.values()]
         texts = pa.array(names, pa.string()).take(encoded.indices)
-    places = pc.fill_null(pc.index_in(texts, value_set=pa.array(target.classes, pa.string())), -1)
-    found: Array = places.to_numpy(zero_copy_only=False).astype(np.int64)
+    found, _ = places_in(texts, target.classes)
     words = _missing_words(column)
     for row in np.flatnonzero(found < 0).tolist():
         word = words[row] if words is not None else None
@@ -437,12 +409,9 @@ def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
     """Return how the files were read, once for those that are alike, and what was passed over."""
     said: dict[str, list[Path]] = {}
     for file in files:
-        if file.layout is not None:
+        if file.layout is not None and file.layout.said != "separator comma":
             said.setdefault(file.layout.said, []).append(file.path)
-    lines = []
-    for words, paths in said.items():
-        if words != "separator comma":
-            lines.append(f"{first_names(paths, 1)}: {words}")
+    lines = [f"{first_names(paths, 1)}: {words}" for words, paths in said.items()]
     return [*lines, *(f"ignored {count:,}: {reason}" for reason, count in ignored.items())]
 
 
@@ -453,18 +422,14 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
     for name in table.column_names:
         about = [fault for fault in faults.values() if fault.column == name]
         if 2 * len(about) >= table.num_rows:
-            words = Counter(filter(None, _missing_words(table.column(name)) or ()))
+            words = set(filter(None, _missing_words(table.column(name)) or ()))
+            allowed = "a column of one kind"
+            fix = f"--drop {quoted(name)}, or --dtype {quoted(name + '=category')}"
             if words:  # a class may be called so: "None" is also the damage of most collisions
-                raise SourceError(
-                    f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
-                    f"values that are not read as missing, as {', '.join(NULLS[1:])} are",
-                    " ".join(f"--value {quoted(f'{name}={word}')}" for word in sorted(words)),
-                )
-            raise SourceError(
-                f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
-                "a column of one kind",
-                f"--drop {quoted(name)}, or --dtype {quoted(name + '=category')}",
-            )
+                allowed = f"values that are not read as missing, as {', '.join(NULLS[1:])} are"
+                fix = " ".join(f"--value {quoted(f'{name}={word}')}" for word in sorted(words))
+            given = f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows."
+            raise SourceError(given, allowed, fix)
 
 
 def _write_piece(path: Path, table: Any) -> None:
