@@ -175,9 +175,9 @@ class BarsSource(PlainSource):
         wanted, notes = self._wanted()
         symbols = sorted({file.symbol for file in wanted})
         grouped = {symbol: self._by_timeframe(wanted, symbol) for symbol in symbols}
-        heads = {file: look(file, self.day_first, self.naming, self.decimal) for file in wanted}
+        heads = {file: look(file.path, self.naming, self.decimal, file.ticker) for file in wanted}
         extras, more_notes = shared_extras(grouped, heads)
-        there = {name for head in heads.values() for name in head.dropped}
+        there = {name for head in heads.values() for name in head.dialect.dropped}
         lost = [name for name in self.naming.drop if name not in there]
         if lost:
             columns = dict.fromkeys(name for head in heads.values() for name in head.extras)
