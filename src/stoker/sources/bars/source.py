@@ -28,7 +28,6 @@ from stoker.display import look_in, quoted
 from stoker.errors import InputError, SourceError, count_kinds
 from stoker.sources.bars.dialects import Naming
 from stoker.sources.bars.features import (
-    Features,
     Scaler,
     apply_scaler,
     feature_names,
@@ -129,19 +128,11 @@ class BarsSource(PlainSource):
         object.__setattr__(self, "windows", parse_windows(text))
         object.__setattr__(self, "base", pick_base(self.windows, self.base))
         object.__setattr__(self, "embargo", self.horizon if self.embargo is None else self.embargo)
-        least = {
-            "horizon": (self.horizon, 1),
-            "embargo": (self._embargo, 0),
-            "latency": (self.latency_seconds, 0),
-        }
-        for name, (value, allowed) in least.items():
-            if value < allowed:
-                word = "latency_seconds" if name == "latency" else name
-                raise InputError(
-                    f"--{name} is {value}.",
-                    f"{allowed} or more",
-                    f"--{name} {allowed} ({word}={allowed})",
-                )
+        for name, least in (("horizon", 1), ("embargo", 0), ("latency_seconds", 0)):
+            value, option = getattr(self, name), f"--{name.partition('_')[0]}"
+            if value < least:
+                fix = f"{option} {least} ({name}={least})"
+                raise InputError(f"{option} is {value}.", f"{least} or more", fix)
         check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")
@@ -195,56 +186,46 @@ class BarsSource(PlainSource):
                 name: tuple(x for x in names if x in kept[name]) for name, names in extras.items()
             }
         parts, size = [], 0
-        for index, symbol in enumerate(symbols):
+        for index, (symbol, by_name) in enumerate(grouped.items()):
             rows = {
-                name: sum(heads[file].num_rows for file in files)
-                for name, files in grouped[symbol].items()
+                name: sum(heads[file].num_rows for file in files) for name, files in by_name.items()
             }
-            payload = {
-                "symbol": symbol,
-                "files": grouped[symbol],
-                "is_alone": len(symbols) == 1,
-                "extras": extras,
-                "boundaries": boundaries,
-            }
+            payload = (by_name, len(symbols) == 1, extras, boundaries)
             parts.append(Part(index, symbol, rows[self._base], payload))
-            series = sum(
-                count * (4 * len(feature_names(extras[name], name)) + 9)
-                for name, count in rows.items()
-            )
-            size += series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
+            size += rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
+            for name, count in rows.items():
+                size += count * (4 * len(feature_names(extras[name], name)) + 9)
         return Preparation(parts, size, notes=[*notes, *more_notes])
 
     def build(self, part: Part, context: PartContext) -> PartData:  # noqa: ARG002 nothing can hang
         """Read one symbol and lay out its series, samples and targets."""
-        payload = part.payload
-        bars = {name: self._read(files, name) for name, files in payload["files"].items()}
-        self._check_clocks(bars)
+        files, is_alone, shared, boundaries = part.payload
+        bars = self._read_all(files)
         samples = self._samples(bars)
         if not len(samples.time):
             raise _no_samples(part.label, bars, self.windows, samples)
-        boundaries = payload["boundaries"] or find_boundaries(samples.time, self.ratios)
+        boundaries = boundaries or find_boundaries(samples.time, self.ratios)
         base_close = close_times(bars[self._base].time, self._base)
         split = assign_splits(samples, base_close, boundaries, self._embargo)
         made: dict[str, FieldData] = {}
-        scalers, facts = {}, {}
+        scalers, facts, accounts = {}, {}, []
         for name, window in self.windows:
-            extras = _known_extras(bars[name], payload["extras"][name], payload["is_alone"])
-            series, scaler = _make_series(
-                bars[name], name, window, samples.ends[name], boundaries[0], extras
-            )
+            each, ends = bars[name], samples.ends[name]
+            extras = _known_extras(each, shared[name], is_alone)
+            series, scaler = _make_series(each, name, window, ends, boundaries[0], extras)
             made[name], scalers[name] = series, scaler.to_json()
             assert series.time is not None
             assert series.gap is not None
             facts[name] = {
-                "file": bars[name].file,
-                "bars_read": len(bars[name]),
+                "file": each.file,
+                "bars_read": len(each),
                 "rows_stored": len(series.rows),
                 "first_ns": int(series.time[0]),
                 "last_ns": int(series.time[-1]),
                 "gaps": int(series.gap.sum()),
-                "refused": len(bars[name].refused),
+                "refused": len(each.refused),
             }
+            accounts.append(_bar_account(each, len(series.rows), name))
         targets = make_targets(bars[self._base].columns["close"], samples.bar, self.horizon)
         steps = tuple(f"return_{step}" for step in range(1, self.horizon + 1))
         made |= {
@@ -257,8 +238,13 @@ class BarsSource(PlainSource):
         train = targets[split == TRAIN]
         counts = np.bincount(split, minlength=len(SPLIT_NAMES)).tolist()
         refused = [refusal for each in bars.values() for refusal in each.refused]
+        ignored = {_DROPPED[why]: count for why, count in samples.dropped.items()}
+        num_bars = len(bars[self._base])
+        accounts.append(
+            Account("decisions (base bars)", num_bars, len(samples.time), ignored=ignored)
+        )
         extra = {
-            "symbol": payload["symbol"],
+            "symbol": part.label,
             "timeframes": facts,
             "scalers": scalers,
             "dropped": samples.dropped,
@@ -270,19 +256,9 @@ class BarsSource(PlainSource):
             },
             # Standard deviation of the training targets, for losses.
             "target_scale": float(np.std(train, dtype=np.float64)) if len(train) else None,
-            "materialised_bytes": _materialised_bytes(made),
+            "materialised_bytes": _materialised_bytes(made, self.horizon),
             "notes": [note for each in bars.values() for note in each.notes],
-            "accounts": [
-                *(_bar_account(bars[name], made[name], name) for name, _ in self.windows),
-                asdict(
-                    Account(
-                        "decisions (base bars)",
-                        len(bars[self._base]),
-                        len(samples.time),
-                        ignored={_DROPPED[why]: count for why, count in samples.dropped.items()},
-                    )
-                ),
-            ],
+            "accounts": list(map(asdict, accounts)),
         }
         return PartData(made, refused, extra)
 
@@ -307,10 +283,7 @@ class BarsSource(PlainSource):
         """Yield each symbol with its bars by timeframe, read and checked as for packing; for predictions."""
         wanted, _ = self._wanted()
         for symbol in sorted({file.symbol for file in wanted}):
-            grouped = self._by_timeframe(wanted, symbol)
-            bars = {name: self._read(files, name) for name, files in grouped.items()}
-            self._check_clocks(bars)
-            yield symbol, bars
+            yield symbol, self._read_all(self._by_timeframe(wanted, symbol))
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
         """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""
@@ -357,6 +330,12 @@ class BarsSource(PlainSource):
                 f"--windows {quoted(rest)}, or {add}" if rest else add,
             )
         return grouped
+
+    def _read_all(self, files: Mapping[str, Sequence[BarFile]]) -> dict[str, Bars]:
+        """Read the timeframes of one symbol, and raise where one of them has another clock."""
+        bars = {name: self._read(paths, name) for name, paths in files.items()}
+        self._check_clocks(bars)
+        return bars
 
     def _read(self, files: Sequence[BarFile], timeframe: str) -> Bars:
         read = []
@@ -412,13 +391,9 @@ class BarsSource(PlainSource):
     def _fixed_boundaries(self) -> tuple[int, int] | None:
         if self.split_at is None:
             return None
-        ends = [parse_time(text, self.day_first) for text in self.split_at]
-        if (
-            len(ends) != 2
-            or isinstance(ends[0], str)
-            or isinstance(ends[1], str)
-            or ends[0] > ends[1]
-        ):
+        read = [parse_time(text, self.day_first) for text in self.split_at]
+        ends = [each for each in read if not isinstance(each, str)]
+        if not len(read) == len(ends) == 2 or ends[0] > ends[1]:
             raise InputError(
                 f"split_at {self.split_at} is not two times in order.",
                 "the last decision times of train and of val",
@@ -462,19 +437,14 @@ _DROPPED = {
 }
 
 
-def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
-    assert isinstance(series, Series)
+def _bar_account(bars: Bars, num_packed: int, name: str) -> Account:
     # A gzip file that ends early has one refusal without a line.
     whole = sum(refusal.count for refusal in bars.refused if refusal.line is None)
-    unused = {"bars that no window shows": len(bars) - len(series.rows)}
+    ignored = {**bars.ignored, "bars that no window shows": len(bars) - num_packed}
     # Lines of other symbols are counted where those are packed.
-    others = bars.ignored.get(OTHER_SYMBOLS, 0)
-    own = {reason: count for reason, count in bars.ignored.items() if reason != OTHER_SYMBOLS}
-    found = bars.num_lines + whole - others
-    kinds = count_kinds(bars.refused)
-    return asdict(
-        Account(f"{bars.unit}s of {name}", found, len(series.rows), kinds, {**own, **unused})
-    )
+    found = bars.num_lines + whole - ignored.pop(OTHER_SYMBOLS, 0)
+    unit = f"{bars.unit}s of {name}"
+    return Account(unit, found, num_packed, count_kinds(bars.refused), ignored)
 
 
 def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -514,30 +484,23 @@ def _make_series(
             "leave the symbol out, or give a later split_at",
         )
     scaler = fit_scaler(features, slice(first, known), train_end_ns)
-    used = Features(features.rows[first:stop], features.columns)
-    return (
-        Series(
-            rows=apply_scaler(used.rows, scaler),
-            time=bars.time[first:stop],
-            ends=ends - first,
-            window=window,
-            gap=gap_mask(bars.time, timeframe)[first:stop],
-            columns=used.columns,
-            duration_ns=TIMEFRAMES[timeframe],
-        ),
-        scaler,
+    series = Series(
+        rows=apply_scaler(features.rows[first:stop], scaler),
+        time=bars.time[first:stop],
+        ends=ends - first,
+        window=window,
+        gap=gap_mask(bars.time, timeframe)[first:stop],
+        columns=features.columns,
+        duration_ns=TIMEFRAMES[timeframe],
     )
+    return series, scaler
 
 
-def _materialised_bytes(fields: Mapping[str, FieldData]) -> int:
+def _materialised_bytes(fields: Mapping[str, FieldData], horizon: int) -> int:
     """Bytes that the windows and targets would take if each sample were written out."""
-    per_sample = 0
-    for data in fields.values():
-        if isinstance(data, Series):
-            per_sample += data.window * data.rows.shape[1] * data.rows.itemsize
-    targets = fields["targets"]
-    num_targets = targets.values.shape[1] if isinstance(targets, Dense) else 0
-    return int(targets.num_samples * (per_sample + 4 * num_targets))
+    series = [data for data in fields.values() if isinstance(data, Series)]
+    per_sample = sum(each.window * each.rows.shape[1] * each.rows.itemsize for each in series)
+    return int(fields["targets"].num_samples * (per_sample + 4 * horizon))
 
 
 def _no_samples(

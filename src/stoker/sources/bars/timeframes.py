@@ -96,11 +96,8 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     while _SUFFIXES.search(stem):
         stem = _SUFFIXES.sub("", stem)
     words = [word for word in re.split(r"[_\-, ]+|\.(?=[A-Za-z]+[0-9])", stem) if word]
-    words = (
-        words[2:]
-        if [word.upper() for word in words[:2]] in (["DAT", "ASCII"], ["DAT", "MT"], ["DAT", "NT"])
-        else words
-    )
+    if [word.upper() for word in words[:2]] in (["DAT", "ASCII"], ["DAT", "MT"], ["DAT", "NT"]):
+        words = words[2:]
     words = _joined_timeframe(words)
     for place, word in enumerate(words):
         try:
