@@ -154,8 +154,9 @@ def test_a_missing_date_is_named_by_its_column():
     """A date becomes days, month, weekday and seconds: the reader of the reason knows the column only."""
     kinds = pa.table({"when": ["2020-03-01 10:00", "2020-03-25 11:30"], "speed": ["1", "2"]})
     columns = [find_kind(name, kinds.column(name), ".", None) for name in kinds.column_names]
-    facts = {"table": {"dtype": "float32", "classes": []}, "repairs": {}}
+    recorded = [column.to_json() for column in columns]
+    facts = {"table": {"columns": recorded, "dtype": "float32", "classes": []}, "repairs": {}}
     new = pa.table({"when": ["2020-03-02 10:00", None, None], "speed": ["1", "2", "x"]})
     file = TableFile(Path("new"), "frame", tuple(new.column_names), table=new)
-    (batch,) = RawTable([file], columns, facts)
+    (batch,) = RawTable([file], facts)
     assert batch.reasons == [None, "no value in when", "column 'speed' holds 'x', not a number"]

@@ -21,7 +21,6 @@ import torch
 from stoker.errors import InputError, RefusalList
 from stoker.recipes.contract import Facts, RawBatch
 from stoker.sources.tables.columns import (
-    Column,
     Fault,
     as_numpy,
     as_text,
@@ -29,8 +28,7 @@ from stoker.sources.tables.columns import (
 )
 from stoker.sources.tables.layout import TextOptions, header_advice
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table, shown_names
-from stoker.sources.tables.source import make_features, make_targets
-from stoker.sources.tables.survey import Target
+from stoker.sources.tables.source import RowPlan
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.train.predict import FILE_COLUMN, ROW_COLUMN
@@ -52,26 +50,19 @@ def open_raw_table(
 ) -> RawTable:
     """Open rows for a model that was trained on a table."""
     recorded = facts["table"]
-    columns = [Column.from_json(each) for each in recorded["columns"]]
+    used = [each["name"] for each in recorded["columns"]]
     if not isinstance(given, str | Path):
-        table = as_frame(given, [column.name for column in columns])
-        label = Path(f"the {type(given).__name__}")
-        files = [
-            TableFile(
-                label, "frame", tuple(table.column_names), num_rows=table.num_rows, table=table
-            )
-        ]
+        table = as_frame(given, used)
+        label, names = Path(f"the {type(given).__name__}"), tuple(table.column_names)
+        files = [TableFile(label, "frame", names, num_rows=table.num_rows, table=table)]
     else:
-        text = told.get("text")
-        asked = (
-            text if text is not None and text != TextOptions() else TextOptions(**recorded["text"])
-        )
+        asked = told.get("text")
+        asked = TextOptions(**recorded["text"]) if asked in (None, TextOptions()) else asked
         found, _ = find_files([given])
         files = [open_table(path, asked, partitions) for path, partitions in found]
     for file in files:
-        missing = [column.name for column in columns if column.name not in file.names]
+        missing = [name for name in used if name not in file.names]
         if missing:
-            used = {column.name for column in columns}
             free = [name for name in file.names if name not in used]
             close = [
                 f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
@@ -79,10 +70,10 @@ def open_raw_table(
             raise InputError(
                 f"{file.path} lacks {format_count(len(missing), 'column')} of the training table: "
                 f"{shown_names(missing)}.",
-                shown_names([column.name for column in columns]),
+                shown_names(used),
                 f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
             )
-    return RawTable(files, columns, facts, ranges)
+    return RawTable(files, facts, ranges)
 
 
 def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
@@ -149,21 +140,18 @@ class RawTable:
     def __init__(
         self,
         files: Sequence[TableFile],
-        columns: Sequence[Column],
         facts: Facts,
         ranges: tuple[Array, Array] | None = None,
     ) -> None:
-        self._files, self._columns = files, columns
+        self._files = files
         recorded = facts["table"]
-        self._dtype = np.dtype(recorded["dtype"])
+        self._plan = RowPlan.from_json(recorded)
+        self._columns, self._target = self._plan.columns, self._plan.target
         self._codes = recorded.get("codes", {})
-        name = recorded.get("target")
-        words = tuple(recorded.get("target_words", ()))
-        self._target = name and Target(name, tuple(recorded["classes"]), True, words)
         # A model may predict another thing than the packed target: only the target itself is compared.
         self._is_comparable = bool(recorded["classes"]) == bool(facts.get("is_classifier"))
-        self._outputs = [name for column in columns for name in column.outputs]
-        self._origins = [column.name for column in columns for _ in column.outputs]
+        self._outputs = self._plan.outputs
+        self._origins = [column.name for column in self._columns for _ in column.outputs]
         repairs = facts["repairs"].get(_FIELD, [])
         self._repairs = [FittedRepair.from_json(entry) for entry in repairs]
         self._ranges = ranges
@@ -226,7 +214,7 @@ class RawTable:
     def _make(
         self, file: TableFile, table: Any, numbered: Array, wrong: Mapping[int, str]
     ) -> RawBatch:
-        features = np.zeros((0, len(self._outputs)), self._dtype)
+        features = np.zeros((0, len(self._outputs)), self._plan.dtype)
         reasons: list[str | None] = []
         answered = np.zeros(0, bool)
         truth: Array | None = None
@@ -252,9 +240,7 @@ class RawTable:
 
     def _features(self, file: TableFile, table: Any) -> tuple[Array, list[str | None], Array]:
         faults: dict[int, Fault] = {}
-        features, unseen = make_features(
-            table, self._columns, self._dtype, file.decimal, faults, str(file.path)
-        )
+        features, unseen = self._plan.features(table, file.decimal, faults, str(file.path))
         empty = self._empty_rows(table, features)
         features = apply_repairs(features, self._repairs, self._outputs)
         reasons: list[str | None] = [None] * table.num_rows
@@ -275,11 +261,9 @@ class RawTable:
         self._num_unseen += sum(reason is not None for reason in reasons)
         bad = ~np.isfinite(features)
         for row in np.flatnonzero(bad.any(axis=1)).tolist():
-            names = list(dict.fromkeys(self._origins[place] for place in np.flatnonzero(bad[row])))[
-                :5
-            ]
+            names = list(dict.fromkeys(self._origins[place] for place in np.flatnonzero(bad[row])))
             lost = "no value" if np.isnan(features[row, bad[row]]).any() else "no finite value"
-            reasons[row] = f"{lost} in {', '.join(names)}"
+            reasons[row] = f"{lost} in {', '.join(names[:5])}"
         for row in empty:
             reasons[row] = "no value in any column"
         for row, fault in faults.items():
@@ -307,7 +291,7 @@ class RawTable:
         if target is None or target.name not in table.column_names or not self._is_comparable:
             return None
         faults: dict[int, Fault] = {}
-        values = make_targets(table, target, file.decimal, faults)
+        values = self._plan.targets(table, file.decimal, faults)
         if target.classes:
             self._num_strange += int((values < 0).sum())
             return values

@@ -311,7 +311,7 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
                 "numbers",
                 command("--time-column", name) if may_be_time else command("--columns", others),
             )
-        is_wide = needs_float64(values[np.isfinite(values)])
+        is_wide = needs_float64(values)
         made.append(values if is_wide else values.astype(np.float32))
     time = None
     if source.time_column is not None:

@@ -244,8 +244,9 @@ def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
     lowered = {text.lower() for text in texts}
     if any(lowered <= set(words) for words in _WORDS):
         return Column(name, "bool")
-    dated = sum(_is_date(text) for text in texts[:200])
-    if 2 * dated > len(texts[:200]):
+    told = [text for text in texts[:200] if not text.isdecimal()]
+    matches = filter(None, map(match_time, _with_days(pa.array(told, pa.string())).to_pylist()))
+    if 2 * sum("epoch" not in match.re.groupindex for match in matches) > len(texts[:200]):
         return _date_column(name, column, "date")
     return judge_texts(name, len(texts), total, texts[0])
 
@@ -271,33 +272,23 @@ def _with_days(texts: Any) -> Any:
     return pc.replace_substring_regex(texts, _YEAR_MONTH, r"\1-01")
 
 
-def _is_date(text: str) -> bool:
-    match = match_time(f"{text}-01" if re.fullmatch(_YEAR_MONTH, text) else text)
-    return match is not None and "epoch" not in match.re.groupindex and not text.isdecimal()
-
-
 def _number_column(
     name: str, column: Any, decimal: str, is_wide: bool = False
 ) -> Column | Unusable:
     values, bad = numbers(column, name, decimal)
     too_long = len(bad) if pa.types.is_integer(column.type) else 0
     if is_text(column.type):
-        too_long = (
-            pc.sum(pc.match_substring_regex(trimmed(column), "^[+-]?[0-9]{16,}$")).as_py() or 0
-        )
-    values = values[np.isfinite(values)]
+        is_long = pc.match_substring_regex(trimmed(column), "^[+-]?[0-9]{16,}$")
+        too_long = pc.sum(is_long).as_py() or 0
     if 2 * too_long > len(column):
-        return Unusable(
-            name, "holds whole numbers above 2**53, which no float holds exactly", "drop"
-        )
+        return Unusable(name, "holds whole numbers above 2**53, which no float holds exactly")
     return Column(name, "number", is_wide=is_wide or needs_float64(values))
 
 
 def needs_float64(values: Array) -> bool:
     """Tell whether float32 would lose values: whole numbers that it does not have, or many that become one.
 
-    Args:
-        values: Finite. Those from 2**53 on are left to the quality gate: float64 does not count them either.
+    Values that are not finite, or from 2**53 on, are left to the quality gate: float64 does not count those either.
     """
     values = values[np.abs(values) < 1 << 53]
     if not len(values):
@@ -358,9 +349,7 @@ def numbers(
                 return as_numpy(column.cast(pa.float64())), nothing
         column = trimmed(column)
     try:
-        if pa.types.is_boolean(kind):
-            column = column.cast(pa.uint8())
-        elif pa.types.is_temporal(kind):
+        if pa.types.is_temporal(kind):
             whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
             unit = _UNITS[kind.unit] if hasattr(kind, "unit") else DAY_NS
             return as_numpy(whole.cast(pa.float64())) * (unit / SECOND_NS), nothing

@@ -198,7 +198,7 @@ class Survey:
             is_wide, has_flag = column.is_wide, column.has_flag
             if name in self._whole and not is_wide and _is_long(cells):
                 values, _ = numbers(cells, name, decimal)
-                is_wide = needs_float64(values[np.isfinite(values)])
+                is_wide = needs_float64(values)
             if self._missing == "flag" and not has_flag:
                 has_flag = _num_known(cells) < len(cells)
             if (is_wide, has_flag) != (column.is_wide, column.has_flag):
@@ -367,7 +367,7 @@ class Survey:
             is_whole = bool(np.isfinite(known).all() and (known == np.rint(known)).all())
             few = 2 <= len(known) <= FEW_CLASSES and 2 * len(known) <= num_rows
             if asked is None and not (is_whole and few):
-                return Target(self._target, (), needs_float64(known[np.isfinite(known)]))
+                return Target(self._target, (), needs_float64(known))
             return Target(self._target, tuple(map(class_name, known.tolist())))
         words = self._words.get(self._target, ())
         return Target(self._target, tuple(sorted(values)), words=words)
