@@ -49,10 +49,7 @@ def field_names(sample: Any) -> tuple[str, ...]:
 
 def tuple_names(length: int) -> tuple[str, ...]:
     """Return the fields of a tuple of `length` values."""
-    return tuple(
-        _FIRST_NAMES[number] if number < len(_FIRST_NAMES) else f"field_{number}"
-        for number in range(length)
-    )
+    return (*_FIRST_NAMES, *(f"field_{number}" for number in range(2, length)))[:length]
 
 
 def form_of(sample: Any) -> Form:
@@ -119,9 +116,8 @@ def as_array(value: Any, what: str) -> Array | str:
         raise InputError(
             f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"
         )
-    if hasattr(value, "detach") and hasattr(
-        value, "numpy"
-    ):  # a tensor; a graph of PyG has one of the two
+    # A tensor; a graph of PyG has one of the two.
+    if hasattr(value, "detach") and hasattr(value, "numpy"):
         try:
             return np.asarray(value.detach().cpu().numpy())
         except (TypeError, RuntimeError) as error:  # bfloat16, sparse, nested
@@ -148,11 +144,8 @@ def as_array(value: Any, what: str) -> Array | str:
 
 def are_arrays(value: Any) -> bool:
     """Whether a value of a sample is several arrays or tensors in a list or tuple, such as two views of an image."""
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(getattr(each, "shape", ()) != () for each in value)
-    )
+    is_list = isinstance(value, list | tuple) and bool(value)
+    return is_list and all(getattr(each, "shape", ()) != () for each in value)
 
 
 def _advise(value: Any, kind: str) -> str:
@@ -234,9 +227,8 @@ def _as_field(
     if texts and rows:
         first = isinstance(column[0], str)
         other = next(n for n, value in enumerate(column) if isinstance(value, str) != first)
-        raise _differs(
-            name, numbers, column, 0, other, "text in some samples and numbers in others"
-        )
+        how = "text in some samples and numbers in others"
+        raise _differs(name, numbers, column, 0, other, how)
     if texts or (like is not None and like.encoding == "utf8" and not rows):
         return Ragged.from_strings(texts)
     # The first that holds a value decides: [] has neither a type of its own nor a number of columns.
@@ -244,9 +236,8 @@ def _as_field(
     dtype = (rows[lead].dtype if like is None else np.dtype(like.dtype)).newbyteorder("=")
     for n, row in enumerate(rows):
         if row.size and row.dtype.newbyteorder("=") != dtype:
-            widest = np.result_type(
-                dtype, *{row.dtype for row in rows if row.size}
-            )  # loses nothing of any sample
+            # It loses nothing of any sample.
+            widest = np.result_type(dtype, *{row.dtype for row in rows if row.size})
             raise _differs(name, numbers, column, lead, n, f"not {dtype} in all samples", widest)
     rows = [row if row.size else row.astype(dtype) for row in rows]
     shapes = {row.shape for row in rows}

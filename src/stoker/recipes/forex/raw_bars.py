@@ -135,21 +135,15 @@ def _read_frames(
                 "a frame of bars: a time, open, high, low and close, named as in the files of training",
                 "frame.rename(columns={'NAME': 'open'}), and frame.sort_values('time') where times do not rise",
             ) from error
-    return {
-        symbol: {
-            name: replace(
+    for by_name in read.values():
+        for name, bars in by_name.items():
+            by_name[name] = replace(
                 bars,
                 file=bars.file.replace(place, ""),
                 notes=[note.replace(place, "") for note in bars.notes],
-                refused=[
-                    replace(refusal, file=refusal.file.replace(place, ""))
-                    for refusal in bars.refused
-                ],
+                refused=[replace(each, file=each.file.replace(place, "")) for each in bars.refused],
             )
-            for name, bars in by_name.items()
-        }
-        for symbol, by_name in read.items()
-    }
+    return read
 
 
 def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
@@ -294,9 +288,8 @@ class RawBars:
 
     def _series(self, bars: Bars, name: str, scaler: Scaler) -> tuple[Array, Array]:
         """Return scaled rows of float32 and the gap flags."""
-        extras = [column for column in bars.columns if column not in PRICES]
-        used = [column for column in extras if _is_used(column, name, scaler)]
-        rows = make_features(bars.time, bars.columns, name, used).rows
+        extras = _used_extras(bars, name, scaler)
+        rows = make_features(bars.time, bars.columns, name, extras).rows
         return apply_scaler(rows, scaler), gap_mask(bars.time, name)
 
     def _cut(
@@ -334,15 +327,15 @@ class RawBars:
         return RawBatch(decisions.astype("M8[ns]"), batch, answered, reasons, labels)
 
 
-def _is_used(column: str, timeframe: str, scaler: Scaler) -> bool:
-    """Whether training had this further column."""
-    return set(feature_names([column], timeframe)) <= set(scaler.columns)
+def _used_extras(bars: Bars, timeframe: str, scaler: Scaler) -> list[str]:
+    """Return the further columns that training had, too."""
+    extras = [column for column in bars.columns if column not in PRICES]
+    known = set(scaler.columns)
+    return [column for column in extras if known.issuperset(feature_names([column], timeframe))]
 
 
 def _check_columns(symbol: str, bars: Bars, name: str, scaler: Scaler) -> None:
-    extras = [column for column in bars.columns if column not in PRICES]
-    used = [column for column in extras if _is_used(column, name, scaler)]
-    have = set(feature_names(used, name))
+    have = feature_names(_used_extras(bars, name, scaler), name)
     missing = [column for column in scaler.columns if column not in have]
     if missing:
         raise InputError(
