@@ -211,11 +211,8 @@ def opened_arrays(
             command("stoker", "inspect", paths[0]),
         )
     if not paths:
-        raise SourceError(
-            "no array files were given.",
-            ".npy, .npz or .h5 files",
-            "stoker pack arrays FILE.npy OUT",
-        )
+        example = "stoker pack arrays FILE.npy OUT"
+        raise SourceError("no array files were given.", ".npy, .npz or .h5 files", example)
     arrays: dict[str, Rows] = {}
     with ExitStack() as stack:
         for path in paths:
@@ -384,21 +381,15 @@ def _read_header(stream: IO[bytes], name: str) -> _Header:
     version = np.lib.format.read_magic(io.BytesIO(start))
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"{name} has the numpy format {version}")
-    form = "<H" if version[0] == 1 else "<I"
-    size = stream.read(struct.calcsize(form))
-    (length,) = struct.unpack(form, size)
+    size = stream.read(2 if version[0] == 1 else 4)
+    (length,) = struct.unpack("<H" if version[0] == 1 else "<I", size)
     bounds.NPY_HEADER.check(length, f"the header of {name}")
     text = io.BytesIO(size + stream.read(length))
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version[0] == 1
-        else np.lib.format.read_array_header_2_0
-    )
+    form = np.lib.format
+    read = form.read_array_header_1_0 if version[0] == 1 else form.read_array_header_2_0
     try:
         shape, is_fortran, dtype = read(text)
-    except (
-        Exception
-    ) as error:  # numpy evaluates the text as Python, with all that can go wrong there
+    except Exception as error:  # numpy evaluates the text as Python: anything can go wrong
         raise ValueError(f"{name} has a damaged header: {type(error).__name__}") from error
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded: they are pickles, which run code")

@@ -222,13 +222,25 @@ def named_values(sample: Any) -> Iterable[tuple[str, Any]]:
 def _as_field(
     name: str, column: Sequence[Array | str], numbers: Sequence[int], like: FieldInfo | None
 ) -> Dense | Ragged:
+    def differs(one: int, other: int, how: str, dtype: str = "float32") -> InputError:
+        kinds = [
+            "text" if isinstance(value, str) else f"{value.dtype} {value.shape}" for value in column
+        ]
+        told = (f"{kinds[place]} in sample {numbers[place]}" for place in (one, other))
+        return InputError(
+            f"{name!r} is {how}: {', '.join(told)}.",
+            "one type in all samples, and one shape but for the first axis",
+            f"np.asarray({name}, dtype=np.{dtype})"
+            if dtype
+            else f"np.ravel({name}), with np.shape({name}) as a field of its own",
+        )
+
     texts = [value for value in column if isinstance(value, str)]
     rows = [value for value in column if not isinstance(value, str)]
     if texts and rows:
         first = isinstance(column[0], str)
         other = next(n for n, value in enumerate(column) if isinstance(value, str) != first)
-        how = "text in some samples and numbers in others"
-        raise _differs(name, numbers, column, 0, other, how)
+        raise differs(0, other, "text in some samples and numbers in others")
     if texts or (like is not None and like.encoding == "utf8" and not rows):
         return Ragged.from_strings(texts)
     # The first that holds a value decides: [] has neither a type of its own nor a number of columns.
@@ -238,7 +250,7 @@ def _as_field(
         if row.size and row.dtype.newbyteorder("=") != dtype:
             # It loses nothing of any sample.
             widest = np.result_type(dtype, *{row.dtype for row in rows if row.size})
-            raise _differs(name, numbers, column, lead, n, f"not {dtype} in all samples", widest)
+            raise differs(lead, n, f"not {dtype} in all samples", str(widest))
     rows = [row if row.size else row.astype(dtype) for row in rows]
     shapes = {row.shape for row in rows}
     kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
@@ -256,31 +268,7 @@ def _as_field(
     rows = [row.reshape(0, *inner) if row.shape == (0,) else row for row in rows]
     for n, row in enumerate(rows):
         if not row.ndim or row.shape[1:] != inner:
-            raise _differs(name, numbers, column, lead, n, "not of one shape", is_shape=True)
+            raise differs(lead, n, "not of one shape", "")
     lengths = np.array([len(row) for row in rows], np.int64)
     values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
     return Ragged(values, offsets_of(lengths))
-
-
-def _differs(
-    name: str,
-    numbers: Sequence[int],
-    column: Sequence[Array | str],
-    one: int,
-    other: int,
-    how: str,
-    dtype: object = None,
-    is_shape: bool = False,
-) -> InputError:
-    def described(row: int) -> str:
-        value = column[row]
-        told = "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
-        return f"{told} in sample {numbers[row]}"
-
-    return InputError(
-        f"{name!r} is {how}: {described(one)}, {described(other)}.",
-        "one type in all samples, and one shape but for the first axis",
-        f"np.ravel({name}), with np.shape({name}) as a field of its own"
-        if is_shape
-        else f"np.asarray({name}, dtype=np.{dtype or 'float32'})",
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -231,13 +231,12 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[Rows
 
 def _looks_like_text(path: Path) -> bool:
     """Whether a file begins as UTF-8 text does, or has an odd number of bytes and so no numbers of two each."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return bool(path.stat().st_size % 2)
-    return bool(path.stat().st_size % 2) or not any(ord(each) < 9 for each in text)
+    if path.stat().st_size % 2:
+        return True
+    with path.open("rb") as file, suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(file.read(4096))
+        return not any(ord(each) < 9 for each in text)
+    return False
 
 
 def _raw(path: Path, dtype: np.dtype[Any]) -> Rows:
@@ -322,9 +321,8 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
             )
         time, good = times(table.column(source.time_column), kind)
         if not good.all():
-            row = int(np.argmin(good))
             raise SourceError(
-                f"{path}: column {source.time_column!r} holds no time in row {row}.",
+                f"{path}: column {source.time_column!r} holds no time in row {np.argmin(good)}.",
                 "a time in every row",
                 "",
             )
@@ -334,10 +332,8 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
             before, after = (np.datetime64(int(each), "ns") for each in time[row - 1 : row + 1])
             copy = str(path.with_name(f"{path.stem}-sorted.parquet"))
             read = "p.read_table" if file.kind == "parquet" else "c.read_csv"
-            code = (
-                f"import pyarrow.csv as c, pyarrow.parquet as p; "
-                f"p.write_table({read}({str(path)!r}).sort_by({source.time_column!r}), {copy!r})"
-            )
+            table_of = f"{read}({str(path)!r}).sort_by({source.time_column!r})"
+            code = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table({table_of}, {copy!r})"
             raise SourceError(
                 f"{path}: time goes from {before} to {after} at row {row}.",
                 "strictly rising times; a local clock that is set back in autumn needs its offset in every row",

@@ -117,15 +117,22 @@ def _read_frames(
 ) -> dict[str, dict[str, Bars]]:
     """Return the bars of frames, by the same reader as those of files."""
     mend = _frames_like(symbols, timeframes)
-    frames = list(_named_frames(given, None, None, symbols, timeframes))
+    frames = list(_named_frames(given))
+    for _, timeframe, frame in frames:
+        if timeframe is None and len(timeframes) > 1:
+            raise InputError(
+                f"a {type(frame).__name__} of bars without a timeframe.",
+                f"a frame for each of {', '.join(timeframes)}, as in training",
+                mend,
+            )
     with temporary_folder() as scratch:
         paths = []
         for named, timeframe, frame in frames:
             table = _with_time(frame)
-            symbol = named or _symbol_in(table, symbols, mend)
-            path = scratch / f"the frame of {symbol} {timeframe}"
+            symbol, name = named or _symbol_in(table, symbols, mend), timeframe or timeframes[0]
+            path = scratch / f"the frame of {symbol} {name}"
             pq.write_table(table, path)
-            paths.append(f"{symbol}:{timeframe}={path}")
+            paths.append(f"{symbol}:{name}={path}")
         place = f"{scratch}/"
         try:
             read = _read(replace(source, paths=tuple(paths)), mend)
@@ -156,33 +163,23 @@ def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
 
 
 def _named_frames(
-    given: Any,
-    symbol: str | None,
-    timeframe: str | None,
-    symbols: Sequence[str],
-    timeframes: Sequence[str],
-) -> Iterator[tuple[str | None, str, Any]]:
-    """Yield every frame of a mapping of any depth with its symbol, where one is told, and its timeframe."""
+    given: Any, symbol: str | None = None, timeframe: str | None = None
+) -> Iterator[tuple[str | None, str | None, Any]]:
+    """Yield every frame of a mapping of any depth with its symbol and its timeframe, where they are told."""
     is_nested = isinstance(given, Mapping) and any(
         isinstance(value, Mapping) or hasattr(value, "columns") for value in given.values()
     )
-    if is_nested:
-        for key, inside in given.items():
-            own_symbol, own_timeframe = symbol, timeframe
-            for word in key if isinstance(key, tuple) else str(key).split(":"):
-                try:
-                    own_timeframe = parse_timeframe(str(word))
-                except InputError:
-                    own_symbol = str(word).upper()
-            yield from _named_frames(inside, own_symbol, own_timeframe, symbols, timeframes)
+    if not is_nested:
+        yield symbol, timeframe, given
         return
-    if timeframe is None and len(timeframes) > 1:
-        raise InputError(
-            f"a {type(given).__name__} of bars without a timeframe.",
-            f"a frame for each of {', '.join(timeframes)}, as in training",
-            _frames_like(symbols, timeframes),
-        )
-    yield symbol, timeframe or timeframes[0], given
+    for key, inside in given.items():
+        own_symbol, own_timeframe = symbol, timeframe
+        for word in key if isinstance(key, tuple) else str(key).split(":"):
+            try:
+                own_timeframe = parse_timeframe(str(word))
+            except InputError:
+                own_symbol = str(word).upper()
+        yield from _named_frames(inside, own_symbol, own_timeframe)
 
 
 def _symbol_in(table: pa.Table, symbols: Sequence[str], mend: str) -> str:

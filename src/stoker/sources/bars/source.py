@@ -144,10 +144,6 @@ class BarsSource(PlainSource):
     def _base(self) -> str:
         return str(self.base)
 
-    @property
-    def _embargo(self) -> int:
-        return int(self.embargo or 0)
-
     def files(self) -> Sequence[Path]:
         """Every file of bars that is used, in a stable order."""
         return list(dict.fromkeys(file.path for file in self._named()[0]))
@@ -206,7 +202,7 @@ class BarsSource(PlainSource):
             raise _no_samples(part.label, bars, self.windows, samples)
         boundaries = boundaries or find_boundaries(samples.time, self.ratios)
         base_close = close_times(bars[self._base].time, self._base)
-        split = assign_splits(samples, base_close, boundaries, self._embargo)
+        split = assign_splits(samples, base_close, boundaries, int(self.embargo or 0))
         made: dict[str, FieldData] = {}
         scalers, facts, accounts = {}, {}, []
         for name, window in self.windows:

@@ -438,7 +438,10 @@ def encode(
     elif made.kind == "bool":
         values = _booleans(column, made.name, faults)[:, None]
     elif made.kind in ("one-hot", "codes"):
-        values, unseen = _encode_texts(column, made)
+        found, is_other = places_in(as_text(column, made.words), made.values)
+        is_one = found[:, None] == np.arange(len(made.values))
+        values = is_one.astype(np.float64) if made.kind == "one-hot" else (found + 1.0)[:, None]
+        unseen = np.flatnonzero(is_other)
     else:
         values = _encode_times(column, made, faults)
     if made.has_flag:
@@ -474,14 +477,6 @@ def _refuse(
     """Put rows into `faults` that have no other reason yet."""
     for row in np.flatnonzero(rows).tolist():
         faults.setdefault(row, Fault.of(name, cells[row], why))
-
-
-def _encode_texts(column: Any, made: Column) -> tuple[Array, Array]:
-    found, is_other = places_in(as_text(column, made.words), made.values)
-    unseen = np.flatnonzero(is_other)
-    if made.kind == "codes":
-        return (found + 1.0)[:, None], unseen
-    return (found[:, None] == np.arange(len(made.values))).astype(np.float64), unseen
 
 
 def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:

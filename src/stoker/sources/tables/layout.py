@@ -195,7 +195,9 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     # A quoted cell may span lines: a row ends at its line number, and begins after the row before.
     preamble = first_line - 1 - sum(cell.count("\n") for cell in first)
     decimal = asked.decimal or _find_decimal([first, *body], sep)
-    has_header = _find_header(first, body, decimal, path, asked.header)
+    has_header = asked.header
+    if has_header is None:
+        has_header = _find_header(first, body, decimal, path)
     names = (
         tuple(re.sub(r"\s*\n\s*", " ", cell.strip()) for cell in first)
         if has_header
@@ -376,19 +378,13 @@ _INFINITE = {
 
 
 def _find_header(
-    first: Sequence[str],
-    body: Sequence[Sequence[str]],
-    decimal: str,
-    path: Path,
-    asked: bool | None,
+    first: Sequence[str], body: Sequence[Sequence[str]], decimal: str, path: Path
 ) -> bool:
     """Tell whether the first row names the columns.
 
     Text above a column of numbers is a header; a number there is a row. Where only text columns can tell, a text
     that the column repeats is a row, and a table of nothing but text has a header.
     """
-    if asked is not None:
-        return asked
     cells = [cell.strip() for cell in first]
     for_header = for_row = 0
     is_numeric, repeats = [], False
