@@ -17,8 +17,8 @@ from stoker.sources.bars.dialects import PRICES, Dialect, Naming, find_dialect
 from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.text import find_text, read_head
 from stoker.sources.bars.timeframes import (
+    BY_DURATION,
     DEFAULT_WINDOWS,
-    TIMEFRAMES,
     name_file,
     observed_spacing,
     parse_timeframe,
@@ -196,11 +196,10 @@ def guessed_label(path: Path) -> str:
         bars = read_bars(path, day_first=True)
     except StokerError:
         return ""
-    spacing = observed_spacing(bars.time)
-    names = [name for name, known in TIMEFRAMES.items() if known == spacing]
+    timeframe = BY_DURATION.get(observed_spacing(bars.time) or 0)
     stem = path.name.partition(".")[0].upper()
     symbol = name_file(path)[0] or (stem if stem.isalnum() else "SYMBOL")
-    return f"{symbol}:{names[0]}={path}" if names else ""
+    return f"{symbol}:{timeframe}={path}" if timeframe else ""
 
 
 def fitting_windows(

@@ -135,23 +135,21 @@ def open_table(
     layout, num_rows = None, None
     types: Sequence[pa.DataType] = ()
     with readable(path):
-        if kind == "parquet":
-            with parquet.ParquetFile(path) as file:
-                raw, num_rows = list(file.schema_arrow.names), file.metadata.num_rows
-                types = file.schema_arrow.types
-        elif kind == "arrow":
-            table = read_arrow(path)
-            raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
-        else:
+        if kind in ("text", "json"):
             with _stream(path) as stream:
                 head, is_whole = _read_head(stream)
             found = text_kind(path, head) if asked.sep is None else None
-            if found is not None and found.what == JSON_LINES:
-                kind, table = "json", _read_lines(path)
-                raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
-            else:
-                layout = find_layout(head, path, asked, is_whole=is_whole)
-                raw = list(layout.names)
+            kind = "json" if found is not None and found.what == JSON_LINES else "text"
+        if kind == "text":
+            layout = find_layout(head, path, asked, is_whole=is_whole)
+            raw: Sequence[str] = layout.names
+        elif kind == "parquet":
+            with parquet.ParquetFile(path) as file:
+                schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            raw, types = schema.names, schema.types
+        else:
+            table = read_arrow(path) if kind == "arrow" else _read_lines(path)
+            raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
     names = [name.strip() or f"unnamed_{place}" for place, name in enumerate(raw)]
     names += [name for name in partitions if name not in names]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
@@ -267,18 +265,13 @@ def _sound_text(file: TableFile) -> Iterator[None]:
             fault = find_fault(blocks, file.layout.encoding == "utf-8", CSV_BLOCK_BYTES)
         if fault is None:
             raise
+        what = f"begins as UTF-8 and holds other bytes in line {fault.line:,}"
+        allowed, fix = "one encoding", "--encoding cp1252"
         if fault.is_long:
-            raise SourceError(
-                f"{file.path} has a line, or a quoted cell, of more than {format_bytes(CSV_BLOCK_BYTES)}, "
-                f"which begins in line {fault.line:,}.",
-                _TABLE_FORMATS,
-                "look for a quotation mark that is not closed",
-            ) from error
-        raise SourceError(
-            f"{file.path} begins as UTF-8 and holds other bytes in line {fault.line:,}.",
-            "one encoding",
-            "--encoding cp1252",
-        ) from error
+            size = format_bytes(CSV_BLOCK_BYTES)
+            what = f"has a line, or a quoted cell, of more than {size}, which begins in line {fault.line:,}"
+            allowed, fix = _TABLE_FORMATS, "look for a quotation mark that is not closed"
+        raise SourceError(f"{file.path} {what}.", allowed, fix) from error
 
 
 class TextFault(NamedTuple):

@@ -204,8 +204,8 @@ class Survey:
             if (is_wide, has_flag) != (column.is_wide, column.has_flag):
                 self._columns[name] = replace(column, is_wide=is_wide, has_flag=has_flag)
         if self._target and self._target_texts is not None:
-            words = self._words.get(self._target, ())
-            self._target_texts |= _different(table.column(self._target), MOST_CLASSES + 1, words)
+            words, cells = self._words.get(self._target, ()), table.column(self._target)
+            self._target_texts |= _different(cells, MOST_CLASSES + 1, words)
             if len(self._target_texts) > MOST_CLASSES:
                 self._target_texts = None
 
