@@ -11,7 +11,6 @@ Windows do not cross files. A part repeats the rows that its first windows share
 from __future__ import annotations
 
 import codecs
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -101,7 +100,11 @@ class SeriesSource(PlainSource):
 
     def prepare(self, scratch: Path) -> Preparation:
         """Count the windows of every file, and cut them into parts."""
-        found = [_measure(self, path, scratch) for path in self.paths]
+        found = []
+        for path in self.paths:
+            with _open_rows(self, path, scratch) as rows:
+                row_bytes = rows.row_bytes + (0 if rows.time is None else 9)
+                found.append((rows.shape[0], row_bytes))
         total, first_row, size = sum(length for length, _ in found), 0, 1 << 20
         parts: list[Part] = []
         unused = {"behind the last whole window": 0, "between two windows": 0}
@@ -154,12 +157,8 @@ class SeriesSource(PlainSource):
         total, unused = extras[0]["rows"], extras[0]["unused"]
         windows = sum(extra["windows"] for extra in extras)
         rows = Account("rows", total, total - sum(unused.values()), ignored=unused)
-        accounts = [rows, Account("windows", windows, windows)]
-        return {
-            "window": self.window,
-            "stride": self.step,
-            "accounts": [asdict(account) for account in accounts],
-        }
+        accounts = [asdict(rows), asdict(Account("windows", windows, windows))]
+        return {"window": self.window, "stride": self.step, "accounts": accounts}
 
 
 def _splits(begins: Array, window: int, total: int, shares: Sequence[float]) -> Array:
@@ -172,13 +171,6 @@ def _splits(begins: Array, window: int, total: int, shares: Sequence[float]) -> 
 
 
 # -- rows ----------------------------------------------------------------------------------------
-
-
-def _measure(source: SeriesSource, path: Path, scratch: Path) -> tuple[int, int]:
-    """Return the rows of a series, and the bytes of one."""
-    with _open_rows(source, path, scratch) as opened:
-        row_bytes = math.prod(opened.shape[1:]) * opened.dtype.itemsize
-        return opened.shape[0], row_bytes + (0 if opened.time is None else 9)
 
 
 @contextmanager

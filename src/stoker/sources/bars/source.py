@@ -160,8 +160,7 @@ class BarsSource(PlainSource):
     def prepare(self, scratch: Path) -> Preparation:  # noqa: ARG002 the contract lends a folder
         """Group the files by symbol, fix the split dates, and estimate the size."""
         wanted, notes = self._wanted()
-        symbols = sorted({file.symbol for file in wanted})
-        grouped = {symbol: self._by_timeframe(wanted, symbol) for symbol in symbols}
+        grouped = self._grouped(wanted)
         heads = {file: look(file.path, self.naming, self.decimal, file.ticker) for file in wanted}
         extras, more_notes = shared_extras(grouped, heads)
         there = {name for head in heads.values() for name in head.dialect.dropped}
@@ -175,7 +174,7 @@ class BarsSource(PlainSource):
                 or "leave --drop out",
             )
         boundaries = self._fixed_boundaries()
-        if boundaries is None and len(symbols) > 1:
+        if boundaries is None and len(grouped) > 1:
             boundaries, kept = self._shared_boundaries(grouped)
             # A column that one file has no numbers in is left out for all: parts need the same features.
             extras = {
@@ -186,7 +185,7 @@ class BarsSource(PlainSource):
             rows = {
                 name: sum(heads[file].num_rows for file in files) for name, files in by_name.items()
             }
-            payload = (by_name, len(symbols) == 1, extras, boundaries)
+            payload = (by_name, len(grouped) == 1, extras, boundaries)
             parts.append(Part(index, symbol, rows[self._base], payload))
             size += rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
             for name, count in rows.items():
@@ -277,9 +276,8 @@ class BarsSource(PlainSource):
 
     def read_symbols(self) -> Iterator[tuple[str, dict[str, Bars]]]:
         """Yield each symbol with its bars by timeframe, read and checked as for packing; for predictions."""
-        wanted, _ = self._wanted()
-        for symbol in sorted({file.symbol for file in wanted}):
-            yield symbol, self._read_all(self._by_timeframe(wanted, symbol))
+        for symbol, files in self._grouped(self._wanted()[0]).items():
+            yield symbol, self._read_all(files)
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
         """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""
@@ -291,11 +289,8 @@ class BarsSource(PlainSource):
         found, notes = find_files(self.paths)
         names = {name for name, _ in self.windows}
         wanted = [file for file in found if file.timeframe in names]
-        notes += [
-            f"{file.path}: {file.timeframe} has no window; ignored"
-            for file in found
-            if file.timeframe not in names
-        ]
+        others = [file for file in found if file.timeframe not in names]
+        notes += [f"{file.path}: {file.timeframe} has no window; ignored" for file in others]
         if not wanted:
             there = sorted({file.timeframe for file in found})
             unnamed = [] if there else unnamed_files(self.paths)
@@ -311,20 +306,22 @@ class BarsSource(PlainSource):
             )
         return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
 
-    def _by_timeframe(self, wanted: list[BarFile], symbol: str) -> dict[str, list[BarFile]]:
-        own = [file for file in wanted if file.symbol == symbol]
-        grouped = {
-            name: [file for file in own if file.timeframe == name] for name, _ in self.windows
-        }
-        missing = [name for name, files in grouped.items() if not files]
-        if missing:
-            add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
-            rest = ",".join(f"{name}={length}" for name, length in self.windows if grouped[name])
-            raise MissingBarsError(
-                f"{symbol} has no file for {', '.join(missing)}.",
-                "a file per window",
-                f"--windows {quoted(rest)}, or {add}" if rest else add,
-            )
+    def _grouped(self, wanted: Sequence[BarFile]) -> dict[str, dict[str, list[BarFile]]]:
+        """Return the files by symbol and timeframe, or raise where one of them has none."""
+        grouped: dict[str, dict[str, list[BarFile]]] = {}
+        for file in wanted:
+            by_name = grouped.setdefault(file.symbol, {name: [] for name, _ in self.windows})
+            by_name[file.timeframe].append(file)
+        for symbol, by_name in grouped.items():
+            missing = [name for name, files in by_name.items() if not files]
+            if missing:
+                add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
+                rest = ",".join(f"{name}={size}" for name, size in self.windows if by_name[name])
+                raise MissingBarsError(
+                    f"{symbol} has no file for {', '.join(missing)}.",
+                    "a file per window",
+                    f"--windows {quoted(rest)}, or {add}" if rest else add,
+                )
         return grouped
 
     def _read_all(self, files: Mapping[str, Sequence[BarFile]]) -> dict[str, Bars]:
