@@ -211,8 +211,11 @@ def opened_arrays(
             command("stoker", "inspect", paths[0]),
         )
     if not paths:
-        example = "stoker pack arrays FILE.npy OUT"
-        raise SourceError("no array files were given.", ".npy, .npz or .h5 files", example)
+        raise SourceError(
+            "no array files were given.",
+            ".npy, .npz or .h5 files",
+            "stoker pack arrays FILE.npy OUT",
+        )
     arrays: dict[str, Rows] = {}
     with ExitStack() as stack:
         for path in paths:

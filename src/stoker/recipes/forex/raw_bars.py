@@ -123,7 +123,7 @@ def _read_frames(
             raise InputError(
                 f"a {type(frame).__name__} of bars without a timeframe.",
                 f"a frame for each of {', '.join(timeframes)}, as in training",
-                mend,
+                _frames_like(symbols, timeframes),
             )
     with temporary_folder() as scratch:
         paths = []

@@ -129,10 +129,13 @@ class BarsSource(PlainSource):
         object.__setattr__(self, "base", pick_base(self.windows, self.base))
         object.__setattr__(self, "embargo", self.horizon if self.embargo is None else self.embargo)
         for name, least in (("horizon", 1), ("embargo", 0), ("latency_seconds", 0)):
-            value, option = getattr(self, name), f"--{name.partition('_')[0]}"
+            value, word = getattr(self, name), name.partition("_")[0]
             if value < least:
-                fix = f"{option} {least} ({name}={least})"
-                raise InputError(f"{option} is {value}.", f"{least} or more", fix)
+                raise InputError(
+                    f"--{word} is {value}.",
+                    f"{least} or more",
+                    f"--{word} {least} ({name}={least})",
+                )
         check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
             raise InputError(f"--stamp is {self.stamp!r}.", "open or close", "--stamp open")

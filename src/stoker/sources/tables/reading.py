@@ -265,13 +265,18 @@ def _sound_text(file: TableFile) -> Iterator[None]:
             fault = find_fault(blocks, file.layout.encoding == "utf-8", CSV_BLOCK_BYTES)
         if fault is None:
             raise
-        what = f"begins as UTF-8 and holds other bytes in line {fault.line:,}"
-        allowed, fix = "one encoding", "--encoding cp1252"
         if fault.is_long:
-            size = format_bytes(CSV_BLOCK_BYTES)
-            what = f"has a line, or a quoted cell, of more than {size}, which begins in line {fault.line:,}"
-            allowed, fix = _TABLE_FORMATS, "look for a quotation mark that is not closed"
-        raise SourceError(f"{file.path} {what}.", allowed, fix) from error
+            raise SourceError(
+                f"{file.path} has a line, or a quoted cell, of more than {format_bytes(CSV_BLOCK_BYTES)}, "
+                f"which begins in line {fault.line:,}.",
+                _TABLE_FORMATS,
+                "look for a quotation mark that is not closed",
+            ) from error
+        raise SourceError(
+            f"{file.path} begins as UTF-8 and holds other bytes in line {fault.line:,}.",
+            "one encoding",
+            "--encoding cp1252",
+        ) from error
 
 
 class TextFault(NamedTuple):

@@ -411,13 +411,18 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
         about = [fault for fault in faults.values() if fault.column == name]
         if 2 * len(about) >= table.num_rows:
             words = set(filter(None, _missing_words(table.column(name)) or ()))
-            allowed = "a column of one kind"
-            fix = f"--drop {quoted(name)}, or --dtype {quoted(name + '=category')}"
-            if words:  # a class may be called so: "None" is also the damage of most collisions
-                allowed = f"values that are not read as missing, as {', '.join(NULLS[1:])} are"
-                fix = " ".join(f"--value {quoted(f'{name}={word}')}" for word in sorted(words))
             given = f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows."
-            raise SourceError(given, allowed, fix)
+            if words:  # a class may be called so: "None" is also the damage of most collisions
+                raise SourceError(
+                    given,
+                    f"values that are not read as missing, as {', '.join(NULLS[1:])} are",
+                    " ".join(f"--value {quoted(f'{name}={word}')}" for word in sorted(words)),
+                )
+            raise SourceError(
+                given,
+                "a column of one kind",
+                f"--drop {quoted(name)}, or --dtype {quoted(name + '=category')}",
+            )
 
 
 def _write_piece(scratch: Path, number: int, table: Any) -> None:
