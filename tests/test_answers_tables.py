@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,10 +13,11 @@ from run_makers import settings_for
 from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.answers import load_model
-from stoker.recipes.raw_tables import RawTable, _Piece
+from stoker.recipes.raw_tables import RawTable
 from stoker.recipes.run import run_recipe
 from stoker.sources.tables import TableSource, parse_codes, parse_words
 from stoker.sources.tables.columns import find_kind
+from stoker.sources.tables.reading import TableFile
 from stoker.store.reader import open_store
 
 
@@ -151,7 +154,9 @@ def test_a_missing_date_is_named_by_its_column():
     """A date becomes days, month, weekday and seconds: the reader of the reason knows the column only."""
     kinds = pa.table({"when": ["2020-03-01 10:00", "2020-03-25 11:30"], "speed": ["1", "2"]})
     columns = [find_kind(name, kinds.column(name), ".", None) for name in kinds.column_names]
-    facts = {"table": {"dtype": "float32", "classes": []}, "repairs": {}}
+    recorded = [column.to_json() for column in columns]
+    facts = {"table": {"columns": recorded, "dtype": "float32", "classes": []}, "repairs": {}}
     new = pa.table({"when": ["2020-03-02 10:00", None, None], "speed": ["1", "2", "x"]})
-    (batch,) = RawTable([_Piece("new", tuple(new.column_names), table=new)], columns, facts)
+    file = TableFile(Path("new"), "frame", tuple(new.column_names), table=new)
+    (batch,) = RawTable([file], facts)
     assert batch.reasons == [None, "no value in when", "column 'speed' holds 'x', not a number"]

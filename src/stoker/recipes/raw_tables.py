@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ import torch
 
 from stoker.errors import InputError, RefusalList
 from stoker.recipes.contract import Facts, RawBatch
-from stoker.sources.tables.columns import Column, Fault, as_text, without_codes
+from stoker.sources.tables.columns import (
+    Fault,
+    as_numpy,
+    as_text,
+    without_codes,
+)
 from stoker.sources.tables.layout import TextOptions, header_advice
 from stoker.sources.tables.reading import TableFile, batches, find_files, open_table, shown_names
-from stoker.sources.tables.source import make_features, make_targets
-from stoker.sources.tables.survey import Target
+from stoker.sources.tables.source import RowPlan
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
 from stoker.train.predict import FILE_COLUMN, ROW_COLUMN
@@ -45,33 +50,30 @@ def open_raw_table(
 ) -> RawTable:
     """Open rows for a model that was trained on a table."""
     recorded = facts["table"]
-    columns = [Column.from_json(each) for each in recorded["columns"]]
+    used = [each["name"] for each in recorded["columns"]]
     if not isinstance(given, str | Path):
-        table = as_frame(given, [column.name for column in columns])
-        pieces = [_Piece(f"the {type(given).__name__}", tuple(table.column_names), table=table)]
+        table = as_frame(given, used)
+        label, names = Path(f"the {type(given).__name__}"), tuple(table.column_names)
+        files = [TableFile(label, "frame", names, num_rows=table.num_rows, table=table)]
     else:
-        text = told.get("text")
-        asked = (
-            text if text is not None and text != TextOptions() else TextOptions(**recorded["text"])
-        )
+        asked = told.get("text")
+        asked = TextOptions(**recorded["text"]) if asked in (None, TextOptions()) else asked
         found, _ = find_files([given])
-        opened = [open_table(path, asked, partitions) for path, partitions in found]
-        pieces = [_Piece(str(file.path), file.names, file=file) for file in opened]
-    for piece in pieces:
-        missing = [column.name for column in columns if column.name not in piece.names]
+        files = [open_table(path, asked, partitions) for path, partitions in found]
+    for file in files:
+        missing = [name for name in used if name not in file.names]
         if missing:
-            used = {column.name for column in columns}
-            free = [name for name in piece.names if name not in used]
+            free = [name for name in file.names if name not in used]
             close = [
                 f"{name!r} may be {near}" for name in missing if (near := header_advice(free, name))
             ]
             raise InputError(
-                f"{piece.label} lacks {format_count(len(missing), 'column')} of the training table: "
+                f"{file.path} lacks {format_count(len(missing), 'column')} of the training table: "
                 f"{shown_names(missing)}.",
-                shown_names([column.name for column in columns]),
+                shown_names(used),
                 f"rename: {', '.join(close[:5])}" if close else "a file with these columns",
             )
-    return RawTable(pieces, columns, facts, ranges)
+    return RawTable(files, facts, ranges)
 
 
 def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
@@ -114,37 +116,16 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One table: a file, or a frame in memory."""
-
-    label: str
-    names: tuple[str, ...]
-    file: TableFile | None = None
-    table: Any = None
-
-    @property
-    def decimal(self) -> str:
-        return "." if self.file is None else self.file.decimal
-
-    @property
-    def num_rows(self) -> int | None:
-        return self.table.num_rows if self.file is None else self.file.num_rows
-
-    def parts(self, wanted: set[str]) -> Iterator[tuple[Any, dict[int, str]]]:
-        """Yield tables of some rows, and the lines between them that are no rows, by number, with their reasons."""
-        if self.file is None:
-            for batch in self.table.to_batches(max_chunksize=1 << 16):
-                yield pa.Table.from_batches([batch]), {}
-            return
-        refused, done = RefusalList(), 0
-        skip = self.file.layout.skip if self.file.layout else 0
-        for batch in batches(self.file, refused, wanted):
-            late = {(each.line or 0) - skip - 1: str(each.reason) for each in refused[done:]}
-            done = len(refused)
-            yield pa.Table.from_batches([batch]), late
+def _parts(file: TableFile, wanted: set[str]) -> Iterator[tuple[Any, dict[int, str]]]:
+    """Yield tables of some rows, and the lines between them that are no rows, by number, with their reasons."""
+    refused, done = RefusalList(), 0
+    skip = file.layout.skip if file.layout else 0
+    for batch in chain(batches(file, refused, wanted), [None]):
         late = {(each.line or 0) - skip - 1: str(each.reason) for each in refused[done:]}
-        if late:
+        done = len(refused)
+        if batch is not None:
+            yield pa.Table.from_batches([batch]), late
+        elif late:
             yield None, late
 
 
@@ -158,28 +139,25 @@ class RawTable:
 
     def __init__(
         self,
-        pieces: Sequence[_Piece],
-        columns: Sequence[Column],
+        files: Sequence[TableFile],
         facts: Facts,
         ranges: tuple[Array, Array] | None = None,
     ) -> None:
-        self._pieces, self._columns = pieces, columns
+        self._files = files
         recorded = facts["table"]
-        self._dtype = np.dtype(recorded["dtype"])
+        self._plan = RowPlan.from_json(recorded)
+        self._columns, self._target = self._plan.columns, self._plan.target
         self._codes = recorded.get("codes", {})
-        name = recorded.get("target")
-        words = tuple(recorded.get("target_words", ()))
-        self._target = name and Target(name, tuple(recorded["classes"]), True, words)
         # A model may predict another thing than the packed target: only the target itself is compared.
         self._is_comparable = bool(recorded["classes"]) == bool(facts.get("is_classifier"))
-        self._outputs = [name for column in columns for name in column.outputs]
-        self._origins = [column.name for column in columns for _ in column.outputs]
+        self._outputs = self._plan.outputs
+        self._origins = [column.name for column in self._columns for _ in column.outputs]
         repairs = facts["repairs"].get(_FIELD, [])
         self._repairs = [FittedRepair.from_json(entry) for entry in repairs]
         self._ranges = ranges
         self._num_far = np.zeros(len(self._outputs), np.int64)
         self._num_rows = self._num_unanswered = self._num_unseen = self._num_strange = 0
-        counts = [piece.num_rows for piece in pieces]
+        counts = [file.num_rows for file in files]
         known = [count for count in counts if count is not None]
         self.num_rows = sum(known) if len(known) == len(counts) else None
 
@@ -187,29 +165,25 @@ class RawTable:
         """Yield the rows in the order of the tables, in numbers from 0 in each; lines that are no rows among them."""
         wanted = {column.name for column in self._columns}
         wanted |= {self._target.name} if self._target else set()
-        for piece in self._pieces:
+        for file in self._files:
             next_row = 0
-            for table, wrong in piece.parts(wanted):
+            for table, wrong in _parts(file, wanted):
                 if self._codes and table is not None:
-                    table = without_codes(table, self._codes, piece.decimal)
+                    table = without_codes(table, self._codes, file.decimal)
                 count = 0 if table is None else table.num_rows
                 numbered, next_row = _number_rows(next_row, count, wrong)
-                made = self._make(piece, table, numbered, wrong)
-                if len(self._pieces) > 1:
-                    named = np.full(len(made.keys), piece.label, dtype=object)
+                made = self._make(file, table, numbered, wrong)
+                if len(self._files) > 1:
+                    named = np.full(len(made.keys), str(file.path), dtype=object)
                     made = replace(made, labels={FILE_COLUMN: named})
                 if len(made.keys):
                     yield made
 
     def notes(self) -> list[str]:
         """Return what was done to the rows, and how many have a reason instead of an answer."""
-        notes = [
-            f"{piece.label}: {piece.file.layout.said}"
-            for piece in self._pieces
-            if piece.file is not None and piece.file.layout is not None
-        ]
+        notes = [f"{file.path}: {file.layout.said}" for file in self._files if file.layout]
         used = {column.name for column in self._columns}
-        left = [n for n in self._pieces[0].names if n not in used]
+        left = [n for n in self._files[0].names if n not in used]
         left = [n for n in left if self._target is None or n != self._target.name]
         if left:
             notes.append(f"not used, since the model was trained without: {shown_names(left, 8)}")
@@ -238,39 +212,35 @@ class RawTable:
         return notes
 
     def _make(
-        self, piece: _Piece, table: Any, numbered: Array, wrong: Mapping[int, str]
+        self, file: TableFile, table: Any, numbered: Array, wrong: Mapping[int, str]
     ) -> RawBatch:
-        features = np.zeros((0, len(self._outputs)), self._dtype)
+        features = np.zeros((0, len(self._outputs)), self._plan.dtype)
         reasons: list[str | None] = []
         answered = np.zeros(0, bool)
         truth: Array | None = None
         if table is not None and table.num_rows:
-            features, reasons, answered = self._features(piece, table)
-            truth = self._truth(piece, table)
+            features, reasons, answered = self._features(file, table)
+            truth = self._truth(file, table)
             self._watch(features[answered])
         self._num_unanswered += len(wrong) + int((~answered).sum())
         if wrong:
             lines = sorted(wrong)
-            empty = len(lines)
-            keys = np.concatenate([numbered, np.asarray(lines, np.int64)])
-            order = np.argsort(keys, kind="stable")
-            features = np.concatenate([features, np.zeros((empty, features.shape[1]), self._dtype)])
-            features, numbered = features[order], keys[order]
-            answered = np.concatenate([answered, np.zeros(empty, bool)])[order]
-            reasons = [*reasons, *(wrong[line] for line in lines)]
-            reasons = [reasons[place] for place in order.tolist()]
+            places = np.searchsorted(numbered, lines)
+            numbered = np.insert(numbered, places, lines)
+            features = np.insert(features, places, 0, axis=0)
+            answered = np.insert(answered, places, False)
+            told = np.insert(np.array(reasons, object), places, [wrong[line] for line in lines])
+            reasons = told.tolist()
             if truth is not None:
-                unknown = np.full((empty, *truth.shape[1:]), -1 if truth.ndim == 1 else math.nan)
-                truth = np.concatenate([truth, unknown.astype(truth.dtype)])[order]
+                unknown = -1 if truth.ndim == 1 else math.nan
+                truth = np.insert(truth, places, unknown, axis=0)
         return RawBatch(
             numbered, {_FIELD: torch.from_numpy(features)}, answered, reasons, truth=truth
         )
 
-    def _features(self, piece: _Piece, table: Any) -> tuple[Array, list[str | None], Array]:
+    def _features(self, file: TableFile, table: Any) -> tuple[Array, list[str | None], Array]:
         faults: dict[int, Fault] = {}
-        features, unseen = make_features(
-            table, self._columns, self._dtype, piece.decimal, faults, piece.label
-        )
+        features, unseen = self._plan.features(table, file.decimal, faults, str(file.path))
         empty = self._empty_rows(table, features)
         features = apply_repairs(features, self._repairs, self._outputs)
         reasons: list[str | None] = [None] * table.num_rows
@@ -285,17 +255,15 @@ class RawTable:
                 remark(row, f"{name} is {str(texts[row])[:40]!r}, which training did not have")
         for column in self._columns:
             if column.is_full:
-                known = as_text(table.column(column.name), column.words).is_valid()
-                for row in np.flatnonzero(~known.to_numpy(zero_copy_only=False)).tolist():
+                known = as_numpy(as_text(table.column(column.name), column.words).is_valid())
+                for row in np.flatnonzero(~known).tolist():
                     remark(row, f"no value in {column.name}, which training always had")
         self._num_unseen += sum(reason is not None for reason in reasons)
         bad = ~np.isfinite(features)
         for row in np.flatnonzero(bad.any(axis=1)).tolist():
-            names = list(dict.fromkeys(self._origins[place] for place in np.flatnonzero(bad[row])))[
-                :5
-            ]
+            names = list(dict.fromkeys(self._origins[place] for place in np.flatnonzero(bad[row])))
             lost = "no value" if np.isnan(features[row, bad[row]]).any() else "no finite value"
-            reasons[row] = f"{lost} in {', '.join(names)}"
+            reasons[row] = f"{lost} in {', '.join(names[:5])}"
         for row in empty:
             reasons[row] = "no value in any column"
         for row, fault in faults.items():
@@ -311,19 +279,19 @@ class RawTable:
         if len(blank):
             some = table.take(blank)
             for column in self._columns:
-                known = as_text(some.column(column.name), column.words).is_valid()
-                is_blank = ~known.to_numpy(zero_copy_only=False)
+                texts = as_text(some.column(column.name), column.words)
+                is_blank = ~as_numpy(texts.is_valid())
                 blank, some = blank[is_blank], some.filter(is_blank)
         rows: list[int] = blank.tolist()
         return rows
 
-    def _truth(self, piece: _Piece, table: Any) -> Array | None:
+    def _truth(self, file: TableFile, table: Any) -> Array | None:
         """Return the targets, where the table has them: they are not needed, but say how good the answers are."""
         target = self._target
         if target is None or target.name not in table.column_names or not self._is_comparable:
             return None
         faults: dict[int, Fault] = {}
-        values = make_targets(table, target, piece.decimal, faults)
+        values = self._plan.targets(table, file.decimal, faults)
         if target.classes:
             self._num_strange += int((values < 0).sum())
             return values

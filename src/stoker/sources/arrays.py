@@ -40,7 +40,7 @@ from stoker.sources.contract import (
     cut_rows,
     recorded_options,
 )
-from stoker.store.fields import Dense, FieldData, Ragged
+from stoker.store.fields import Array, Dense, FieldData, Ragged
 from stoker.store.plain import Selection, choose, group_prefix
 from stoker.store.reader import Store, open_store
 from stoker.store.zarr import is_zarr
@@ -83,9 +83,9 @@ class ArraysSource(PlainSource):
         """Check that all arrays have the same rows, and cut them into parts."""
         notes: list[str] = []
         with opened_arrays(self, scratch, notes=notes) as arrays:
-            names = self._names(arrays)
-            num_rows, row_bytes = _measure(self.paths[0], names, arrays)
-        renamed = {old: new for old, new in zip(arrays, names, strict=True) if "/" in old}
+            fields = self._named(arrays)
+            num_rows, row_bytes = _measure(self.paths[0], fields)
+        renamed = {old: new for old, new in zip(arrays, fields, strict=True) if "/" in old}
         rows = max(1, self.part_bytes // max(1, row_bytes))
         parts = cut_rows(num_rows, rows, f"{self.paths[0]} rows", str(self.paths[0]))
         notes += [f"array {old!r} is stored as field {new!r}" for old, new in renamed.items()]
@@ -99,45 +99,34 @@ class ArraysSource(PlainSource):
         An `.npz` is decompressed as a stream; only one in Fortran order goes through `scratch`.
         """
         with opened_arrays(self, scratch, in_order=True) as arrays:
-            names = self._names(arrays)
-            num_rows, row_bytes = _measure(self.paths[0], names, arrays)
+            fields = self._named(arrays)
+            num_rows, row_bytes = _measure(self.paths[0], fields)
             step = max(1, _BLOCK_BYTES // max(1, row_bytes))
-            for start in range(0, num_rows, step) if num_rows else [0]:
+            for start in range(0, max(1, num_rows), step):
                 stop = min(start + step, num_rows)
-                yield (
-                    stop - start,
-                    {
-                        name: array.read(start, stop)
-                        for name, array in zip(names, arrays.values(), strict=True)
-                    },
-                )
+                yield stop - start, {name: rows.read(start, stop) for name, rows in fields.items()}
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Read one range of rows of every array."""
         with opened_arrays(self, context.scratch) as arrays:
-            names = self._names(arrays)
-            stop = part.payload + part.num_samples
-            fields = {
-                name: array.read(part.payload, stop)
-                for name, array in zip(names, arrays.values(), strict=True)
-            }
-        return PartData(fields)
+            start, stop = part.payload, part.payload + part.num_samples
+            fields = self._named(arrays).items()
+            return PartData({name: rows.read(start, stop) for name, rows in fields})
 
-    def _names(self, arrays: Mapping[str, _Rows]) -> list[str]:
-        if not self.names:
-            return _field_names(list(arrays))
-        if len(self.names) != len(arrays):
+    def _named(self, arrays: Mapping[str, Rows]) -> dict[str, Rows]:
+        """Return the arrays by the names of their fields."""
+        if self.names and len(self.names) != len(arrays):
             raise SourceError(
                 f"{len(self.names)} names were given for {len(arrays)} arrays ({', '.join(arrays)}).",
                 "one name per array",
                 f"--names {quoted(','.join(arrays))}",
             )
-        return list(self.names)
+        return dict(zip(self.names or _field_names(list(arrays)), arrays.values(), strict=True))
 
 
-def _measure(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> tuple[int, int]:
+def _measure(path: Path, fields: Mapping[str, Rows]) -> tuple[int, int]:
     """Return the number of rows that all arrays have, and the bytes of one row of all of them."""
-    counts = {name: array.shape[0] for name, array in zip(names, arrays.values(), strict=True)}
+    counts = {name: rows.shape[0] for name, rows in fields.items()}
     if len(set(counts.values())) > 1:
         fix = "pack them into separate stores"
         if path.suffix.lower() == ".npz":
@@ -147,7 +136,7 @@ def _measure(path: Path, names: Sequence[str], arrays: Mapping[str, _Rows]) -> t
             "one first dimension for all",
             fix,
         )
-    row_bytes = sum(array.row_bytes for array in arrays.values())
+    row_bytes = sum(rows.row_bytes for rows in fields.values())
     bounds.require_memory(
         _ROW_COPIES * row_bytes,
         f"one row of {path} ({format_bytes(row_bytes)})",
@@ -179,16 +168,24 @@ def _field_names(names: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """An array `(rows, ...)` that hands out ranges of rows.
-
-    `ragged_bytes` is of all values, where rows have different numbers of them.
-    """
+class Rows:
+    """An array `(rows, ...)` that hands out ranges of rows."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[int, int], FieldData]
-    ragged_bytes: int | None = None
+    ragged_bytes: int | None = None  # of all values, where rows have different numbers of them
+    columns: tuple[str, ...] | None = None  # names of the last axis, where a table gives them
+    time: Array | None = None  # of each row, in nanoseconds, where a table gives it
+
+    @classmethod
+    def of(cls, values: Array, **of_table: Any) -> Rows:
+        """Return the rows of an array in memory, or of a mapped one."""
+
+        def read(start: int, stop: int) -> FieldData:
+            return Dense(np.array(values[start:stop]))
+
+        return cls(values.shape, values.dtype, read, **of_table)
 
     @property
     def row_bytes(self) -> int:
@@ -201,7 +198,7 @@ class _Rows:
 @contextmanager
 def opened_arrays(
     source: ArraysSource, scratch: Path, in_order: bool = False, notes: list[str] | None = None
-) -> Iterator[dict[str, _Rows]]:
+) -> Iterator[dict[str, Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.
 
     Archives are unpacked into `scratch`, unless rows are read once and `in_order`. `notes` gets what to tell the user.
@@ -219,7 +216,7 @@ def opened_arrays(
             ".npy, .npz or .h5 files",
             "stoker pack arrays FILE.npy OUT",
         )
-    arrays: dict[str, _Rows] = {}
+    arrays: dict[str, Rows] = {}
     with ExitStack() as stack:
         for path in paths:
             if not is_zarr(path):
@@ -271,7 +268,7 @@ def _open(
     stack: ExitStack,
     in_order: bool,
     notes: list[str] | None,
-) -> dict[str, _Rows]:
+) -> dict[str, Rows]:
     suffix = path.suffix.lower()
     if suffix in _HDF5 or path.is_dir():
         store = stack.enter_context(open_store(path, **vars(chosen)))
@@ -285,13 +282,13 @@ def _open(
             return {path.stem: _map(path, path.name)}
         archive = stack.enter_context(bounds.open_zip(path))
         members = _selected(path, archive, _members(path, archive), chosen)
-        if in_order:
-            return {
-                name: _stream(archive, member, stack) or _map(_unzip(path, member, scratch), name)
-                for name, member in members.items()
-            }
-        _check_room(path, members.values(), scratch)
-        return {name: _map(_unzip(path, member, scratch), name) for name, member in members.items()}
+        if not in_order:
+            _check_room(path, members.values(), scratch)
+        return {
+            name: (_stream(archive, member, stack) if in_order else None)
+            or _map(_unzip(path, member, scratch), name)
+            for name, member in members.items()
+        }
     except StokerError:
         raise
     except (*_DAMAGE, OSError) as error:
@@ -327,14 +324,14 @@ def _headers(
     return headers
 
 
-def _stored_rows(store: Store, name: str) -> _Rows:
+def _stored_rows(store: Store, name: str) -> Rows:
     """Return a field of an HDF5 file; a sparse matrix has ragged ones."""
     info = store.fields[name]
     shape, dtype = (store.num_samples, *info.shape), np.dtype(info.dtype)
     if info.kind == "dense":
-        return _Rows(shape, dtype, lambda start, stop: Dense(store.read_rows(name, start, stop)))
+        return Rows(shape, dtype, lambda start, stop: Dense(store.read_rows(name, start, stop)))
     total = store.manifest.shards[0].rows[f"{name}/values"] * dtype.itemsize
-    return _Rows(
+    return Rows(
         shape, dtype, lambda start, stop: Ragged(*store.read_ragged(name, start, stop)), total
     )
 
@@ -387,21 +384,15 @@ def _read_header(stream: IO[bytes], name: str) -> _Header:
     version = np.lib.format.read_magic(io.BytesIO(start))
     if version not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"{name} has the numpy format {version}")
-    form = "<H" if version[0] == 1 else "<I"
-    size = stream.read(struct.calcsize(form))
-    (length,) = struct.unpack(form, size)
+    size = stream.read(2 if version[0] == 1 else 4)
+    (length,) = struct.unpack("<H" if version[0] == 1 else "<I", size)
     bounds.NPY_HEADER.check(length, f"the header of {name}")
     text = io.BytesIO(size + stream.read(length))
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version[0] == 1
-        else np.lib.format.read_array_header_2_0
-    )
+    form = np.lib.format
+    read = form.read_array_header_1_0 if version[0] == 1 else form.read_array_header_2_0
     try:
         shape, is_fortran, dtype = read(text)
-    except (
-        Exception
-    ) as error:  # numpy evaluates the text as Python, with all that can go wrong there
+    except Exception as error:  # numpy evaluates the text as Python: anything can go wrong
         raise ValueError(f"{name} has a damaged header: {type(error).__name__}") from error
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded: they are pickles, which run code")
@@ -410,13 +401,10 @@ def _read_header(stream: IO[bytes], name: str) -> _Header:
     return _Header(shape, dtype, is_fortran, 8 + len(size) + length)
 
 
-def _map(file: Path, name: str) -> _Rows:
+def _map(file: Path, name: str) -> Rows:
     with file.open("rb") as stream:
         _check_size(_read_header(stream, name), file.stat().st_size, name)
-    values = np.load(file, mmap_mode="r", allow_pickle=False)
-    return _Rows(
-        values.shape, values.dtype, lambda start, stop: Dense(np.array(values[start:stop]))
-    )
+    return Rows.of(np.load(file, mmap_mode="r", allow_pickle=False))
 
 
 def _check_size(header: _Header, size_bytes: int, name: str) -> None:
@@ -496,7 +484,7 @@ def _unzip(path: Path, member: zipfile.ZipInfo, scratch: Path) -> Path:
     return target
 
 
-def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack) -> _Rows | None:
+def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack) -> Rows | None:
     """Read a member from its beginning to its end without unpacking it; None where rows lie apart."""
     stream = stack.enter_context(archive.open(member))
     header = _read_header(stream, member.filename)
@@ -531,4 +519,4 @@ def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack)
             ) from error
         return Dense(values)
 
-    return _Rows(header.shape, header.dtype, read)
+    return Rows(header.shape, header.dtype, read)

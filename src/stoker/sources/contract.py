@@ -113,10 +113,9 @@ def _largest(reasons: Mapping[str, int]) -> dict[str, int]:
     ranked = sorted(((n, r) for r, n in reasons.items() if n), key=lambda pair: (-pair[0], pair[1]))
     if len(ranked) <= _MOST_KINDS + 1:
         return {reason: count for count, reason in ranked}
-    kept = {reason: count for count, reason in ranked[:_MOST_KINDS]}
-    rest = sum(count for count, _ in ranked[_MOST_KINDS:])
-    kept["other reasons"] = kept.get("other reasons", 0) + rest
-    return kept
+    kept = Counter({reason: count for count, reason in ranked[:_MOST_KINDS]})
+    kept["other reasons"] += sum(count for count, _ in ranked[_MOST_KINDS:])
+    return dict(kept)
 
 
 def make_accounts(

@@ -49,7 +49,7 @@ from stoker.sources.samples import (
     plain_column,
     plain_data,
 )
-from stoker.store.fields import Array
+from stoker.store.fields import Array, Dense, Ragged
 from stoker.store.manifest import FieldInfo
 
 _PICKLE = "dataset.pickle"
@@ -161,10 +161,8 @@ def _by_number(samples: Any) -> Any:
     if not isinstance(samples, Mapping | tuple):
         return samples
     field_names(samples)  # or raises
-    arrays = {
-        n: v if isinstance(v, list) else as_array(v, repr(n))
-        for n, v in ((n, plain_column(v)) for n, v in named_values(samples))
-    }
+    columns = {name: plain_column(value) for name, value in named_values(samples)}
+    arrays = {n: v if isinstance(v, list) else as_array(v, repr(n)) for n, v in columns.items()}
     counts = {n: len(a) for n, a in arrays.items() if isinstance(a, list) or np.ndim(a)}
     if len(set(counts.values())) != 1 or len(counts) != len(arrays):
         raise InputError(
@@ -221,29 +219,7 @@ def samples_source(
         raise InputError(f"{name} has no samples.", "one sample or more", "")
     seconds = (time.perf_counter() - began) / len(looked)
     shown = collect(looked.values(), looked)
-    unknown = [
-        each
-        for each in ragged
-        if each not in shown or (shown[each].kind == "dense" and shown[each].values.ndim < 2)
-    ]
-    if unknown:
-        arrays_of = [
-            each for each, data in shown.items() if data.kind == "ragged" or data.values.ndim > 1
-        ]
-        near = nearest(unknown[0], arrays_of)
-        raise InputError(
-            f"ragged names {unknown[0]!r}.",
-            "fields whose values are arrays",
-            f"ragged=[{near!r}]" if near else "leave ragged out",
-        )
-    fields = {
-        each: FieldInfo.of(data).model_copy(
-            update={"kind": "ragged", "shape": list(data.values.shape[2:]), "columns": None}
-            if each in ragged and data.kind == "dense"
-            else {}
-        )
-        for each, data in shown.items()
-    }
+    fields = _describe_fields(shown, ragged)
     digest = xxhash.xxh3_128(repr(fields).encode())
     for data in shown.values():
         digest.update(np.ascontiguousarray(data.values).data)
@@ -264,6 +240,28 @@ def samples_source(
         yield source, code is not None
     finally:
         del _live[token]
+
+
+def _describe_fields(
+    shown: Mapping[str, Dense | Ragged], ragged: Sequence[str]
+) -> dict[str, FieldInfo]:
+    """Return what the samples that were looked at have; fields that are named as `ragged` are."""
+    of_arrays = [n for n, data in shown.items() if data.kind == "ragged" or data.values.ndim > 1]
+    unknown = [each for each in ragged if each not in of_arrays]
+    if unknown:
+        near = nearest(unknown[0], of_arrays)
+        raise InputError(
+            f"ragged names {unknown[0]!r}.",
+            "fields whose values are arrays",
+            f"ragged=[{near!r}]" if near else "leave ragged out",
+        )
+    fields = {each: FieldInfo.of(data) for each, data in shown.items()}
+    for each in ragged:
+        if shown[each].kind == "dense":
+            inner = list(shown[each].values.shape[2:])
+            made_ragged = {"kind": "ragged", "shape": inner, "columns": None}
+            fields[each] = fields[each].model_copy(update=made_ragged)
+    return fields
 
 
 class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]

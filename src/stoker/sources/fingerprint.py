@@ -41,10 +41,8 @@ def fingerprint(
     # Through JSON and back, so that a fresh provenance equals one read from disk.
     text = exact_text({**source.options(), **extra}, sort_keys=True)
     options = masked_values(parse_json(text))
-    if options != parse_json(text):
-        options["secrets"] = slow_digest(
-            text
-        )  # one store must not pass for that of another address
+    if options != parse_json(text):  # one store must not pass for that of another address
+        options["secrets"] = slow_digest(text)
     return Provenance(
         kind=source.kind,
         source_version=source.version,
@@ -59,9 +57,8 @@ def difference(old: Provenance, new: Provenance) -> str:
     if old.kind != new.kind:
         return f"it was packed from {old.kind}, not {new.kind}"
     if old.source_version != new.source_version:
-        return (
-            f"the {new.kind} reader changed (version {old.source_version} to {new.source_version})"
-        )
+        versions = f"version {old.source_version} to {new.source_version}"
+        return f"the {new.kind} reader changed ({versions})"
     for name in sorted({*old.options, *new.options}):
         before, after = old.options.get(name), new.options.get(name)
         # A list of a newer stoker that is empty changes nothing: the older store holds.
@@ -101,12 +98,8 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
         if (known := file_error(error, path)) is not None:
             raise known from error
         raise
-    return SourceFile(
-        path=str(path),
-        size_bytes=found.st_size,
-        mtime_ns=found.st_mtime_ns,
-        digest=digest.hexdigest(),
-    )
+    size, time = found.st_size, found.st_mtime_ns
+    return SourceFile(path=str(path), size_bytes=size, mtime_ns=time, digest=digest.hexdigest())
 
 
 def _describe_folder(folder: Path) -> SourceFile:
@@ -117,9 +110,8 @@ def _describe_folder(folder: Path) -> SourceFile:
     digest = xxhash.xxh3_128()
     size = newest = 0
     for name, found in sorted(_walk(folder), key=itemgetter(0)):
-        digest.update(
-            f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape")
-        )
+        entry = f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0"
+        digest.update(entry.encode(errors="surrogateescape"))
         size += found.st_size
         newest = max(newest, found.st_mtime_ns)
     return SourceFile(path=str(folder), size_bytes=size, mtime_ns=newest, digest=digest.hexdigest())

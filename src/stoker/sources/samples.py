@@ -49,10 +49,7 @@ def field_names(sample: Any) -> tuple[str, ...]:
 
 def tuple_names(length: int) -> tuple[str, ...]:
     """Return the fields of a tuple of `length` values."""
-    return tuple(
-        _FIRST_NAMES[number] if number < len(_FIRST_NAMES) else f"field_{number}"
-        for number in range(length)
-    )
+    return (*_FIRST_NAMES, *(f"field_{number}" for number in range(2, length)))[:length]
 
 
 def form_of(sample: Any) -> Form:
@@ -119,9 +116,8 @@ def as_array(value: Any, what: str) -> Array | str:
         raise InputError(
             f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"
         )
-    if hasattr(value, "detach") and hasattr(
-        value, "numpy"
-    ):  # a tensor; a graph of PyG has one of the two
+    # A tensor; a graph of PyG has one of the two.
+    if hasattr(value, "detach") and hasattr(value, "numpy"):
         try:
             return np.asarray(value.detach().cpu().numpy())
         except (TypeError, RuntimeError) as error:  # bfloat16, sparse, nested
@@ -148,11 +144,8 @@ def as_array(value: Any, what: str) -> Array | str:
 
 def are_arrays(value: Any) -> bool:
     """Whether a value of a sample is several arrays or tensors in a list or tuple, such as two views of an image."""
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(getattr(each, "shape", ()) != () for each in value)
-    )
+    is_list = isinstance(value, list | tuple) and bool(value)
+    return is_list and all(getattr(each, "shape", ()) != () for each in value)
 
 
 def _advise(value: Any, kind: str) -> str:
@@ -229,14 +222,25 @@ def named_values(sample: Any) -> Iterable[tuple[str, Any]]:
 def _as_field(
     name: str, column: Sequence[Array | str], numbers: Sequence[int], like: FieldInfo | None
 ) -> Dense | Ragged:
+    def differs(one: int, other: int, how: str, dtype: str = "float32") -> InputError:
+        kinds = [
+            "text" if isinstance(value, str) else f"{value.dtype} {value.shape}" for value in column
+        ]
+        told = (f"{kinds[place]} in sample {numbers[place]}" for place in (one, other))
+        return InputError(
+            f"{name!r} is {how}: {', '.join(told)}.",
+            "one type in all samples, and one shape but for the first axis",
+            f"np.asarray({name}, dtype=np.{dtype})"
+            if dtype
+            else f"np.ravel({name}), with np.shape({name}) as a field of its own",
+        )
+
     texts = [value for value in column if isinstance(value, str)]
     rows = [value for value in column if not isinstance(value, str)]
     if texts and rows:
         first = isinstance(column[0], str)
         other = next(n for n, value in enumerate(column) if isinstance(value, str) != first)
-        raise _differs(
-            name, numbers, column, 0, other, "text in some samples and numbers in others"
-        )
+        raise differs(0, other, "text in some samples and numbers in others")
     if texts or (like is not None and like.encoding == "utf8" and not rows):
         return Ragged.from_strings(texts)
     # The first that holds a value decides: [] has neither a type of its own nor a number of columns.
@@ -244,10 +248,9 @@ def _as_field(
     dtype = (rows[lead].dtype if like is None else np.dtype(like.dtype)).newbyteorder("=")
     for n, row in enumerate(rows):
         if row.size and row.dtype.newbyteorder("=") != dtype:
-            widest = np.result_type(
-                dtype, *{row.dtype for row in rows if row.size}
-            )  # loses nothing of any sample
-            raise _differs(name, numbers, column, lead, n, f"not {dtype} in all samples", widest)
+            # It loses nothing of any sample.
+            widest = np.result_type(dtype, *{row.dtype for row in rows if row.size})
+            raise differs(lead, n, f"not {dtype} in all samples", str(widest))
     rows = [row if row.size else row.astype(dtype) for row in rows]
     shapes = {row.shape for row in rows}
     kind = like.kind if like is not None else "dense" if len(shapes) == 1 else "ragged"
@@ -265,31 +268,7 @@ def _as_field(
     rows = [row.reshape(0, *inner) if row.shape == (0,) else row for row in rows]
     for n, row in enumerate(rows):
         if not row.ndim or row.shape[1:] != inner:
-            raise _differs(name, numbers, column, lead, n, "not of one shape", is_shape=True)
+            raise differs(lead, n, "not of one shape", "")
     lengths = np.array([len(row) for row in rows], np.int64)
     values = np.concatenate(rows) if rows else np.empty((0, *inner), dtype)
     return Ragged(values, offsets_of(lengths))
-
-
-def _differs(
-    name: str,
-    numbers: Sequence[int],
-    column: Sequence[Array | str],
-    one: int,
-    other: int,
-    how: str,
-    dtype: object = None,
-    is_shape: bool = False,
-) -> InputError:
-    def described(row: int) -> str:
-        value = column[row]
-        told = "text" if isinstance(value, str) else f"{value.dtype} {value.shape}"
-        return f"{told} in sample {numbers[row]}"
-
-    return InputError(
-        f"{name!r} is {how}: {described(one)}, {described(other)}.",
-        "one type in all samples, and one shape but for the first axis",
-        f"np.ravel({name}), with np.shape({name}) as a field of its own"
-        if is_shape
-        else f"np.asarray({name}, dtype=np.{dtype or 'float32'})",
-    )

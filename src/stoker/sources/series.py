@@ -11,13 +11,12 @@ Windows do not cross files. A part repeats the rows that its first windows share
 from __future__ import annotations
 
 import codecs
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +26,7 @@ from stoker import bounds
 from stoker.display import command, nearest
 from stoker.errors import InputError, RefusalList, SourceError, require_file
 from stoker.ownership import always, writing
-from stoker.sources.arrays import PART_BYTES, ArraysSource, opened_arrays
+from stoker.sources.arrays import PART_BYTES, ArraysSource, Rows, opened_arrays
 from stoker.sources.contract import (
     Account,
     Json,
@@ -101,7 +100,11 @@ class SeriesSource(PlainSource):
 
     def prepare(self, scratch: Path) -> Preparation:
         """Count the windows of every file, and cut them into parts."""
-        found = [_measure(self, path, scratch) for path in self.paths]
+        found = []
+        for path in self.paths:
+            with _open_rows(self, path, scratch) as rows:
+                row_bytes = rows.row_bytes + (0 if rows.time is None else 9)
+                found.append((rows.shape[0], row_bytes))
         total, first_row, size = sum(length for length, _ in found), 0, 1 << 20
         parts: list[Part] = []
         unused = {"behind the last whole window": 0, "between two windows": 0}
@@ -132,8 +135,9 @@ class SeriesSource(PlainSource):
         high = low + (part.num_samples - 1) * self.step + self.window
         ends = np.arange(part.num_samples) * self.step + self.window
         with _open_rows(self, path, context.scratch) as opened:
-            rows, time, columns = opened.read(low, high), None, opened.columns
-            gap = duration = None
+            rows = opened.read(low, high)
+            assert isinstance(rows, Dense)
+            time = gap = duration = None
             if opened.time is not None:
                 steps = np.diff(opened.time)
                 values, counts = np.unique(steps, return_counts=True)
@@ -141,7 +145,7 @@ class SeriesSource(PlainSource):
                 gap = np.concatenate([[False], steps > duration])[low:high]
                 time = np.array(opened.time[low:high])
         fields: dict[str, FieldData] = {
-            self.name: Series(rows, time, ends, self.window, gap, columns, duration)
+            self.name: Series(rows.values, time, ends, self.window, gap, opened.columns, duration)
         }
         if self.split:
             begins = first_row + low + ends - self.window
@@ -153,12 +157,8 @@ class SeriesSource(PlainSource):
         total, unused = extras[0]["rows"], extras[0]["unused"]
         windows = sum(extra["windows"] for extra in extras)
         rows = Account("rows", total, total - sum(unused.values()), ignored=unused)
-        accounts = [rows, Account("windows", windows, windows)]
-        return {
-            "window": self.window,
-            "stride": self.step,
-            "accounts": [asdict(account) for account in accounts],
-        }
+        accounts = [asdict(rows), asdict(Account("windows", windows, windows))]
+        return {"window": self.window, "stride": self.step, "accounts": accounts}
 
 
 def _splits(begins: Array, window: int, total: int, shares: Sequence[float]) -> Array:
@@ -173,25 +173,8 @@ def _splits(begins: Array, window: int, total: int, shares: Sequence[float]) -> 
 # -- rows ----------------------------------------------------------------------------------------
 
 
-class _Opened(NamedTuple):
-    """An open series: its shape, its type, a reader of row ranges, and its times where it has some."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    read: Callable[[int, int], Array]
-    columns: tuple[str, ...] | None = None
-    time: Array | None = None
-
-
-def _measure(source: SeriesSource, path: Path, scratch: Path) -> tuple[int, int]:
-    """Return the rows of a series, and the bytes of one."""
-    with _open_rows(source, path, scratch) as opened:
-        row_bytes = math.prod(opened.shape[1:]) * opened.dtype.itemsize
-        return opened.shape[0], row_bytes + (0 if opened.time is None else 9)
-
-
 @contextmanager
-def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Opened]:
+def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[Rows]:
     """Open one file as rows of numbers."""
     if not is_zarr(path):
         require_file(path, "the series")
@@ -227,13 +210,7 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Ope
                     "the type of the file",
                     "leave --dtype out",
                 )
-
-            def read(low: int, high: int) -> Array:
-                data = rows.read(low, high)
-                assert isinstance(data, Dense)
-                return data.values
-
-            yield _Opened(rows.shape, rows.dtype, read)
+            yield rows
     elif is_table(path) and suffix != ".txt":
         yield _table(source, path, scratch)
     else:
@@ -246,16 +223,15 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[_Ope
 
 def _looks_like_text(path: Path) -> bool:
     """Whether a file begins as UTF-8 text does, or has an odd number of bytes and so no numbers of two each."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return bool(path.stat().st_size % 2)
-    return bool(path.stat().st_size % 2) or not any(ord(each) < 9 for each in text)
+    if path.stat().st_size % 2:
+        return True
+    with path.open("rb") as file, suppress(UnicodeDecodeError):
+        text = codecs.getincrementaldecoder("utf-8")().decode(file.read(4096))
+        return not any(ord(each) < 9 for each in text)
+    return False
 
 
-def _raw(path: Path, dtype: np.dtype[Any]) -> _Opened:
+def _raw(path: Path, dtype: np.dtype[Any]) -> Rows:
     """Return the bytes of a file as numbers, little-endian."""
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
@@ -264,11 +240,10 @@ def _raw(path: Path, dtype: np.dtype[Any]) -> _Opened:
             f"a multiple of {dtype.itemsize}",
             "--dtype uint8",
         )
-    values = np.memmap(path, dtype.newbyteorder("<"), mode="r")
-    return _Opened(values.shape, values.dtype, lambda low, high: np.array(values[low:high]))
+    return Rows.of(np.memmap(path, dtype.newbyteorder("<"), mode="r"))
 
 
-def _table(source: SeriesSource, path: Path, scratch: Path) -> _Opened:
+def _table(source: SeriesSource, path: Path, scratch: Path) -> Rows:
     """Return columns of a table; they are turned into numbers once, and kept beside the store being made."""
     stat = path.stat()
     key = xxhash.xxh3_64_hexdigest(
@@ -286,9 +261,7 @@ def _table(source: SeriesSource, path: Path, scratch: Path) -> _Opened:
         time = kept["time"] if len(kept["time"]) else None
     if len(columns) == 1 and time is None:
         rows, columns = rows[:, 0], ()
-    return _Opened(
-        rows.shape, rows.dtype, lambda low, high: np.array(rows[low:high]), columns or None, time
-    )
+    return Rows.of(rows, columns=columns or None, time=time)
 
 
 def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Array | None]:
@@ -329,7 +302,7 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
                 "numbers",
                 command("--time-column", name) if may_be_time else command("--columns", others),
             )
-        is_wide = needs_float64(values[np.isfinite(values)])
+        is_wide = needs_float64(values)
         made.append(values if is_wide else values.astype(np.float32))
     time = None
     if source.time_column is not None:
@@ -340,9 +313,8 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
             )
         time, good = times(table.column(source.time_column), kind)
         if not good.all():
-            row = int(np.argmin(good))
             raise SourceError(
-                f"{path}: column {source.time_column!r} holds no time in row {row}.",
+                f"{path}: column {source.time_column!r} holds no time in row {np.argmin(good)}.",
                 "a time in every row",
                 "",
             )
@@ -352,10 +324,8 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
             before, after = (np.datetime64(int(each), "ns") for each in time[row - 1 : row + 1])
             copy = str(path.with_name(f"{path.stem}-sorted.parquet"))
             read = "p.read_table" if file.kind == "parquet" else "c.read_csv"
-            code = (
-                f"import pyarrow.csv as c, pyarrow.parquet as p; "
-                f"p.write_table({read}({str(path)!r}).sort_by({source.time_column!r}), {copy!r})"
-            )
+            table_of = f"{read}({str(path)!r}).sort_by({source.time_column!r})"
+            code = f"import pyarrow.csv as c, pyarrow.parquet as p; p.write_table({table_of}, {copy!r})"
             raise SourceError(
                 f"{path}: time goes from {before} to {after} at row {row}.",
                 "strictly rising times; a local clock that is set back in autumn needs its offset in every row",

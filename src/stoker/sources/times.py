@@ -15,9 +15,10 @@ one way or the user's word. Month names are the English ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
-from functools import lru_cache
+from functools import partial
+from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
@@ -31,6 +32,7 @@ DAY_NS = 86_400 * SECOND_NS
 FIRST_YEAR, LAST_YEAR = 1700, 2199
 
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
+_MARCH_0 = 719_468  # days from 0000-03-01 to 1970-01-01
 EARLIEST_NS = (date(FIRST_YEAR, 1, 1).toordinal() - _EPOCH_DAY) * DAY_NS
 LATEST_NS = (date(LAST_YEAR + 1, 1, 1).toordinal() - _EPOCH_DAY) * DAY_NS
 # Unpadded "1/5/2020 9:05" has 8 shapes; more than this many in one block is not a time column.
@@ -100,20 +102,18 @@ def parse_time(text: str, day_first: bool | None, aware: bool | None = None) -> 
     """
     match = match_time(text)
     if match is None:
-        return f"{_shorten(text)!r} is not a time"
-    if aware is not None and has_offset(match) != aware:
-        return f"{_shorten(text)!r} {'lacks' if aware else 'has'} an offset, unlike the first bar"
-    if is_slashed(match) and day_first is None:
-        return f"{_shorten(text)!r} may be day-first or month-first"
-    found = {name: value for name, value in match.groupdict().items() if value is not None}
-    ns = None
-    if "epoch" not in found:
-        ns = _from_parts(found, day_first)
-    elif (since := int(found["epoch"]) * _epoch_unit(len(found["epoch"]))) < LATEST_NS:
-        ns = since
-    if ns is None:
-        return f"{_shorten(text)!r} is no date between {FIRST_YEAR} and {LAST_YEAR}"
-    return ns
+        why = "is not a time"
+    elif aware is not None and has_offset(match) != aware:
+        why = f"{'lacks' if aware else 'has'} an offset, unlike the first bar"
+    elif is_slashed(match) and day_first is None:
+        why = "may be day-first or month-first"
+    else:
+        ns, good = _nanoseconds(match, lambda span: int(text[slice(*span)]), day_first)
+        if good:
+            return int(ns)
+        why = f"is no date between {FIRST_YEAR} and {LAST_YEAR}"
+    shown = text.strip()
+    return f"{shown if len(shown) <= 40 else shown[:37] + '...'!r} {why}"
 
 
 def parse_times(
@@ -138,13 +138,21 @@ def parse_times(
             break
         width = int(lengths[rows[0]])
         rows = rows[lengths[rows] == width]
-        matrix = _matrix(blob, offsets, rows, width)
-        rows, matrix = _rows_like_first(rows, matrix)
+        if len(rows) == num_rows:  # a view, not a copy
+            matrix = blob[offsets[0] : offsets[-1]].reshape(num_rows, width)
+        else:
+            matrix = blob[offsets[rows][:, None] + np.arange(width)]
+        # Of one shape: digits where the first row has digits, and its very bytes elsewhere.
+        digit = (matrix[0] - 48) < 10  # bytes below "0" wrap around to large numbers
+        alike = ((matrix[:, digit] - 48) < 10).all(axis=1)
+        alike &= (matrix[:, ~digit] == matrix[0, ~digit]).all(axis=1)
+        if not alike.all():
+            rows, matrix = rows[alike], matrix[alike]
         waiting[rows] = False
         match = match_time(bytes(matrix[0]).decode("utf-8", "replace"))
         usable = match is not None and (aware is None or has_offset(match) == aware)
         if match is not None and usable and not (is_slashed(match) and day_first is None):
-            times[rows], good[rows] = _from_matrix(matrix, match, day_first)
+            times[rows], good[rows] = _nanoseconds(match, partial(_digits, matrix), day_first)
     return times, good
 
 
@@ -227,104 +235,54 @@ def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bo
     return day_left is not None
 
 
-def _shorten(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= 40 else text[:37] + "..."
+def _nanoseconds(
+    match: re.Match[str], digits: Callable[[tuple[int, int]], Any], day_first: bool | None
+) -> tuple[Any, Any]:
+    """Return nanoseconds since 1970, and whether there is such a time.
 
-
-@lru_cache(maxsize=8)
-def _epoch_unit(num_digits: int) -> int:
-    """Nanoseconds per unit: 9-10 digits are seconds, 12-13 ms, 15-16 µs, 18-19 ns."""
-    return int(1000 ** (3 - (num_digits - 9) // 3))
-
-
-def _from_parts(found: Mapping[str, str], day_first: bool | None) -> int | None:
-    month, day = found.get("month"), found.get("day")
-    if "month_name" in found:
-        month = str(_MONTHS.index(found["month_name"][:3].lower()) + 1)
-    if month is None or day is None:
-        left, right = found["left"], found["right"]
-        day, month = (left, right) if day_first else (right, left)
-    hour, minute, second = (int(found.get(name, 0)) for name in ("hour", "minute", "second"))
-    if "half" in found:
-        if not 1 <= hour <= 12:
-            return None
-        hour = hour % 12 + (12 if found["half"][0] in "pP" else 0)
-    year = int(found["year"])
-    if not FIRST_YEAR <= year <= LAST_YEAR:
-        return None
-    try:
-        days = datetime(year, int(month), int(day), hour, minute, second).toordinal()  # noqa: DTZ001
-        days -= _EPOCH_DAY
-    except ValueError:
-        return None
-    zone_hour, zone_minute = int(found.get("zone_hour", 0)), int(found.get("zone_minute", 0))
-    if zone_hour > 15 or zone_minute > 59:
-        return None
-    shift = zone_hour * 3600 + zone_minute * 60
-    shift = -shift if "-" in found.get("zone", "") else shift
-    seconds = days * 86_400 + hour * 3600 + minute * 60 + second - shift
-    return seconds * SECOND_NS + int(found.get("fraction", "").ljust(9, "0"))
-
-
-def _matrix(blob: Array, offsets: Array, rows: Array, width: int) -> Array:
-    """The texts of `rows`, all `width` bytes long, as a byte matrix; a view when none is left out."""
-    if len(rows) == len(offsets) - 1:
-        return blob[offsets[0] : offsets[-1]].reshape(len(rows), width)
-    return blob[offsets[rows][:, None] + np.arange(width)]
-
-
-def _rows_like_first(rows: Array, matrix: Array) -> tuple[Array, Array]:
-    """Keep the rows with digits where the first has digits, and its very bytes elsewhere."""
-    digit = (matrix[0] - 48) < 10  # bytes below "0" wrap around to large numbers
-    alike = ((matrix[:, digit] - 48) < 10).all(axis=1)
-    alike &= (matrix[:, ~digit] == matrix[0, ~digit]).all(axis=1)
-    if alike.all():
-        return rows, matrix
-    return rows[alike], matrix[alike]
-
-
-def _from_matrix(
-    matrix: Array, match: re.Match[str], day_first: bool | None
-) -> tuple[Array, Array]:
-    """Read the rows of one shape by the places that `match` found in the first."""
+    `digits` reads the number at a place of the match: of that text, or of all rows of its shape at once. Letters are
+    the same in all rows of a shape, so that the month's name and the half of the day are those of the match.
+    """
     spans = {name: match.span(name) for name, value in match.groupdict().items() if value}
     if "epoch" in spans:
+        # 9-10 digits are seconds, 12-13 ms, 15-16 µs, 18-19 ns.
         start, stop = spans["epoch"]
-        ns = _digits(matrix, (start, stop)) * _epoch_unit(stop - start)
+        ns = digits((start, stop)) * 1000 ** (3 - (stop - start - 9) // 3)
         return ns, (ns >= 0) & (ns < LATEST_NS)  # what overflows int64 turns negative
     if "left" in spans:
         left, right = ("day", "month") if day_first else ("month", "day")
         spans[left], spans[right] = spans["left"], spans["right"]
-    part = {name: _digits(matrix, spans[name]) for name in _PARTS if name in spans}
+    part = {name: digits(spans[name]) for name in _PARTS if name in spans}
     if "month_name" in spans:
-        # Letters are the same in all rows of a shape, so that the first one's name and half of the day are all rows'.
-        number = _MONTHS.index(match["month_name"][:3].lower()) + 1
-        part["month"] = np.full(len(matrix), number, np.int64)
-    months = (part["year"] - 1970) * 12 + part["month"] - 1
-    first = months.astype("M8[M]").astype("M8[D]").astype(np.int64)
-    next_first = (months + 1).astype("M8[M]").astype("M8[D]").astype(np.int64)
-    good = (part["year"] >= FIRST_YEAR) & (part["year"] <= LAST_YEAR)
-    good &= (part["month"] >= 1) & (part["month"] <= 12)
-    good &= (part["day"] >= 1) & (part["day"] <= next_first - first)
-    seconds = (first + part["day"] - 1) * 86_400
-    if "half" in spans and "hour" in part:
+        part["month"] = _MONTHS.index(match["month_name"][:3].lower()) + 1
+    year, month, day = part["year"], part["month"], part["day"]
+    first, next_first = _days(year, month), _days(year + month // 12, month % 12 + 1)
+    good = (year >= FIRST_YEAR) & (year <= LAST_YEAR) & (month >= 1) & (month <= 12)
+    good &= (day >= 1) & (day <= next_first - first)
+    if "half" in spans:
         good &= (part["hour"] >= 1) & (part["hour"] <= 12)
         part["hour"] = part["hour"] % 12 + (12 if match["half"][0] in "pP" else 0)
-    for name, unit, limit in (("hour", 3600, 24), ("minute", 60, 60), ("second", 1, 60)):
+    seconds = (first + day - 1) * 86_400
+    east = 1 if "zone" in spans and "-" in match["zone"] else -1
+    for name, unit, limit in (
+        *(("hour", 3600, 24), ("minute", 60, 60), ("second", 1, 60)),
+        *(("zone_hour", east * 3600, 16), ("zone_minute", east * 60, 60)),
+    ):
         if name in part:
             good &= part[name] < limit
             seconds += part[name] * unit
-    sign = -1 if "-" in (match.groupdict().get("zone") or "") else 1
-    for name, unit, limit in (("zone_hour", 3600, 16), ("zone_minute", 60, 60)):
-        if name in part:
-            good &= part[name] < limit
-            seconds -= sign * part[name] * unit
     ns = seconds * SECOND_NS
     if "fraction" in spans:
         start, stop = spans["fraction"]
-        ns += _digits(matrix, (start, stop)) * 10 ** (9 - (stop - start))
+        ns += digits((start, stop)) * 10 ** (9 - (stop - start))
     return ns, good
+
+
+def _days(year: Any, month: Any) -> Any:
+    """Return the days from 1970 to the first of a month, for numbers and arrays alike; years begin with March here."""
+    year, month = year - (month <= 2), (month + 9) % 12
+    leap_days = year // 4 - year // 100 + year // 400
+    return year * 365 + leap_days + (153 * month + 2) // 5 - _MARCH_0
 
 
 def _digits(matrix: Array, span: tuple[int, int]) -> Array:

@@ -117,15 +117,22 @@ def _read_frames(
 ) -> dict[str, dict[str, Bars]]:
     """Return the bars of frames, by the same reader as those of files."""
     mend = _frames_like(symbols, timeframes)
-    frames = list(_named_frames(given, None, None, symbols, timeframes))
+    frames = list(_named_frames(given))
+    for _, timeframe, frame in frames:
+        if timeframe is None and len(timeframes) > 1:
+            raise InputError(
+                f"a {type(frame).__name__} of bars without a timeframe.",
+                f"a frame for each of {', '.join(timeframes)}, as in training",
+                _frames_like(symbols, timeframes),
+            )
     with temporary_folder() as scratch:
         paths = []
         for named, timeframe, frame in frames:
             table = _with_time(frame)
-            symbol = named or _symbol_in(table, symbols, mend)
-            path = scratch / f"the frame of {symbol} {timeframe}"
+            symbol, name = named or _symbol_in(table, symbols, mend), timeframe or timeframes[0]
+            path = scratch / f"the frame of {symbol} {name}"
             pq.write_table(table, path)
-            paths.append(f"{symbol}:{timeframe}={path}")
+            paths.append(f"{symbol}:{name}={path}")
         place = f"{scratch}/"
         try:
             read = _read(replace(source, paths=tuple(paths)), mend)
@@ -135,21 +142,15 @@ def _read_frames(
                 "a frame of bars: a time, open, high, low and close, named as in the files of training",
                 "frame.rename(columns={'NAME': 'open'}), and frame.sort_values('time') where times do not rise",
             ) from error
-    return {
-        symbol: {
-            name: replace(
+    for by_name in read.values():
+        for name, bars in by_name.items():
+            by_name[name] = replace(
                 bars,
                 file=bars.file.replace(place, ""),
                 notes=[note.replace(place, "") for note in bars.notes],
-                refused=[
-                    replace(refusal, file=refusal.file.replace(place, ""))
-                    for refusal in bars.refused
-                ],
+                refused=[replace(each, file=each.file.replace(place, "")) for each in bars.refused],
             )
-            for name, bars in by_name.items()
-        }
-        for symbol, by_name in read.items()
-    }
+    return read
 
 
 def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
@@ -162,33 +163,23 @@ def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
 
 
 def _named_frames(
-    given: Any,
-    symbol: str | None,
-    timeframe: str | None,
-    symbols: Sequence[str],
-    timeframes: Sequence[str],
-) -> Iterator[tuple[str | None, str, Any]]:
-    """Yield every frame of a mapping of any depth with its symbol, where one is told, and its timeframe."""
+    given: Any, symbol: str | None = None, timeframe: str | None = None
+) -> Iterator[tuple[str | None, str | None, Any]]:
+    """Yield every frame of a mapping of any depth with its symbol and its timeframe, where they are told."""
     is_nested = isinstance(given, Mapping) and any(
         isinstance(value, Mapping) or hasattr(value, "columns") for value in given.values()
     )
-    if is_nested:
-        for key, inside in given.items():
-            own_symbol, own_timeframe = symbol, timeframe
-            for word in key if isinstance(key, tuple) else str(key).split(":"):
-                try:
-                    own_timeframe = parse_timeframe(str(word))
-                except InputError:
-                    own_symbol = str(word).upper()
-            yield from _named_frames(inside, own_symbol, own_timeframe, symbols, timeframes)
+    if not is_nested:
+        yield symbol, timeframe, given
         return
-    if timeframe is None and len(timeframes) > 1:
-        raise InputError(
-            f"a {type(given).__name__} of bars without a timeframe.",
-            f"a frame for each of {', '.join(timeframes)}, as in training",
-            _frames_like(symbols, timeframes),
-        )
-    yield symbol, timeframe or timeframes[0], given
+    for key, inside in given.items():
+        own_symbol, own_timeframe = symbol, timeframe
+        for word in key if isinstance(key, tuple) else str(key).split(":"):
+            try:
+                own_timeframe = parse_timeframe(str(word))
+            except InputError:
+                own_symbol = str(word).upper()
+        yield from _named_frames(inside, own_symbol, own_timeframe)
 
 
 def _symbol_in(table: pa.Table, symbols: Sequence[str], mend: str) -> str:
@@ -294,9 +285,8 @@ class RawBars:
 
     def _series(self, bars: Bars, name: str, scaler: Scaler) -> tuple[Array, Array]:
         """Return scaled rows of float32 and the gap flags."""
-        extras = [column for column in bars.columns if column not in PRICES]
-        used = [column for column in extras if _is_used(column, name, scaler)]
-        rows = make_features(bars.time, bars.columns, name, used).rows
+        extras = _used_extras(bars, name, scaler)
+        rows = make_features(bars.time, bars.columns, name, extras).rows
         return apply_scaler(rows, scaler), gap_mask(bars.time, name)
 
     def _cut(
@@ -334,15 +324,15 @@ class RawBars:
         return RawBatch(decisions.astype("M8[ns]"), batch, answered, reasons, labels)
 
 
-def _is_used(column: str, timeframe: str, scaler: Scaler) -> bool:
-    """Whether training had this further column."""
-    return set(feature_names([column], timeframe)) <= set(scaler.columns)
+def _used_extras(bars: Bars, timeframe: str, scaler: Scaler) -> list[str]:
+    """Return the further columns that training had, too."""
+    extras = [column for column in bars.columns if column not in PRICES]
+    known = set(scaler.columns)
+    return [column for column in extras if known.issuperset(feature_names([column], timeframe))]
 
 
 def _check_columns(symbol: str, bars: Bars, name: str, scaler: Scaler) -> None:
-    extras = [column for column in bars.columns if column not in PRICES]
-    used = [column for column in extras if _is_used(column, name, scaler)]
-    have = set(feature_names(used, name))
+    have = feature_names(_used_extras(bars, name, scaler), name)
     missing = [column for column in scaler.columns if column not in have]
     if missing:
         raise InputError(

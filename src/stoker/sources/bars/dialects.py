@@ -14,6 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -191,7 +192,7 @@ def _unknown(lines: list[tuple[int, str]], delimiter: str) -> list[str] | None:
 
     first = rows[0]
     is_words = not num_numbers(first) and sum(bool(cell.strip()) for cell in first) >= 4
-    is_words = is_words and not match_time(first[0]) and not first[0].lstrip().startswith(_COMMENTS)
+    is_words &= not match_time(first[0]) and not first[0].lstrip().startswith(_COMMENTS)
     return [cell.strip() for cell in first] if is_words and num_numbers(rows[-1]) >= 4 else None
 
 
@@ -227,46 +228,32 @@ def _is_header(cells: Sequence[str], naming: Naming | None = None) -> bool:
 def _dialects(lines: list[tuple[int, str]], delimiter: str, naming: Naming) -> list[Dialect]:
     """The ways of reading that this delimiter leaves open."""
     split = [(number, line.split(delimiter)) for number, line in lines]
-    heads = split[:_HEADER_LINES]
-    header = next(((n, cells) for n, cells in heads if _is_header(cells, naming)), None)
-    header_first = header_line = header[0] if header else 0
-    rows = [cells for number, cells in split if number > header_line and len(cells) >= 5]
+    header = next((each for each in split[:_HEADER_LINES] if _is_header(each[1], naming)), None)
+    first = last = header[0] if header else 0
+    rows = [cells for number, cells in split if number > last and len(cells) >= 5]
     if not rows:
         return []
-    num_cells = Counter(len(cells) for cells in rows).most_common(1)[0][0]
+    num_cells = Counter(map(len, rows)).most_common(1)[0][0]
     rows = [cells for cells in rows if len(cells) == num_cells]
-    decimals = (".",) if delimiter == "," else (".", ",")
     if header:
-        cells, header_first, header_line = _stacked_header(split, header)
-        rows = [
-            cells for number, cells in split if number > header_line and len(cells) == num_cells
-        ]
-        layout = _headed_layout(cells, rows, naming)
-        found = [] if layout is None else [layout]
-    elif len(rows[0]) == len(_BINANCE) and _is_binance(rows):
-        found = [Dialect(delimiter, ".", _BINANCE, (0,), 0)]
+        names, first, last = _stacked_header(split, header)
+        rows = [cells for number, cells in split if number > last and len(cells) == num_cells]
+        layouts = [_headed_layout(names, rows, naming)]
+    elif num_cells == len(_BINANCE) and _is_binance(rows):
+        layouts = [Dialect("", "", _BINANCE, (0,), 0)]
     else:
-        found = [
-            layout
-            for num_time_cells in (1, 2)
-            if (layout := _bare_layout(rows, num_time_cells)) is not None
-        ]
+        layouts = [_bare_layout(rows, num_time_cells) for num_time_cells in (1, 2)]
     return [
-        _without_dropped(
-            _without_text(
-                replace(
-                    layout,
-                    delimiter=delimiter,
-                    decimal=decimal,
-                    header_line=header_line,
-                    header_first=header_first,
-                ),
-                rows,
+        _without_unused(
+            replace(
+                layout, delimiter=delimiter, decimal=decimal, header_line=last, header_first=first
             ),
+            rows,
             naming,
         )
-        for layout in found
-        for decimal in decimals
+        for layout in layouts
+        if layout is not None
+        for decimal in ((".",) if delimiter == "," else (".", ","))
     ]
 
 
@@ -373,10 +360,10 @@ def _one_ticker(
     if not tickers:
         return names, ()
     chosen = clean_name(wanted) if wanted and clean_name(wanted) in tickers else tickers[0]
-    made: list[str | None] = []
-    for name, (stem, ticker) in zip(names, pairs, strict=True):
-        other = ticker in tickers and ticker != chosen
-        made.append("" if other else stem if ticker == chosen else name)
+    made = [
+        stem if ticker == chosen else "" if ticker in tickers else name
+        for name, (stem, ticker) in zip(names, pairs, strict=True)
+    ]
     return made, tickers
 
 
@@ -425,27 +412,30 @@ def _bare_layout(rows: list[list[str]], num_time_cells: int) -> Dialect | None:
         return None
     # MT5 writes volume, real volume, spread; copy_rates the last two swapped. Not guessed.
     extras = ["volume", *(f"extra_{place}" for place in range(2, num_extras + 1))][:num_extras]
-    if num_extras > 1 and _is_price(rows, num_time_cells):
-        extras[0] = (
-            "extra_1"  # the volume-weighted price of Kraken's API, which comes before the volume
-        )
+    if num_extras > 1:
+        # Kraken's API has the volume-weighted price before the volume: between low and high in every row.
+        high, low, behind = num_time_cells + 1, num_time_cells + 2, num_time_cells + 4
+        with suppress(ValueError):
+            values = [[float(row[cell]) for cell in (low, behind, high)] for row in rows[:50]]
+            if all(a <= b <= c for a, b, c in values) and any(a < c for a, _, c in values):
+                extras[0] = "extra_1"
     names = (None,) * num_time_cells + PRICES + tuple(extras)
     return Dialect("", "", names, tuple(range(num_time_cells)), 0)
 
 
-def _is_price(rows: list[list[str]], num_time_cells: int) -> bool:
-    """Tell whether the cell behind the close lies between low and high in every row."""
-    high, low, behind = num_time_cells + 1, num_time_cells + 2, num_time_cells + 4
-    try:
-        values = [[float(row[cell]) for cell in (low, behind, high)] for row in rows[:50]]
-    except ValueError:
-        return False
-    return all(a <= b <= c for a, b, c in values) and any(a < c for a, _, c in values)
+def _without_unused(dialect: Dialect, rows: list[list[str]], naming: Naming) -> Dialect:
+    """Leave out the columns that hold no number in any sampled row, such as symbols, and what the user dropped.
 
-
-def _without_dropped(dialect: Dialect, naming: Naming) -> Dialect:
-    """Leave out what the user dropped: columns of the file, or features that they become ("volume_log")."""
-    names, dropped = list(dialect.names), []
+    He drops columns of the file, or features that they become ("volume_log").
+    """
+    names, left_out, dropped = list(dialect.names), [], []
+    for cell in dialect.value_cells:
+        filled = any(parse_number(row[cell], dialect.decimal) is not None for row in rows)
+        if names[cell] not in PRICES and not filled:
+            if names[cell] and any(row[cell].strip() for row in rows):
+                left_out.append(f"column {names[cell]!r} holds no numbers and is left out")
+            names[cell] = None
+    gone = [name for name, left in zip(dialect.names, names, strict=True) if name and left is None]
     for asked in naming.drop:
         cleaned = clean_name(asked)
         stem = cleaned.removesuffix("_log").removesuffix("_change")
@@ -453,27 +443,14 @@ def _without_dropped(dialect: Dialect, naming: Naming) -> Dialect:
         if wanted in names and wanted not in PRICES:
             names[names.index(wanted)] = None
             dropped.append(asked)
-        elif cleaned in dialect.gone:
+        elif cleaned in (*dialect.gone, *gone):
             dropped.append(asked)
-    return replace(dialect, names=tuple(names), dropped=tuple(dropped))
-
-
-def _without_text(dialect: Dialect, rows: list[list[str]]) -> Dialect:
-    """Leave out the columns that hold no number in any sampled row: symbols, empty cells."""
-    names, left_out = list(dialect.names), []
-    for cell in dialect.value_cells:
-        name = names[cell]
-        filled = any(parse_number(row[cell], dialect.decimal) is not None for row in rows)
-        if name not in PRICES and not filled:
-            names[cell] = None
-            if name and any(row[cell].strip() for row in rows):
-                left_out.append(f"column {name!r} holds no numbers and is left out")
-    gone = [name for name, left in zip(dialect.names, names, strict=True) if name and left is None]
     return replace(
         dialect,
         names=tuple(names),
         left_out=(*dialect.left_out, *left_out),
         gone=(*dialect.gone, *gone),
+        dropped=tuple(dropped),
     )
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from stoker.display import command, quoted
 from stoker.errors import SourceError, StokerError, require_file
-from stoker.sources.bars.dialects import PRICES, Naming, find_dialect
+from stoker.sources.bars.dialects import PRICES, Dialect, Naming, find_dialect
 from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.text import find_text, read_head
 from stoker.sources.bars.timeframes import (
+    BY_DURATION,
     DEFAULT_WINDOWS,
-    TIMEFRAMES,
     name_file,
     observed_spacing,
     parse_timeframe,
@@ -58,23 +59,26 @@ class BarFile:
 
 @dataclass(frozen=True)
 class Head:
-    """What the first lines of a file tell: further columns, estimated rows, which of the drops it has."""
+    """What the first lines of a file tell: how it is written, and the rows that it may have."""
 
-    extras: tuple[str, ...]
+    dialect: Dialect
     num_rows: int
-    dropped: tuple[str, ...] = ()
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The columns besides the prices."""
+        return tuple(name for name in self.dialect.columns if name not in PRICES)
 
 
-def look(file: BarFile, day_first: bool | None, naming: Naming, decimal: str | None) -> Head:
-    """Columns and estimated rows from the first 128 KiB."""
-    text, num_bytes = read_head(require_file(file.path, "the file of bars"), decimal)
+def look(path: Path, naming: Naming, decimal: str | None, ticker: str | None = None) -> Head:
+    """Look at the first 128 KiB of a file; of several symbols in it, for `ticker`."""
+    text, num_bytes = read_head(require_file(path, "the file of bars"), decimal)
     # The order of day and month does not change the columns, and the head may not show it.
-    asked = replace(naming, ticker=file.ticker)
-    dialect = find_dialect(text, str(file.path), day_first=bool(day_first), naming=asked)
+    asked = replace(naming, ticker=ticker)
+    dialect = find_dialect(text, str(path), day_first=True, naming=asked)
     per_line = len(text) / max(1, text.count(b"\n"))
-    extras = tuple(name for name in dialect.columns if name not in PRICES)
     # A tenth more: a head may compress better, or have longer lines, than the rest.
-    return Head(extras, int(1.1 * num_bytes / per_line) + 2, dialect.dropped)
+    return Head(dialect, int(1.1 * num_bytes / per_line) + 2)
 
 
 def split_symbols(
@@ -83,8 +87,7 @@ def split_symbols(
     """Return a `BarFile` for each symbol, where a file holds several: in columns, or in a column of symbols."""
     found, notes = [], []
     for file in files:
-        text, _ = read_head(require_file(file.path, "the file of bars"), decimal)
-        dialect = find_dialect(text, str(file.path), day_first=True, naming=naming)
+        dialect = look(file.path, naming, decimal).dialect
         tickers: Sequence[str] = dialect.tickers
         if dialect.symbol_cell is not None and not tickers:
             whole, _ = find_text(file.path, decimal)
@@ -149,12 +152,10 @@ def shared_extras(
     notes = []
     for name in next(iter(grouped.values())):
         files = [file for by_name in grouped.values() for file in by_name[name]]
-        first = heads[files[0]].extras
-        shared[name] = tuple(x for x in first if all(x in heads[file].extras for file in files))
-        every = {extra for file in files for extra in heads[file].extras}
-        if every - set(shared[name]):
-            left = ", ".join(sorted(every - set(shared[name])))
-            notes.append(f"{name}: not in every file, so left out: {left}")
+        extras = [heads[file].extras for file in files]
+        shared[name] = tuple(x for x in extras[0] if all(x in each for each in extras))
+        if left := sorted({*chain(*extras)} - {*shared[name]}):
+            notes.append(f"{name}: not in every file, so left out: {', '.join(left)}")
     return shared, notes
 
 
@@ -171,7 +172,7 @@ def holds_bars(path: Path) -> bool:
 
 def _reads_as_bars(path: Path) -> bool:
     try:
-        find_dialect(read_head(path)[0], str(path), day_first=True)
+        look(path, Naming(), None)
     except StokerError:
         return False
     return True
@@ -181,11 +182,8 @@ def bars_hint(paths: Sequence[Path]) -> str:
     """Return how to look at a table as bars, where its header has their names; else nothing."""
     label = guessed_label(paths[0]) if len(paths) == 1 else ""
     timeframe = label.partition("=")[0].rpartition(":")[2]
-    return (
-        f"these are bars of {timeframe}: to see their windows, {command('stoker', 'inspect', label)}"
-        if label
-        else ""
-    )
+    look_at_it = command("stoker", "inspect", label)
+    return f"these are bars of {timeframe}: to see their windows, {look_at_it}" if label else ""
 
 
 def guessed_label(path: Path) -> str:
@@ -198,11 +196,10 @@ def guessed_label(path: Path) -> str:
         bars = read_bars(path, day_first=True)
     except StokerError:
         return ""
-    spacing = observed_spacing(bars.time)
-    names = [name for name, known in TIMEFRAMES.items() if known == spacing]
+    timeframe = BY_DURATION.get(observed_spacing(bars.time) or 0)
     stem = path.name.partition(".")[0].upper()
     symbol = name_file(path)[0] or (stem if stem.isalnum() else "SYMBOL")
-    return f"{symbol}:{names[0]}={path}" if names else ""
+    return f"{symbol}:{timeframe}={path}" if timeframe else ""
 
 
 def fitting_windows(
@@ -219,7 +216,7 @@ def fitting_windows(
     horizon = 36
     for file in files:
         if file.timeframe in shared:
-            most = max(1, look(file, None, naming, decimal).num_rows // 4)
+            most = max(1, look(file.path, naming, decimal, file.ticker).num_rows // 4)
             known = windows.get(file.timeframe, usual.get(file.timeframe, 96))
             windows[file.timeframe], horizon = min(known, most), min(horizon, most)
     return tuple(windows.items()) or DEFAULT_WINDOWS, horizon

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -111,10 +112,8 @@ def read_bars(
     file = str(path)
     text, cut = find_text(require_file(path, "the file of bars"), decimal)
     dialect = find_dialect(text, file, day_first, naming)
-    refused = [Refusal(file, None, cut)] if cut else []
-    read = _read_careful if careful else _read_bulk
-    bars = read(text, dialect, file)
-    bars.refused.extend(refused)
+    bars = (_read_careful if careful else _read_bulk)(text, dialect, file)
+    bars.refused.extend([Refusal(file, None, cut)] if cut else [])
     bars.notes.extend(f"{file}: {note}" for note in dialect.left_out)
     bars = replace(bars, is_close=dialect.is_close)
     if file_kind(Path(path)) in ("parquet", "arrow"):
@@ -130,10 +129,15 @@ def read_bars(
             "see docs/bars.md for the formats",
         )
     if tz is not None:
-        bars = replace(bars, time=_localise(bars, dialect, tz))
+        if dialect.aware:
+            raise SourceError(
+                f"{file}: a time zone {tz!r} was given, but its times carry their own offset.",
+                "a time zone for clocks without one",
+                "leave --tz out",
+            )
+        bars = replace(bars, time=to_utc(bars.time, tz))
     if check_prices:
         bars = _refuse_bad_prices(bars)
-        _check_columns(bars)
     bars = _refuse_repeats(_in_order(bars, sort))
     if not dialect.header_line:
         bars.notes.append(f"{file}: no header; columns taken as time, {', '.join(dialect.columns)}")
@@ -152,10 +156,7 @@ def merge_bars(parts: Sequence[Bars]) -> Bars:
         " + ".join(part.file for part in parts),
         [refusal for part in parts for refusal in part.refused],
         [note for part in parts for note in part.notes],
-        {
-            reason: sum(part.ignored.get(reason, 0) for part in parts)
-            for reason in dict.fromkeys(reason for part in parts for reason in part.ignored)
-        },
+        dict(sum((Counter(part.ignored) for part in parts), Counter())),
         sum(part.num_lines for part in parts),
         unit=parts[0].unit if len({part.unit for part in parts}) == 1 else "line",
     )
@@ -187,24 +188,17 @@ def show_time(time_ns: int) -> str:
 def _refuse_columns(bars: Bars, text: bytes, dialect: Dialect) -> Bars:
     """Leave out further columns with a cell that holds no number: the column is refused, not its bars."""
     bad = {
-        name: int(np.flatnonzero(np.isnan(values))[0])
+        name: np.flatnonzero(np.isnan(values))
         for name, values in bars.columns.items()
         if name not in PRICES and np.isnan(values).any()
     }
-    if not bad:
-        return bars
-    lines = text.split(b"\n")
-    for name, row in bad.items():
-        line = int(bars.lines[row])
-        cell = (
-            lines[line - 1 if bars.unit == "line" else line + 1]
-            .decode("utf-8", "replace")
-            .split(dialect.delimiter)
-        )
-        shown = cell[dialect.names.index(name)].strip()[:40]
-        count = int(np.isnan(bars.columns[name]).sum())
+    lines = text.split(b"\n") if bad else []
+    for name, rows in bad.items():
+        line = int(bars.lines[rows[0]])
+        raw = lines[line - 1 if bars.unit == "line" else line + 1].decode("utf-8", "replace")
+        shown = raw.split(dialect.delimiter)[dialect.names.index(name)].strip()[:40]
         bars.notes.append(
-            f"{bars.file}: column {name!r} is left out: {count:,} of {len(bars):,} bars have no number in it, "
+            f"{bars.file}: column {name!r} is left out: {len(rows):,} of {len(bars):,} bars have no number in it, "
             f"such as {shown!r} in {bars.unit} {line}"
         )
     kept = {name: values for name, values in bars.columns.items() if name not in bad}
@@ -214,40 +208,30 @@ def _refuse_columns(bars: Bars, text: bytes, dialect: Dialect) -> Bars:
 def _read_careful(text: bytes, dialect: Dialect, file: str) -> Bars:
     """Every line by `parse_line`."""
     lines = text.split(b"\n")
-    numbers = range(1, len(lines) + 1)
-    bars = _assemble({}, dialect, file, _parse_lines(lines, numbers, dialect))
-    return replace(bars, num_lines=len(lines) - (not lines[-1]))
+    parsed = _parse_lines(lines, range(1, len(lines) + 1), dialect)
+    return replace(_assemble({}, dialect, file, parsed), num_lines=len(lines) - (not lines[-1]))
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """What `parse_line` made of some lines."""
+class _Parsed(NamedTuple):
+    """What `parse_line` made of some lines, by their numbers."""
 
     bars: dict[int, ParsedLine]
     faults: dict[int, str]
-    ignored: dict[str, int]
-
-    def ignore(self, reason: str, count: int = 1) -> None:
-        """Count lines that were never meant as bars."""
-        self.ignored[reason] = self.ignored.get(reason, 0) + count
+    ignored: Counter[str]  # reason to number of lines that were never meant as bars
 
 
-def _parse_lines(
-    lines: Sequence[bytes], numbers: Sequence[int] | Array, dialect: Dialect
-) -> _Parsed:
-    parsed = _Parsed({}, {}, {})
-    for number in map(int, numbers):
+def _parse_lines(lines: Sequence[bytes], numbers: Sequence[int], dialect: Dialect) -> _Parsed:
+    parsed = _Parsed({}, {}, Counter())
+    for number in numbers:
         line = lines[number - 1].decode("utf-8", "replace")
         found = parse_line(line, dialect)
         if dialect.header_first <= number <= dialect.header_line:
-            parsed.ignore(_HEADER)
-            continue
-        if found is None:
+            parsed.ignored[_HEADER] += 1
+        elif found is None:
             if number < len(lines) or line:  # behind the last newline there is no line
-                parsed.ignore(OTHER_SYMBOLS if line.strip(" \t") else _BLANK)
-            continue
-        if isinstance(found, str) and number < dialect.header_first:
-            parsed.ignore(_ABOVE)
+                parsed.ignored[OTHER_SYMBOLS if line.strip(" \t") else _BLANK] += 1
+        elif isinstance(found, str) and number < dialect.header_first:
+            parsed.ignored[_ABOVE] += 1
         elif isinstance(found, str):
             parsed.faults[number] = found
         elif number < dialect.header_line:
@@ -263,22 +247,20 @@ def _assemble(bulk: dict[str, Array], dialect: Dialect, file: str, parsed: _Pars
     times = np.fromiter((bar.time_ns for bar in parsed.bars.values()), np.int64, len(numbers))
     rows = np.array([bar.values for bar in parsed.bars.values()], np.float64)
     rows = rows.reshape(len(numbers), len(dialect.columns))
-    columns = {name: rows[:, place] for place, name in enumerate(dialect.columns)}
-    if bulk:
-        columns = {name: _join(bulk[name], values) for name, values in columns.items()}
-        times, numbers = _join(bulk[":time"], times), _join(bulk[":line"], numbers)
-        if len(parsed.bars):
-            order = np.argsort(numbers, kind="stable")
-            columns = {name: values[order] for name, values in columns.items()}
-            times, numbers = times[order], numbers[order]
+    columns: dict[str, Array] = {":time": times, ":line": numbers}
+    columns |= {name: rows[:, place] for place, name in enumerate(dialect.columns)}
+    if bulk and not parsed.bars:
+        columns = bulk
+    elif bulk:
+        order = np.argsort(np.concatenate([bulk[":line"], numbers]), kind="stable")
+        columns = {
+            name: np.concatenate([bulk[name], values])[order] for name, values in columns.items()
+        }
+    times, numbers = columns.pop(":time"), columns.pop(":line")
     refused = [Refusal(file, number, reason) for number, reason in sorted(parsed.faults.items())]
     names = [*PRICES, *(name for name in columns if name not in PRICES)]
     ordered = {name: np.ascontiguousarray(columns[name]) for name in names}
     return Bars(times, ordered, numbers, file, refused, ignored=dict(parsed.ignored))
-
-
-def _join(first: Array, second: Array) -> Array:
-    return np.concatenate([first, second]) if len(second) else first
 
 
 def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
@@ -318,9 +300,9 @@ def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
     lines = text.split(b"\n") if doubtful else []
     parsed = _parse_lines(lines, doubtful, dialect)
     if dialect.header_line:
-        parsed.ignore(_HEADER, dialect.header_line - dialect.header_first + 1)
+        parsed.ignored[_HEADER] += dialect.header_line - dialect.header_first + 1
     if num_other:
-        parsed.ignore(OTHER_SYMBOLS, num_other)
+        parsed.ignored[OTHER_SYMBOLS] += num_other
     return replace(_assemble(bulk, dialect, file, parsed), num_lines=num_lines)
 
 
@@ -403,28 +385,17 @@ def _to_floats(column: pa.ChunkedArray, decimal: str) -> Array:
         plain = pc.match_substring_regex(column, _NUMBER)
         column = pc.if_else(plain, pc.ascii_ltrim(column, "+"), pa.scalar(None, pa.string()))
         column = pc.cast(column, pa.float64())
-    values = column.to_numpy()
-    return np.asarray(values, np.float64)
-
-
-def _localise(bars: Bars, dialect: Dialect, tz: str) -> Array:
-    if dialect.aware:
-        raise SourceError(
-            f"{bars.file}: a time zone {tz!r} was given, but its times carry their own offset.",
-            "a time zone for clocks without one",
-            "leave --tz out",
-        )
-    return to_utc(bars.time, tz)
+    return np.asarray(column.to_numpy(), np.float64)
 
 
 def _refuse_bad_prices(bars: Bars) -> Bars:
-    """Refuse bars that cannot be: their logarithms would be wrong or infinite."""
+    """Refuse bars that cannot be: their logarithms would be wrong or infinite.
+
+    Where most bars are refused for one reason, the columns are not what they are taken for.
+    """
     first, high, low, last = (bars.columns[name] for name in PRICES)
     faults = [
-        (
-            np.minimum(np.minimum(first, last), np.minimum(high, low)) <= 0,
-            "a price is not positive",
-        ),
+        (np.minimum.reduce([first, high, low, last]) <= 0, "a price is not positive"),
         (high < low, "high is below low"),
         (high < np.maximum(first, last), "high is below open or close"),
         (low > np.minimum(first, last), "low is above open or close"),
@@ -438,11 +409,7 @@ def _refuse_bad_prices(bars: Bars) -> Bars:
             Refusal(bars.file, int(bars.lines[row]), reason, bars.unit) for row in new
         )
         bad[new] = True
-    return bars.take(~bad) if bad.any() else bars
-
-
-def _check_columns(bars: Bars) -> None:
-    """Raise where most bars are refused for one reason: the columns are not what they are taken for."""
+    bars = bars.take(~bad) if bad.any() else bars
     reasons = Counter(each.reason for each in bars.refused if each.line is not None)
     reason, count = reasons.most_common(1)[0] if reasons else ("", 0)
     if count > max(len(bars), 1):
@@ -451,6 +418,7 @@ def _check_columns(bars: Bars) -> None:
             "open, high, low and close of bars, each in its column",
             "--columns open=NAME,high=NAME,low=NAME,close=NAME",
         )
+    return bars
 
 
 def _in_order(bars: Bars, sort: bool) -> Bars:
@@ -466,22 +434,19 @@ def _in_order(bars: Bars, sort: bool) -> Bars:
         return bars.take(np.argsort(bars.time, kind="stable"))
     falling = (steps < 0).mean() > 0.5
     row = int(np.argmax(steps > 0 if falling else steps < 0)) + 1
+    # A clock that is set back at the end of summer: by an hour, on a Sunday.
+    is_sunday = (int(bars.time[row]) // DAY_NS + 3) % 7 == 6
+    an_hour = 3600 * SECOND_NS - int(np.median(np.abs(steps)))
+    is_set_back = is_sunday and abs(int(steps[row - 1])) == an_hour
     sort_it = f"--sort (sort=True), or mend that {bars.unit}"
     raise SourceError(
         f"{bars.file}: time goes {'forwards' if falling else 'backwards'} at {bars.unit} {bars.lines[row]}, "
         f"from {show_time(bars.time[row - 1])} to {show_time(bars.time[row])}.",
         "bars from oldest to newest, or all from newest to oldest",
         f"the zone of a clock that is set back then, such as --tz Europe/Berlin; or {sort_it}"
-        if _is_set_back(steps, row, int(bars.time[row]))
+        if is_set_back
         else sort_it,
     )
-
-
-def _is_set_back(steps: Array, row: int, time_ns: int) -> bool:
-    """Tell a clock that is set back at the end of summer: by an hour, on a Sunday."""
-    usual = int(np.median(np.abs(steps)))
-    is_sunday = (time_ns // DAY_NS + 3) % 7 == 6
-    return is_sunday and abs(int(steps[row - 1])) == 3600 * SECOND_NS - usual
 
 
 def _refuse_repeats(bars: Bars) -> Bars:

@@ -28,7 +28,6 @@ from stoker.display import look_in, quoted
 from stoker.errors import InputError, SourceError, count_kinds
 from stoker.sources.bars.dialects import Naming
 from stoker.sources.bars.features import (
-    Features,
     Scaler,
     apply_scaler,
     feature_names,
@@ -129,18 +128,13 @@ class BarsSource(PlainSource):
         object.__setattr__(self, "windows", parse_windows(text))
         object.__setattr__(self, "base", pick_base(self.windows, self.base))
         object.__setattr__(self, "embargo", self.horizon if self.embargo is None else self.embargo)
-        least = {
-            "horizon": (self.horizon, 1),
-            "embargo": (self._embargo, 0),
-            "latency": (self.latency_seconds, 0),
-        }
-        for name, (value, allowed) in least.items():
-            if value < allowed:
-                word = "latency_seconds" if name == "latency" else name
+        for name, least in (("horizon", 1), ("embargo", 0), ("latency_seconds", 0)):
+            value, word = getattr(self, name), name.partition("_")[0]
+            if value < least:
                 raise InputError(
-                    f"--{name} is {value}.",
-                    f"{allowed} or more",
-                    f"--{name} {allowed} ({word}={allowed})",
+                    f"--{word} is {value}.",
+                    f"{least} or more",
+                    f"--{word} {least} ({name}={least})",
                 )
         check_shares(self.ratios, "ratios")
         if self.stamp not in ("open", "close"):
@@ -152,10 +146,6 @@ class BarsSource(PlainSource):
     @property
     def _base(self) -> str:
         return str(self.base)
-
-    @property
-    def _embargo(self) -> int:
-        return int(self.embargo or 0)
 
     def files(self) -> Sequence[Path]:
         """Every file of bars that is used, in a stable order."""
@@ -173,11 +163,10 @@ class BarsSource(PlainSource):
     def prepare(self, scratch: Path) -> Preparation:  # noqa: ARG002 the contract lends a folder
         """Group the files by symbol, fix the split dates, and estimate the size."""
         wanted, notes = self._wanted()
-        symbols = sorted({file.symbol for file in wanted})
-        grouped = {symbol: self._by_timeframe(wanted, symbol) for symbol in symbols}
-        heads = {file: look(file, self.day_first, self.naming, self.decimal) for file in wanted}
+        grouped = self._grouped(wanted)
+        heads = {file: look(file.path, self.naming, self.decimal, file.ticker) for file in wanted}
         extras, more_notes = shared_extras(grouped, heads)
-        there = {name for head in heads.values() for name in head.dropped}
+        there = {name for head in heads.values() for name in head.dialect.dropped}
         lost = [name for name in self.naming.drop if name not in there]
         if lost:
             columns = dict.fromkeys(name for head in heads.values() for name in head.extras)
@@ -188,63 +177,53 @@ class BarsSource(PlainSource):
                 or "leave --drop out",
             )
         boundaries = self._fixed_boundaries()
-        if boundaries is None and len(symbols) > 1:
+        if boundaries is None and len(grouped) > 1:
             boundaries, kept = self._shared_boundaries(grouped)
             # A column that one file has no numbers in is left out for all: parts need the same features.
             extras = {
                 name: tuple(x for x in names if x in kept[name]) for name, names in extras.items()
             }
         parts, size = [], 0
-        for index, symbol in enumerate(symbols):
+        for index, (symbol, by_name) in enumerate(grouped.items()):
             rows = {
-                name: sum(heads[file].num_rows for file in files)
-                for name, files in grouped[symbol].items()
+                name: sum(heads[file].num_rows for file in files) for name, files in by_name.items()
             }
-            payload = {
-                "symbol": symbol,
-                "files": grouped[symbol],
-                "is_alone": len(symbols) == 1,
-                "extras": extras,
-                "boundaries": boundaries,
-            }
+            payload = (by_name, len(grouped) == 1, extras, boundaries)
             parts.append(Part(index, symbol, rows[self._base], payload))
-            series = sum(
-                count * (4 * len(feature_names(extras[name], name)) + 9)
-                for name, count in rows.items()
-            )
-            size += series + rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
+            size += rows[self._base] * (18 + 4 * self.horizon + 8 * len(rows))
+            for name, count in rows.items():
+                size += count * (4 * len(feature_names(extras[name], name)) + 9)
         return Preparation(parts, size, notes=[*notes, *more_notes])
 
     def build(self, part: Part, context: PartContext) -> PartData:  # noqa: ARG002 nothing can hang
         """Read one symbol and lay out its series, samples and targets."""
-        payload = part.payload
-        bars = {name: self._read(files, name) for name, files in payload["files"].items()}
-        self._check_clocks(bars)
+        files, is_alone, shared, boundaries = part.payload
+        bars = self._read_all(files)
         samples = self._samples(bars)
         if not len(samples.time):
             raise _no_samples(part.label, bars, self.windows, samples)
-        boundaries = payload["boundaries"] or find_boundaries(samples.time, self.ratios)
+        boundaries = boundaries or find_boundaries(samples.time, self.ratios)
         base_close = close_times(bars[self._base].time, self._base)
-        split = assign_splits(samples, base_close, boundaries, self._embargo)
+        split = assign_splits(samples, base_close, boundaries, int(self.embargo or 0))
         made: dict[str, FieldData] = {}
-        scalers, facts = {}, {}
+        scalers, facts, accounts = {}, {}, []
         for name, window in self.windows:
-            extras = _known_extras(bars[name], payload["extras"][name], payload["is_alone"])
-            series, scaler = _make_series(
-                bars[name], name, window, samples.ends[name], boundaries[0], extras
-            )
+            each, ends = bars[name], samples.ends[name]
+            extras = _known_extras(each, shared[name], is_alone)
+            series, scaler = _make_series(each, name, window, ends, boundaries[0], extras)
             made[name], scalers[name] = series, scaler.to_json()
             assert series.time is not None
             assert series.gap is not None
             facts[name] = {
-                "file": bars[name].file,
-                "bars_read": len(bars[name]),
+                "file": each.file,
+                "bars_read": len(each),
                 "rows_stored": len(series.rows),
                 "first_ns": int(series.time[0]),
                 "last_ns": int(series.time[-1]),
                 "gaps": int(series.gap.sum()),
-                "refused": len(bars[name].refused),
+                "refused": len(each.refused),
             }
+            accounts.append(_bar_account(each, len(series.rows), name))
         targets = make_targets(bars[self._base].columns["close"], samples.bar, self.horizon)
         steps = tuple(f"return_{step}" for step in range(1, self.horizon + 1))
         made |= {
@@ -257,8 +236,13 @@ class BarsSource(PlainSource):
         train = targets[split == TRAIN]
         counts = np.bincount(split, minlength=len(SPLIT_NAMES)).tolist()
         refused = [refusal for each in bars.values() for refusal in each.refused]
+        ignored = {_DROPPED[why]: count for why, count in samples.dropped.items()}
+        num_bars = len(bars[self._base])
+        accounts.append(
+            Account("decisions (base bars)", num_bars, len(samples.time), ignored=ignored)
+        )
         extra = {
-            "symbol": payload["symbol"],
+            "symbol": part.label,
             "timeframes": facts,
             "scalers": scalers,
             "dropped": samples.dropped,
@@ -270,19 +254,9 @@ class BarsSource(PlainSource):
             },
             # Standard deviation of the training targets, for losses.
             "target_scale": float(np.std(train, dtype=np.float64)) if len(train) else None,
-            "materialised_bytes": _materialised_bytes(made),
+            "materialised_bytes": _materialised_bytes(made, self.horizon),
             "notes": [note for each in bars.values() for note in each.notes],
-            "accounts": [
-                *(_bar_account(bars[name], made[name], name) for name, _ in self.windows),
-                asdict(
-                    Account(
-                        "decisions (base bars)",
-                        len(bars[self._base]),
-                        len(samples.time),
-                        ignored={_DROPPED[why]: count for why, count in samples.dropped.items()},
-                    )
-                ),
-            ],
+            "accounts": list(map(asdict, accounts)),
         }
         return PartData(made, refused, extra)
 
@@ -305,12 +279,8 @@ class BarsSource(PlainSource):
 
     def read_symbols(self) -> Iterator[tuple[str, dict[str, Bars]]]:
         """Yield each symbol with its bars by timeframe, read and checked as for packing; for predictions."""
-        wanted, _ = self._wanted()
-        for symbol in sorted({file.symbol for file in wanted}):
-            grouped = self._by_timeframe(wanted, symbol)
-            bars = {name: self._read(files, name) for name, files in grouped.items()}
-            self._check_clocks(bars)
-            yield symbol, bars
+        for symbol, files in self._grouped(self._wanted()[0]).items():
+            yield symbol, self._read_all(files)
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
         """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""
@@ -322,11 +292,8 @@ class BarsSource(PlainSource):
         found, notes = find_files(self.paths)
         names = {name for name, _ in self.windows}
         wanted = [file for file in found if file.timeframe in names]
-        notes += [
-            f"{file.path}: {file.timeframe} has no window; ignored"
-            for file in found
-            if file.timeframe not in names
-        ]
+        others = [file for file in found if file.timeframe not in names]
+        notes += [f"{file.path}: {file.timeframe} has no window; ignored" for file in others]
         if not wanted:
             there = sorted({file.timeframe for file in found})
             unnamed = [] if there else unnamed_files(self.paths)
@@ -342,21 +309,29 @@ class BarsSource(PlainSource):
             )
         return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
 
-    def _by_timeframe(self, wanted: list[BarFile], symbol: str) -> dict[str, list[BarFile]]:
-        own = [file for file in wanted if file.symbol == symbol]
-        grouped = {
-            name: [file for file in own if file.timeframe == name] for name, _ in self.windows
-        }
-        missing = [name for name, files in grouped.items() if not files]
-        if missing:
-            add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
-            rest = ",".join(f"{name}={length}" for name, length in self.windows if grouped[name])
-            raise MissingBarsError(
-                f"{symbol} has no file for {', '.join(missing)}.",
-                "a file per window",
-                f"--windows {quoted(rest)}, or {add}" if rest else add,
-            )
+    def _grouped(self, wanted: Sequence[BarFile]) -> dict[str, dict[str, list[BarFile]]]:
+        """Return the files by symbol and timeframe, or raise where one of them has none."""
+        grouped: dict[str, dict[str, list[BarFile]]] = {}
+        for file in wanted:
+            by_name = grouped.setdefault(file.symbol, {name: [] for name, _ in self.windows})
+            by_name[file.timeframe].append(file)
+        for symbol, by_name in grouped.items():
+            missing = [name for name, files in by_name.items() if not files]
+            if missing:
+                add = f"add {quoted(f'{symbol}_{missing[0]}.csv')}"
+                rest = ",".join(f"{name}={size}" for name, size in self.windows if by_name[name])
+                raise MissingBarsError(
+                    f"{symbol} has no file for {', '.join(missing)}.",
+                    "a file per window",
+                    f"--windows {quoted(rest)}, or {add}" if rest else add,
+                )
         return grouped
+
+    def _read_all(self, files: Mapping[str, Sequence[BarFile]]) -> dict[str, Bars]:
+        """Read the timeframes of one symbol, and raise where one of them has another clock."""
+        bars = {name: self._read(paths, name) for name, paths in files.items()}
+        self._check_clocks(bars)
+        return bars
 
     def _read(self, files: Sequence[BarFile], timeframe: str) -> Bars:
         read = []
@@ -412,13 +387,9 @@ class BarsSource(PlainSource):
     def _fixed_boundaries(self) -> tuple[int, int] | None:
         if self.split_at is None:
             return None
-        ends = [parse_time(text, self.day_first) for text in self.split_at]
-        if (
-            len(ends) != 2
-            or isinstance(ends[0], str)
-            or isinstance(ends[1], str)
-            or ends[0] > ends[1]
-        ):
+        read = [parse_time(text, self.day_first) for text in self.split_at]
+        ends = [each for each in read if not isinstance(each, str)]
+        if not len(read) == len(ends) == 2 or ends[0] > ends[1]:
             raise InputError(
                 f"split_at {self.split_at} is not two times in order.",
                 "the last decision times of train and of val",
@@ -462,19 +433,14 @@ _DROPPED = {
 }
 
 
-def _bar_account(bars: Bars, series: FieldData, name: str) -> dict[str, Json]:
-    assert isinstance(series, Series)
+def _bar_account(bars: Bars, num_packed: int, name: str) -> Account:
     # A gzip file that ends early has one refusal without a line.
     whole = sum(refusal.count for refusal in bars.refused if refusal.line is None)
-    unused = {"bars that no window shows": len(bars) - len(series.rows)}
+    ignored = {**bars.ignored, "bars that no window shows": len(bars) - num_packed}
     # Lines of other symbols are counted where those are packed.
-    others = bars.ignored.get(OTHER_SYMBOLS, 0)
-    own = {reason: count for reason, count in bars.ignored.items() if reason != OTHER_SYMBOLS}
-    found = bars.num_lines + whole - others
-    kinds = count_kinds(bars.refused)
-    return asdict(
-        Account(f"{bars.unit}s of {name}", found, len(series.rows), kinds, {**own, **unused})
-    )
+    found = bars.num_lines + whole - ignored.pop(OTHER_SYMBOLS, 0)
+    unit = f"{bars.unit}s of {name}"
+    return Account(unit, found, num_packed, count_kinds(bars.refused), ignored)
 
 
 def _total(accounts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
@@ -514,30 +480,23 @@ def _make_series(
             "leave the symbol out, or give a later split_at",
         )
     scaler = fit_scaler(features, slice(first, known), train_end_ns)
-    used = Features(features.rows[first:stop], features.columns)
-    return (
-        Series(
-            rows=apply_scaler(used.rows, scaler),
-            time=bars.time[first:stop],
-            ends=ends - first,
-            window=window,
-            gap=gap_mask(bars.time, timeframe)[first:stop],
-            columns=used.columns,
-            duration_ns=TIMEFRAMES[timeframe],
-        ),
-        scaler,
+    series = Series(
+        rows=apply_scaler(features.rows[first:stop], scaler),
+        time=bars.time[first:stop],
+        ends=ends - first,
+        window=window,
+        gap=gap_mask(bars.time, timeframe)[first:stop],
+        columns=features.columns,
+        duration_ns=TIMEFRAMES[timeframe],
     )
+    return series, scaler
 
 
-def _materialised_bytes(fields: Mapping[str, FieldData]) -> int:
+def _materialised_bytes(fields: Mapping[str, FieldData], horizon: int) -> int:
     """Bytes that the windows and targets would take if each sample were written out."""
-    per_sample = 0
-    for data in fields.values():
-        if isinstance(data, Series):
-            per_sample += data.window * data.rows.shape[1] * data.rows.itemsize
-    targets = fields["targets"]
-    num_targets = targets.values.shape[1] if isinstance(targets, Dense) else 0
-    return int(targets.num_samples * (per_sample + 4 * num_targets))
+    series = [data for data in fields.values() if isinstance(data, Series)]
+    per_sample = sum(each.window * each.rows.shape[1] * each.rows.itemsize for each in series)
+    return int(fields["targets"].num_samples * (per_sample + 4 * horizon))
 
 
 def _no_samples(

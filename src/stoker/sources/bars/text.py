@@ -204,16 +204,12 @@ def _typed_text(path: Path) -> bytes:
     columns = []
     for column in table.columns:
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        columns.append(
-            column.cast(pa.string())
-            if not pa.types.is_floating(kind)
-            else column.cast(pa.float64())
-        )
+        columns.append(column.cast(pa.float64() if pa.types.is_floating(kind) else pa.string()))
     names = [" ".join(re.split(r"[,;\t|\n]+", name)) for name in table.column_names]
     sink = io.BytesIO()
-    options = csv.WriteOptions(quoting_style="none", include_header=False)
     sink.write((",".join(names) + "\n").encode())
-    plain = pa.table([*columns], names=[str(place) for place in range(len(columns))])
+    options = csv.WriteOptions(quoting_style="none", include_header=False)
+    plain = pa.table(columns, names=[str(place) for place in range(len(columns))])
     try:
         csv.write_csv(plain, sink, options)
     except pa.ArrowInvalid as error:  # a text with a comma or a quote inside

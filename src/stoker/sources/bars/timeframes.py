@@ -33,6 +33,7 @@ TIMEFRAMES: Mapping[str, int] = {
     "W1": 7 * DAY_NS,
 }
 """Name to duration in nanoseconds. A month has no fixed duration and is not among them."""
+BY_DURATION = {duration: name for name, duration in TIMEFRAMES.items()}
 
 DEFAULT_WINDOWS = (("M1", 480), ("M5", 288), ("M15", 192), ("H1", 96), ("H4", 48))
 TRAIN, VAL, TEST, PURGED = 0, 1, 2, 3
@@ -41,10 +42,7 @@ SPLIT_NAMES = ("train", "val", "test", "purged")
 # Longest market holiday seen in 13 years of EURUSD is 3 days and 1 hour.
 _STALE_NS = 7 * DAY_NS
 _LAST_WORDS = {"d": "D1", "daily": "D1", "w": "W1", "weekly": "W1", "hourly": "H1"}
-_MT4_MINUTES = {
-    TIMEFRAMES[name] // MINUTE_NS: name
-    for name in ("M1", "M5", "M15", "M30", "H1", "H4", "D1", "W1")
-}
+_MT4 = ("M1", "M5", "M15", "M30", "H1", "H4", "D1", "W1")
 _UNITS = {**dict.fromkeys(("m", "min", "t"), MINUTE_NS), "h": HOUR_NS, "d": DAY_NS, "w": 7 * DAY_NS}
 _SUFFIXES = re.compile(r"(?i)\.(?:csv|txt|tsv|prn|gz|parquet|pq|feather|arrow)$")
 
@@ -57,9 +55,8 @@ def parse_timeframe(text: str) -> str:
     match = re.fullmatch(r"([0-9]+)(m|min|T|h|H|d|D|w|W)", text.strip())
     if match:
         duration = int(match[1]) * _UNITS[match[2].lower()]
-        found = [name for name, known in TIMEFRAMES.items() if known == duration]
-        if found:
-            return found[0]
+        if duration in BY_DURATION:
+            return BY_DURATION[duration]
     raise InputError(f"{text!r} is not a timeframe.", ", ".join(TIMEFRAMES), "for example M5")
 
 
@@ -96,11 +93,8 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
     while _SUFFIXES.search(stem):
         stem = _SUFFIXES.sub("", stem)
     words = [word for word in re.split(r"[_\-, ]+|\.(?=[A-Za-z]+[0-9])", stem) if word]
-    words = (
-        words[2:]
-        if [word.upper() for word in words[:2]] in (["DAT", "ASCII"], ["DAT", "MT"], ["DAT", "NT"])
-        else words
-    )
+    if [word.upper() for word in words[:2]] in (["DAT", "ASCII"], ["DAT", "MT"], ["DAT", "NT"]):
+        words = words[2:]
     words = _joined_timeframe(words)
     for place, word in enumerate(words):
         try:
@@ -117,8 +111,9 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
         with contextlib.suppress(InputError):
             return glued[1].upper(), parse_timeframe(glued[2])
     match = re.fullmatch(r"([A-Za-z]{6,}[A-Za-z.#]*?)([0-9]+)", stem)
-    if match and int(match[2]) in _MT4_MINUTES:
-        return match[1].upper(), _MT4_MINUTES[int(match[2])]
+    known = BY_DURATION.get(int(match[2]) * MINUTE_NS) if match else None
+    if match and known in _MT4:
+        return match[1].upper(), known
     return (words[0].upper() if words else None), None
 
 
@@ -148,11 +143,12 @@ def check_spacing(time: Array, timeframe: str, file: str) -> None:
     """
     spacing = observed_spacing(time)
     if spacing is not None and spacing != TIMEFRAMES[timeframe]:
-        names = [name for name, known in TIMEFRAMES.items() if known == spacing]
         raise SourceError(
             f"{file} is named {timeframe}, but its bars are mostly {spacing / MINUTE_NS:g} min apart.",
             f"bars {TIMEFRAMES[timeframe] / MINUTE_NS:g} min apart",
-            f"name it {names[0]}" if names else "check how the file was made",
+            f"name it {BY_DURATION[spacing]}"
+            if spacing in BY_DURATION
+            else "check how the file was made",
         )
 
 

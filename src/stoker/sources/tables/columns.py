@@ -132,7 +132,7 @@ class Unusable(NamedTuple):
 
     name: str
     what: str
-    option: str
+    option: str = "drop"
 
 
 # -- telling the kind --------------------------------------------------------------------------------------------------
@@ -144,6 +144,11 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(
         pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     )
+
+
+def as_numpy(column: Any) -> Array:
+    """Return an Arrow column as a numpy array, NaN where a number is missing."""
+    return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
 def plain(column: Any) -> Any:
@@ -179,81 +184,69 @@ def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column
     if refused is not None:
         return refused
     column = plain(sample)
-    if asked in ("category", "one-hot", "codes"):
+    if asked in ("category", "one-hot", "codes", "bool"):
         return Column(name, asked)
-    if asked == "bool":
-        return Column(name, "bool")
     if asked in ("number", "float64"):
         return _number_column(name, column, decimal, asked == "float64")
-    if asked is not None:
-        return _date_column(name, column, asked)
+    if asked or pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
+        return _date_column(name, column, asked or "date")
     if pa.types.is_boolean(column.type):
         return Column(name, "bool")
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
-        return _date_column(name, column, "date")
-    if not is_text(column.type):
-        return _number_column(name, column, decimal, False)
-    return _find_text_kind(name, column, decimal)
+    if is_text(column.type):
+        return _find_text_kind(name, column, decimal)
+    return _number_column(name, column, decimal)
 
 
 def refuse_type(name: str, kind: pa.DataType) -> Unusable | None:
     """Return why no column of this type can be packed; None where its values decide."""
     types = pa.types
     inner = kind.value_type if types.is_dictionary(kind) else kind
-    known = (
-        types.is_integer(inner)
-        or types.is_floating(inner)
-        or types.is_boolean(inner)
-        or types.is_decimal(inner)
-        or types.is_temporal(inner)
-        or is_text(inner)
-    )
+    tests = (_is_number, types.is_boolean, types.is_temporal, is_text)
+    known = any(is_one(inner) for is_one in tests)
     if types.is_null(inner):
-        return Unusable(name, "holds no value at all", "drop")
+        return Unusable(name, "holds no value at all")
     if types.is_struct(inner) and any(types.is_binary(part.type) for part in inner):
         what = "holds files as bytes: pictures are packed from a folder, by stoker pack images"
-        return Unusable(name, what, "drop")
+        return Unusable(name, what)
     if not known or types.is_interval(inner):
         what = f"holds {inner}, which is no number, text, date or boolean"
         if types.is_nested(inner) and hasattr(inner, "value_type"):
             what += "; in Python, stoker.pack_from(pyarrow.parquet.read_table(FILE).to_pylist(), OUT) takes lists"
-        return Unusable(name, what, "drop")
+        return Unusable(name, what)
     return None
 
 
 def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
     with suppress(pa.ArrowInvalid):  # the usual case: plain numbers all through
         if pc.any(pc.is_finite(column.cast(pa.float64()))).as_py():
-            return _number_column(name, column, decimal, False)
+            return _number_column(name, column, decimal)
     filled = trimmed(column).drop_null()
     if not len(filled):
-        return Unusable(name, "holds no value in the rows that were looked at", "drop")
+        return Unusable(name, "holds no value in the rows that were looked at")
     try:
         filled.cast(pa.float64())
-        return _number_column(name, column, decimal, False)
+        return _number_column(name, column, decimal)
     except pa.ArrowInvalid:
         counted = filled.value_counts()
     texts: list[str] = counted.field("values").to_pylist()
-    counts = counted.field("counts").to_numpy(zero_copy_only=False)
+    counts = as_numpy(counted.field("counts"))
     total = len(filled)
     numeric = np.array([parse_number(text, decimal) is not None for text in texts])
     num_numbers = int(counts[numeric].sum())
-    if num_numbers >= _NUMBER_SHARE * total:
-        return _number_column(name, column, decimal, False)
-    repeats = 2 * len(texts) <= total
-    if 2 * num_numbers > total and len(texts) <= ONE_HOT_VALUES and not repeats:
-        # Few rows, and a word among the numbers.
-        return _number_column(name, column, decimal, False)
-    if num_numbers and len(texts) > ONE_HOT_VALUES:
-        words = [text for text, is_number in zip(texts, numeric, strict=True) if not is_number]
-        if 2 * num_numbers > total:
-            shown = f"{words[0][:_SHOWN_TEXT]!r} in {total - num_numbers:,} of {total:,} rows"
-            return Unusable(name, f"holds numbers, and texts such as {shown}", "drop")
+    # Mostly numbers; or few rows, and a word among the numbers.
+    is_short = len(texts) <= ONE_HOT_VALUES and 2 * len(texts) > total
+    if num_numbers >= _NUMBER_SHARE * total or (2 * num_numbers > total and is_short):
+        return _number_column(name, column, decimal)
+    if 2 * num_numbers > total and len(texts) > ONE_HOT_VALUES:
+        word = texts[int(np.argmin(numeric))][:_SHOWN_TEXT]
+        shown = f"{word!r} in {total - num_numbers:,} of {total:,} rows"
+        return Unusable(name, f"holds numbers, and texts such as {shown}")
     lowered = {text.lower() for text in texts}
     if any(lowered <= set(words) for words in _WORDS):
         return Column(name, "bool")
-    dated = sum(_is_date(text) for text in texts[:200])
-    if 2 * dated > len(texts[:200]):
+    told = [text for text in texts[:200] if not text.isdecimal()]
+    matches = filter(None, map(match_time, _with_days(pa.array(told, pa.string())).to_pylist()))
+    if 2 * sum("epoch" not in match.re.groupindex for match in matches) > len(texts[:200]):
         return _date_column(name, column, "date")
     return judge_texts(name, len(texts), total, texts[0])
 
@@ -271,7 +264,6 @@ def judge_texts(name: str, num_values: int, num_rows: int, example: str) -> Colu
     return Unusable(
         name,
         f"holds text that is different in {num_values:,} of {num_rows:,} rows, such as {shown}",
-        "drop",
     )
 
 
@@ -280,31 +272,23 @@ def _with_days(texts: Any) -> Any:
     return pc.replace_substring_regex(texts, _YEAR_MONTH, r"\1-01")
 
 
-def _is_date(text: str) -> bool:
-    match = match_time(f"{text}-01" if re.fullmatch(_YEAR_MONTH, text) else text)
-    return match is not None and "epoch" not in match.re.groupindex and not text.isdecimal()
-
-
-def _number_column(name: str, column: Any, decimal: str, is_wide: bool) -> Column | Unusable:
+def _number_column(
+    name: str, column: Any, decimal: str, is_wide: bool = False
+) -> Column | Unusable:
     values, bad = numbers(column, name, decimal)
     too_long = len(bad) if pa.types.is_integer(column.type) else 0
     if is_text(column.type):
-        too_long = (
-            pc.sum(pc.match_substring_regex(trimmed(column), "^[+-]?[0-9]{16,}$")).as_py() or 0
-        )
-    values = values[np.isfinite(values)]
+        is_long = pc.match_substring_regex(trimmed(column), "^[+-]?[0-9]{16,}$")
+        too_long = pc.sum(is_long).as_py() or 0
     if 2 * too_long > len(column):
-        return Unusable(
-            name, "holds whole numbers above 2**53, which no float holds exactly", "drop"
-        )
+        return Unusable(name, "holds whole numbers above 2**53, which no float holds exactly")
     return Column(name, "number", is_wide=is_wide or needs_float64(values))
 
 
 def needs_float64(values: Array) -> bool:
     """Tell whether float32 would lose values: whole numbers that it does not have, or many that become one.
 
-    Args:
-        values: Finite. Those from 2**53 on are left to the quality gate: float64 does not count them either.
+    Values that are not finite, or from 2**53 on, are left to the quality gate: float64 does not count those either.
     """
     values = values[np.abs(values) < 1 << 53]
     if not len(values):
@@ -328,7 +312,7 @@ def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
         texts = _with_days(trimmed(column).drop_null()).to_pylist()
         matches = [match for match in map(match_time, texts) if match is not None]
         if not matches:
-            return Unusable(name, f"was said to hold dates, but holds {texts[:1]}", "drop")
+            return Unusable(name, f"was said to hold dates, but holds {texts[:1]}")
         made = replace(made, is_aware=2 * sum(map(has_offset, matches)) > len(matches))
         slashed = [match for match in matches if is_slashed(match)]
         if slashed:
@@ -360,25 +344,20 @@ def numbers(
     nothing = np.zeros(0, np.int64)
     if is_text(kind):
         if decimal == ".":
-            with suppress(
-                pa.ArrowInvalid
-            ):  # the usual case, a tenth of the time: plain numbers all through
-                return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False)), nothing
+            # The usual case, a tenth of the time: plain numbers all through.
+            with suppress(pa.ArrowInvalid):
+                return as_numpy(column.cast(pa.float64())), nothing
         column = trimmed(column)
     try:
-        if pa.types.is_boolean(kind):
-            column = column.cast(pa.uint8())
-        elif pa.types.is_temporal(kind):
-            whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32()).cast(
-                pa.float64()
-            )
+        if pa.types.is_temporal(kind):
+            whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
             unit = _UNITS[kind.unit] if hasattr(kind, "unit") else DAY_NS
-            return np.asarray(whole.to_numpy(zero_copy_only=False)) * (unit / SECOND_NS), nothing
+            return as_numpy(whole.cast(pa.float64())) * (unit / SECOND_NS), nothing
         cells = column
         if is_text(kind) and decimal == ",":
             # A point may group digits: such cells are read one by one.
             cells = pc.replace_substring(pc.replace_substring(column, ".", "x"), ",", ".")
-        return np.asarray(cells.cast(pa.float64()).to_numpy(zero_copy_only=False)), nothing
+        return as_numpy(cells.cast(pa.float64())), nothing
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return _numbers_one_by_one(column, name, decimal, faults)
 
@@ -431,10 +410,10 @@ def times(column: Any, made: Column) -> tuple[Array, Array]:
     column = plain(column)
     kind = column.type
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        known = column.is_valid().to_numpy(zero_copy_only=False)
+        known = as_numpy(column.is_valid())
         # By way of whole numbers: Python's datetime has no nanoseconds.
         whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
-        counts = pc.fill_null(whole, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        counts = as_numpy(pc.fill_null(whole, 0)).astype(np.int64)
         unit = {pa.date32(): DAY_NS, pa.date64(): _UNITS["ms"]}.get(kind) or _UNITS[kind.unit]
         fits = np.abs(counts) <= np.iinfo(np.int64).max // unit
         ns = np.where(fits, counts, 0) * unit
@@ -459,7 +438,10 @@ def encode(
     elif made.kind == "bool":
         values = _booleans(column, made.name, faults)[:, None]
     elif made.kind in ("one-hot", "codes"):
-        values, unseen = _encode_texts(column, made)
+        found, is_other = places_in(as_text(column, made.words), made.values)
+        is_one = found[:, None] == np.arange(len(made.values))
+        values = is_one.astype(np.float64) if made.kind == "one-hot" else (found + 1.0)[:, None]
+        unseen = np.flatnonzero(is_other)
     else:
         values = _encode_times(column, made, faults)
     if made.has_flag:
@@ -472,29 +454,29 @@ def encode(
 def _booleans(column: Any, name: str, faults: MutableMapping[int, Fault]) -> Array:
     column = plain(column)
     if not is_text(column.type):
-        return np.asarray(column.cast(pa.float64()).to_numpy(zero_copy_only=False))
+        return as_numpy(column.cast(pa.float64()))
     texts = pc.utf8_lower(trimmed(column))
     words = {
         word: number for pairs in (*_WORDS, {"1": 1, "0": 0}) for word, number in pairs.items()
     }
-    places = pc.index_in(texts, value_set=pa.array(list(words)))
-    found = pc.fill_null(places, -1).to_numpy(zero_copy_only=False)
-    values = np.where(found >= 0, np.array([*words.values(), np.nan], np.float64)[found], np.nan)
-    known = texts.is_valid().to_numpy(zero_copy_only=False)
-    for row in np.flatnonzero(known & (found < 0)).tolist():
-        faults.setdefault(row, Fault.of(name, texts[row], "not true or false"))
-    return values
+    found, is_other = places_in(texts, list(words))
+    _refuse(is_other, name, texts, "not true or false", faults)
+    return np.array([*words.values(), np.nan], np.float64)[found]  # the last one for -1
 
 
-def _encode_texts(column: Any, made: Column) -> tuple[Array, Array]:
-    texts = as_text(column, made.words)
-    places = pc.fill_null(pc.index_in(texts, value_set=pa.array(made.values, pa.string())), -1)
-    found = places.to_numpy(zero_copy_only=False)
-    known = texts.is_valid().to_numpy(zero_copy_only=False)
-    unseen = np.flatnonzero(known & (found < 0))
-    if made.kind == "codes":
-        return (found + 1.0)[:, None], unseen
-    return (found[:, None] == np.arange(len(made.values))).astype(np.float64), unseen
+def places_in(texts: Any, values: Sequence[str]) -> tuple[Array, Array]:
+    """Return the place of each text among `values`, -1 where it is none of them; and which texts are another one."""
+    places = pc.fill_null(pc.index_in(texts, value_set=pa.array(values, pa.string())), -1)
+    found: Array = as_numpy(places).astype(np.int64)
+    return found, as_numpy(texts.is_valid()) & (found < 0)
+
+
+def _refuse(
+    rows: Array, name: str, cells: Any, why: str, faults: MutableMapping[int, Fault]
+) -> None:
+    """Put rows into `faults` that have no other reason yet."""
+    for row in np.flatnonzero(rows).tolist():
+        faults.setdefault(row, Fault.of(name, cells[row], why))
 
 
 def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:
@@ -502,19 +484,16 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
     column = plain(column)
     # Other types by way of Arrow, not of Python, whose years end with 9999.
     texts = trimmed(column if is_text(column.type) else column.cast(pa.string()))
-    known = texts.is_valid().to_numpy(zero_copy_only=False)
+    known = as_numpy(texts.is_valid())
     _refuse_other_order(texts, made, (ns, good), faults)
     for row in np.flatnonzero(known & ~good).tolist():
         cell = texts[row].as_py()
         is_far = re.match(r"[0-9]{4,}-", cell) and not FIRST_YEAR <= int(cell[:4]) <= LAST_YEAR
         far = f"no date between {FIRST_YEAR} and {LAST_YEAR}"
-        faults.setdefault(
-            row, Fault.of(made.name, cell, far if is_far else "not a date as in the other rows")
-        )
-    parts: list[Array]
-    if made.kind == "seconds":
-        parts = [ns / SECOND_NS]
-    else:
+        why = far if is_far else "not a date as in the other rows"
+        faults.setdefault(row, Fault.of(made.name, cell, why))
+    parts: list[Array] = [ns / SECOND_NS]
+    if made.kind != "seconds":
         days = ns // DAY_NS
         months = days.astype("M8[D]").astype("M8[M]").astype(np.int64)
         parts = [days, months % 12 + 1, (days + 3) % 7]
@@ -546,8 +525,7 @@ def _refuse_other_order(
         faults.setdefault(row, Fault.of(made.name, texts[row], why))
     if strange.sum() > (good & ~other_good).sum():
         why = f"{expected}-first or {found}-first, as other rows are; expected: {expected}-first, or 2020-12-31"
-        for row in np.flatnonzero(good & other_good & (ns != other_ns)).tolist():
-            faults.setdefault(row, Fault.of(made.name, texts[row], why))
+        _refuse(good & other_good & (ns != other_ns), made.name, texts, why, faults)
 
 
 def parse_dtypes(texts: Sequence[str]) -> dict[str, str]:

@@ -15,10 +15,10 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 from stoker.display import command, nearest, quoted
 from stoker.errors import InputError, SourceError
@@ -184,16 +184,20 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     start = next(i for i, (_, cells) in enumerate(rows) if len(cells) == width)
     first_line, first = rows[start]
     body = [cells for _, cells in rows[start + 1 :] if len(cells) == width]
-    before, is_short = rows[start - 1][1] if start else [], False
-    if len(before) == width - 1 and width > 2 and asked.header is not False and _names_only(before):
-        # R and pandas leave the name of the first column, the row's own name, out.
+    before = rows[start - 1][1] if start else []
+    given = [cell.strip() for cell in before]
+    is_named = all(given) and len({*given}) == len(given) and not any(map(_is_number, given))
+    # R and pandas leave the name of the first column, the row's own name, out.
+    is_short = is_named and len(before) == width - 1 > 1 and asked.header is not False
+    if is_short:
         first_line, first, body = rows[start - 1][0], ["", *before], [first, *body]
         asked = replace(asked, header=True)
-        is_short = True
     # A quoted cell may span lines: a row ends at its line number, and begins after the row before.
     preamble = first_line - 1 - sum(cell.count("\n") for cell in first)
     decimal = asked.decimal or _find_decimal([first, *body], sep)
-    has_header = _find_header(first, body, decimal, path, asked.header)
+    has_header = asked.header
+    if has_header is None:
+        has_header = _find_header(first, body, decimal, path)
     names = (
         tuple(re.sub(r"\s*\n\s*", " ", cell.strip()) for cell in first)
         if has_header
@@ -220,11 +224,9 @@ def _unknown_encoding(head: bytes, path: Path, is_whole: bool) -> SourceError:
     """Return the error for text that is neither UTF-8 nor Western, with the encodings that could read it."""
     fitting = []
     for name in _ENCODINGS:
-        try:
+        with suppress(UnicodeError):
             codecs.getincrementaldecoder(name)().decode(head, final=is_whole)
-        except UnicodeError:
-            continue
-        fitting.append(name)
+            fitting.append(name)
     return SourceError(
         f"{path} is text in an encoding that its bytes do not tell: neither UTF-8 nor Western.",
         f"the encoding it was written in; of usual ones {', '.join(fitting)} can read it",
@@ -252,35 +254,23 @@ def _find_arff(lines: Sequence[str], path: Path) -> tuple[tuple[str, ...], int] 
             "cells in double quotes",
             f"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}",
         )
-    while start + 1 < len(stripped) and (
-        not stripped[start + 1] or stripped[start + 1].startswith("%")
-    ):
+    start += 1
+    while start < len(stripped) and (not stripped[start] or stripped[start].startswith("%")):
         start += 1
-    return names, start + 1
-
-
-def _names_only(cells: Sequence[str]) -> bool:
-    filled = [cell.strip() for cell in cells]
-    return all(filled) and len(set(filled)) == len(filled) and not any(map(_is_number, filled))
+    return names, start
 
 
 def _decode(head: bytes, path: Path, asked: str | None, is_whole: bool) -> tuple[str, str]:
-    found = asked
-    if found is None:
-        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            found = "utf-16"
-        elif b"\x00" in head:
-            raise SourceError(
-                f"{path} holds zero bytes: it is not text that can be read as a table.",
-                "CSV, Parquet or Feather",
-                command("file", path),
-            )
-        else:
-            found = "utf-8"
+    found = asked or ("utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8")
+    if asked is None and found == "utf-8" and b"\x00" in head:
+        raise SourceError(
+            f"{path} holds zero bytes: it is not text that can be read as a table.",
+            "CSV, Parquet or Feather",
+            command("file", path),
+        )
     try:
-        decoder = codecs.getincrementaldecoder(found)()
-        text = decoder.decode(head, final=is_whole)
-    except (UnicodeDecodeError, UnicodeError) as error:
+        text = codecs.getincrementaldecoder(found)().decode(head, final=is_whole)
+    except UnicodeError as error:
         if asked is not None:
             raise SourceError(
                 f"{path} is not {asked}: {error}.",
@@ -307,19 +297,12 @@ def _split(lines: Sequence[str], sep: str) -> Iterator[tuple[int, list[str]]]:
         numbered = ((number, squeeze(line)) for number, line in enumerate(lines, 1))
     else:
         reader = csv.reader(io.StringIO("".join(lines), newline=""), delimiter=sep)
-        numbered = ((reader.line_num, cells) for cells in _read_all(reader))
-    for seen, (number, cells) in enumerate(numbered):
-        if seen >= _HEAD_ROWS:
-            return
-        if cells and (len(cells) > 1 or cells[0].strip()):
-            yield number, cells
-
-
-def _read_all(reader: Any) -> Iterator[list[str]]:
-    try:
-        yield from reader
-    except csv.Error:  # a cell of more than 128 kB, in a file that is not meant to have such cells
-        return
+        numbered = ((reader.line_num, cells) for cells in reader)
+    # A cell of more than 128 kB ends it, in a file that is not meant to have such cells.
+    with suppress(csv.Error):
+        for number, cells in islice(numbered, _HEAD_ROWS):
+            if cells and (len(cells) > 1 or cells[0].strip()):
+                yield number, cells
 
 
 def _usual_width(rows: Sequence[Sequence[str]]) -> int:
@@ -395,38 +378,31 @@ _INFINITE = {
 
 
 def _find_header(
-    first: Sequence[str],
-    body: Sequence[Sequence[str]],
-    decimal: str,
-    path: Path,
-    asked: bool | None,
+    first: Sequence[str], body: Sequence[Sequence[str]], decimal: str, path: Path
 ) -> bool:
     """Tell whether the first row names the columns.
 
     Text above a column of numbers is a header; a number there is a row. Where only text columns can tell, a text
     that the column repeats is a row, and a table of nothing but text has a header.
     """
-    if asked is not None:
-        return asked
     cells = [cell.strip() for cell in first]
     for_header = for_row = 0
     is_numeric, repeats = [], False
     for place, cell in enumerate(cells):
-        column = [row[place].strip() for row in body]
-        filled = [text for text in column if text not in NULLS]
-        numeric = (
-            bool(filled)
-            and sum(parse_number(t, decimal) is not None for t in filled) > len(filled) / 2
-        )
+        filled = [text for row in body if (text := row[place].strip()) not in NULLS]
+        numeric = 2 * sum(parse_number(text, decimal) is not None for text in filled) > len(filled)
         is_numeric.append(numeric)
         if numeric and cell not in NULLS:
             is_row = parse_number(cell, decimal) is not None
             for_row, for_header = for_row + is_row, for_header + (not is_row)
-        elif not numeric and cell not in NULLS:
+        elif cell not in NULLS:
             repeats = repeats or cell in filled
     if for_header:
         return True
-    years = _counts_up([cell for cell, numeric in zip(cells, is_numeric, strict=True) if numeric])
+    # Years and running numbers in a header go up by one.
+    above = [cell for cell, numeric in zip(cells, is_numeric, strict=True) if numeric]
+    whole = [int(cell) for cell in above if cell.isdecimal() and len(cell) < 10]
+    years = len(whole) == len(above) > 2 and all(b - a == 1 for a, b in pairwise(whole))
     if for_row and not repeats and (years or not all(is_numeric)) and len(cells) > 1 and body:
         raise SourceError(
             f"{path}: the first line, {', '.join(cells)[:80]!r}, may be a header or a row.",
@@ -436,14 +412,6 @@ def _find_header(
     if not body:
         return not any(parse_number(cell, decimal) is not None for cell in cells)
     return not for_row and not repeats
-
-
-def _counts_up(cells: Sequence[str]) -> bool:
-    """Tell whether numbers go up by one, as years and running numbers in a header do."""
-    if len(cells) < 3 or not all(cell.isdecimal() and len(cell) < 10 for cell in cells):
-        return False
-    numbers = [int(cell) for cell in cells]
-    return all(b - a == 1 for a, b in pairwise(numbers))
 
 
 def header_advice(names: Sequence[str], wanted: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import glob
-import io
 import itertools
 import re
 import warnings
@@ -47,6 +46,7 @@ SUFFIXES = (
 )  # fmt: skip
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 _TABLE_FORMATS = "CSV or other text with separators, JSON lines, Parquet, or Feather"
+_CELL = re.compile(rb'"[^"]*"|\S+')  # of a line whose separator is a run of spaces
 _PARTITION = re.compile(r"([^=/]+)=([^/]*)")
 
 
@@ -55,13 +55,14 @@ class TableFile:
     """One file of a table."""
 
     path: Path  # as the user knows it
-    kind: str  # "text", "parquet", "arrow" or "json"
+    kind: str  # "text", "parquet", "arrow" or "json"; "frame" for a table in memory
     names: tuple[str, ...]  # column names as they are packed: without spaces around them
     layout: Layout | None = None  # of a text file; None for the others
     # columns that the names of folders give ("year=2020")
     partitions: Mapping[str, str] = field(default_factory=dict)
     num_rows: int | None = None  # where the file says it; None for text
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    table: Any = None  # of a frame
 
     @property
     def decimal(self) -> str:
@@ -134,25 +135,22 @@ def open_table(
     layout, num_rows = None, None
     types: Sequence[pa.DataType] = ()
     with readable(path):
-        if kind == "parquet":
-            with parquet.ParquetFile(path) as file:
-                raw, num_rows = list(file.schema_arrow.names), file.metadata.num_rows
-                types = file.schema_arrow.types
-        elif kind == "arrow":
-            table = read_arrow(path)
-            raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
-        else:
+        if kind in ("text", "json"):
             with _stream(path) as stream:
                 head, is_whole = _read_head(stream)
             found = text_kind(path, head) if asked.sep is None else None
-            if found is not None and found.what == JSON_LINES:
-                kind, table = "json", _read_lines(path)
-                raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
-            else:
-                layout = find_layout(head, path, asked, is_whole=is_whole)
-                raw = list(layout.names)
-    names = [name.strip() for name in raw]
-    names = [name or f"unnamed_{place}" for place, name in enumerate(names)]
+            kind = "json" if found is not None and found.what == JSON_LINES else "text"
+        if kind == "text":
+            layout = find_layout(head, path, asked, is_whole=is_whole)
+            raw: Sequence[str] = layout.names
+        elif kind == "parquet":
+            with parquet.ParquetFile(path) as file:
+                schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            raw, types = schema.names, schema.types
+        else:
+            table = read_arrow(path) if kind == "arrow" else _read_lines(path)
+            raw, num_rows, types = table.column_names, table.num_rows, table.schema.types
+    names = [name.strip() or f"unnamed_{place}" for place, name in enumerate(raw)]
     names += [name for name in partitions if name not in names]
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
@@ -190,17 +188,14 @@ def batches(
             options: Any = {"page_checksum_verification": True, "coerce_int96_timestamp_unit": "us"}
             with parquet.ParquetFile(file.path, **options) as opened:
                 raw = opened.schema_arrow.names
-                chosen = [
-                    place
-                    for place, name in enumerate(file.names[: len(raw)])
-                    if not wanted or name in wanted
-                ]
-                names = [file.names[place] for place in chosen] + list(file.names[len(raw) :])
+                pairs = zip(file.names, raw, strict=False)
+                chosen = {name: own for name, own in pairs if not wanted or name in wanted}
                 # A struct's parts have names of their own, so that a nested column is asked for by its top.
-                for batch in opened.iter_batches(columns=[raw[place] for place in chosen]):
-                    yield _renamed(batch, file, names)
-        elif file.kind in ("arrow", "json"):
-            table = read_arrow(file.path) if file.kind == "arrow" else _read_lines(file.path)
+                for batch in opened.iter_batches(columns=[*chosen.values()]):
+                    yield _renamed(batch, file, [*chosen, *file.names[len(raw) :]])
+        elif file.kind != "text":
+            read = read_arrow if file.kind == "arrow" else _read_lines
+            table = read(file.path) if file.table is None else file.table
             for batch in table.to_batches(max_chunksize=1 << 16):
                 yield _renamed(batch, file, file.names)
         else:
@@ -208,7 +203,7 @@ def batches(
             if file.layout.is_empty:
                 return
             with _stream(file.path) as opened, _sound_text(file):
-                source = opened if file.layout.sep != " " else pa.PythonFile(_Squeezed(opened), "r")
+                source = _squeezed(opened) if file.layout.sep == " " else opened
                 for batch in _open_csv(source, refused, file):
                     yield _renamed(batch, file, file.names)
 
@@ -246,8 +241,6 @@ def readable(path: Path) -> Iterator[None]:
     """Turn what Arrow says about a file into an error of ours that names it."""
     try:
         yield
-    except pa.ArrowInvalid as error:
-        raise _unreadable(path, error) from error
     except UnicodeError as error:
         raise SourceError(
             f"{path} is not in the encoding that was given or found: {error}.",
@@ -255,9 +248,9 @@ def readable(path: Path) -> Iterator[None]:
             "--encoding latin-1",
         ) from error
     except (pa.ArrowException, OSError, EOFError) as error:
-        if isinstance(error, SourceError):
-            raise
-        raise _unreadable(path, error) from error
+        raise SourceError(
+            f"{path} cannot be read as a table: {error}.", _TABLE_FORMATS, command("file", path)
+        ) from error
 
 
 @contextmanager
@@ -315,12 +308,6 @@ def find_fault(blocks: Iterable[bytes], is_utf8: bool, most_bytes: int) -> TextF
     return None
 
 
-def _unreadable(path: Path, error: BaseException) -> SourceError:
-    return SourceError(
-        f"{path} cannot be read as a table: {error}.", _TABLE_FORMATS, command("file", path)
-    )
-
-
 def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
     """Open a CSV stream: every column as text, and lines of the wrong length set aside."""
     layout = file.layout
@@ -339,8 +326,7 @@ def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
         refused.append(Refusal(str(file.path), row.number, given, kind=kind))
         return "skip"
 
-    names = list(layout.names)
-    keys = [str(place) for place in range(len(names))]
+    keys = [str(place) for place in range(len(layout.names))]
     return csv.open_csv(
         stream,
         read_options=csv.ReadOptions(
@@ -366,38 +352,23 @@ def _stream(path: Path) -> Any:
     return pa.input_stream(str(path), compression=compression_of(path))
 
 
-class _Squeezed(io.RawIOBase):
-    """A byte stream in which runs of spaces and tabs outside quotes are one tab, and lines end without any."""
+def _squeezed(stream: Any) -> Any:
+    """Return a stream in which runs of spaces and tabs outside quotes are one tab, and lines end without any.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream  # text whose bytes below 128 are ASCII
-        self._rest = b""
-        self._ready = b""
+    `stream` is of text whose bytes below 128 are ASCII.
+    """
+    rest = b""
 
-    def readable(self) -> bool:
-        """Whether it can be read: always."""
-        return True
+    def squeeze(block: Any) -> bytes:
+        nonlocal rest
+        data = rest + bytes(block)
+        cut = data.rfind(b"\n") + 1 if len(block) else len(data)  # after the end, an empty block
+        rest = data[cut:]
+        lines = data[:cut].splitlines()
+        rows = (_CELL.findall(line) if b'"' in line else line.split() for line in lines)
+        return b"".join(b"\t".join(cells) + b"\n" for cells in rows)
 
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with what is ready."""
-        while not self._ready:
-            block = self._stream.read(1 << 20)
-            data = self._rest + block
-            cut = len(data) if not block else data.rfind(b"\n") + 1
-            self._rest, data = data[cut:], data[:cut]
-            if not block and not data:
-                return 0
-            self._ready = b"".join(map(_squeeze_line, data.splitlines(keepends=True)))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-
-def _squeeze_line(line: bytes) -> bytes:
-    if b'"' not in line:
-        return b"\t".join(line.split()) + b"\n"
-    return b"\t".join(re.findall(rb'"[^"]*"|\S+', line)) + b"\n"
+    return pa.TransformInputStream(stream, squeeze)
 
 
 def shown_names(names: Sequence[str], most: int = 40) -> str:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,7 +33,6 @@ from stoker.sources.contract import (
     Part,
     PartContext,
     PartData,
-    PlainSource,
     Preparation,
     check_shares,
 )
@@ -44,10 +45,11 @@ from stoker.sources.tables.columns import (
     is_text,
     needs_float64,
     numbers,
+    places_in,
     plain,
     without_codes,
 )
-from stoker.sources.tables.layout import NULLS, TextOptions, parse_number
+from stoker.sources.tables.layout import NULLS, parse_number
 from stoker.sources.tables.reading import (
     TableFile,
     batches,
@@ -55,14 +57,14 @@ from stoker.sources.tables.reading import (
     open_table,
     shown_names,
 )
-from stoker.sources.tables.survey import Survey, Target, class_name
+from stoker.sources.tables.survey import Survey, TableOptions, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
 from stoker.units import format_count
 
+_PIECE = "table-{:05d}.arrow"
 _SPLITS = ("train", "val", "test")
 _EXPECTED = 5
 """Rows of a class that a split should have by its share, from which on none of them is no accident (1 in 150)."""
-_PART_ROWS = 200_000
 _PART_BYTES = 512 << 20
 """Of text: wide rows make a part shorter, so that it fits the memory and Arrow's 2 GiB of text in a column."""
 MISSING = ("stop", "flag", "drop", "keep")
@@ -70,7 +72,7 @@ MISSING = ("stop", "flag", "drop", "keep")
 
 
 @dataclass(frozen=True)
-class TableSource(PlainSource):
+class TableSource(TableOptions):
     """Rows of tables.
 
     Attributes:
@@ -86,18 +88,6 @@ class TableSource(PlainSource):
         words: By column, texts that are values there, though they usually stand for a missing one: `{"a": ["None"]}`.
         codes: By column, numbers that stand for a missing value: `{"a": [-999]}`; "" is every column.
     """
-
-    paths: tuple[Path | str, ...]
-    target: str | None = None
-    drop: tuple[str, ...] = ()
-    split: tuple[float, ...] = ()
-    part_rows: int = _PART_ROWS
-    keep: tuple[str, ...] = ()
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    missing: str = "stop"
-    text: TextOptions = field(default_factory=TextOptions)
-    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    codes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     kind: ClassVar[str] = "table"
     version: ClassVar[int] = 4
@@ -132,61 +122,38 @@ class TableSource(PlainSource):
             )
         paths, ignored = find_files(self.paths)
         files = [open_table(path, self.text, partitions) for path, partitions in paths]
-        survey = Survey(
-            files[0].names,
-            files[0].path,
-            self.target,
-            self.drop,
-            self.keep,
-            self.dtypes,
-            self.missing,
-            {name.strip(): tuple(words) for name, words in self.words.items()},
-            {name.strip(): tuple(codes) for name, codes in self.codes.items()},
-        )
-        wanted = [*survey.names, *([self.target] if self.target else [])]
-        _check_alike(files, wanted)
+        survey = Survey(self, files[0])
+        _check_alike(files, survey.wanted)
         survey.check_types(files[0])
-        pieces: list[_Piece] = []
+        pieces: list[tuple[TableFile, int, int]] = []  # a file, the first row in it, and how many
         refused = RefusalList()
         for file in files:
-            for table in self._parts_of(file, refused, wanted):
+            row = 0
+            for table in self._parts_of(file, refused, survey.wanted):
                 survey.look(table, file.decimal)
-                before = pieces[-1] if pieces else None
-                in_file = (
-                    before.row + before.count if before and before.path == str(file.path) else 0
-                )
-                first = before.first + before.count if before else 0
-                name = f"table-{len(pieces):05d}.arrow"
                 bounds.require_disk(scratch, table.nbytes, f"rows of {file.path}")
-                _write_piece(scratch / name, table)
-                pieces.append(
-                    _Piece(str(file.path), name, in_file, first, table.num_rows, file.decimal)
-                )
+                _write_piece(scratch, len(pieces), table)
+                pieces.append((file, row, table.num_rows))
+                row += table.num_rows
         if not pieces:
             raise SourceError(
                 f"{files[0].path} holds no rows.",
                 "a header and at least one row",
                 "name other files",
             )
-        total = sum(piece.count for piece in pieces)
+        *firsts, total = accumulate((count for _, _, count in pieces), initial=0)
         cuts = tuple(round(total * share) for share in np.cumsum(self.split))[:2]
         columns, target = survey.finish(
-            cuts[0] if cuts else None,
-            [piece.first for piece in pieces] + [total],
-            lambda number: _read_piece(scratch / pieces[number].file),
+            cuts[0] if cuts else None, [*firsts, total], partial(_read_piece, scratch)
         )
-        plan = _Plan(tuple(columns), target, cuts)
-        parts = [
-            Part(
-                number,
-                f"{piece.path} rows {piece.row}-{piece.row + piece.count}",
-                piece.count,
-                (piece, plan),
-                piece.path,
-                piece.row,
+        plan = RowPlan.of(columns, target)
+        parts = []
+        for number, (file, row, count) in enumerate(pieces):
+            label, payload = (
+                f"{file.path} rows {row}-{row + count}",
+                (plan, file.decimal, firsts[number], cuts),
             )
-            for number, piece in enumerate(pieces)
-        ]
+            parts.append(Part(number, label, count, payload, str(file.path), row))
         size = total * (len(plan.outputs) * plan.dtype.itemsize + 12) + (1 << 20)
         lines = sum(file.layout.preamble for file in files if file.layout)
         about = {"lines above the table": lines} if lines else {}
@@ -196,48 +163,44 @@ class TableSource(PlainSource):
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Turn one piece into numbers; rows with cells that cannot be read are refused."""
-        piece, plan = part.payload
-        table = _read_piece(context.scratch / piece.file)
+        plan, decimal, first, cuts = part.payload
+        table = _read_piece(context.scratch, part.index)
         faults: dict[int, Fault] = {}
-        features, unseen = make_features(
-            table, plan.columns, plan.dtype, piece.decimal, faults, piece.path
-        )
+        features, unseen = plan.features(table, decimal, faults, part.file)
         fields: dict[str, FieldData] = {"features": Dense(features, plan.outputs)}
         if plan.target is not None:
-            fields["targets"] = Dense(make_targets(table, plan.target, piece.decimal, faults))
-        if plan.cuts:
-            rows = np.arange(piece.first, piece.first + table.num_rows)
-            fields["split"] = Dense(np.searchsorted(plan.cuts, rows, side="right").astype(np.uint8))
-        _check_columns(faults, table, piece.path)
-        reasons = {row: Refusal(piece.path, piece.row + row, fault.reason, "row", kind=fault.kind)
-                   for row, fault in faults.items()}  # fmt: skip
+            fields["targets"] = Dense(plan.targets(table, decimal, faults))
+        if cuts:
+            rows = np.arange(first, first + table.num_rows)
+            fields["split"] = Dense(np.searchsorted(cuts, rows, side="right").astype(np.uint8))
+        _check_columns(faults, table, part.file)
+        asked = {}
         if self.missing == "drop":
             blank = np.isnan(features)
-            for row in np.flatnonzero(blank.any(axis=1)).tolist():
-                reason = f"no value in column {plan.outputs[int(blank[row].argmax())]!r}"
-                refusal = Refusal(
-                    piece.path, piece.row + row, reason, "row", kind=reason, is_asked=True
-                )
-                reasons.setdefault(row, refusal)
+            for row in set(np.flatnonzero(blank.any(axis=1)).tolist()) - {*faults}:
+                column = plan.outputs[int(blank[row].argmax())]
+                reason = f"no value in column {column!r}"
+                asked[row] = Fault(column, reason, reason)
+        refused = [
+            Refusal(
+                part.file, part.first_row + row, fault.reason, "row", 1, fault.kind, row in asked
+            )
+            for row, fault in sorted({**asked, **faults}.items())
+        ]
         keep = np.ones(table.num_rows, dtype=bool)
-        keep[list(reasons)] = False
+        keep[[*asked, *faults]] = False
         extra: dict[str, Json] = {"unseen": {name: len(rows) for name, rows in unseen.items()}}
         if part.index == 0:
             extra["table"] = {
-                "columns": [column.to_json() for column in plan.columns],
-                "dtype": plan.dtype.str,
-                "target": plan.target.name if plan.target else None,
-                "classes": list(plan.target.classes) if plan.target else [],
-                "target_words": list(plan.target.words) if plan.target else [],
+                **plan.to_json(),
                 "text": asdict(self.text),
                 "codes": {name: list(codes) for name, codes in self.codes.items()},
             }
         kept = {name: data.keep(keep) for name, data in fields.items()}
-        if plan.cuts and plan.target is not None and plan.target.classes:
-            extra["in_split"] = _count_classes(
-                kept["split"].values, kept["targets"].values, plan.target
-            )
-        return PartData(kept, [reasons[row] for row in sorted(reasons)], extra)
+        if cuts and plan.target is not None and plan.target.classes:
+            split, targets = kept["split"].values, kept["targets"].values
+            extra["in_split"] = _count_classes(split, targets, plan.target)
+        return PartData(kept, refused, extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
         """Record what the columns became, and the class names in the order of their numbers."""
@@ -298,66 +261,92 @@ def _tell_of_order(counts: Array, source: TableSource, classes: Sequence[str]) -
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows of one file, as they wait in the scratch folder.
-
-    `row` is its first row within the user's file, `first` within the whole table.
-    """
-
-    path: str
-    file: str
-    row: int
-    first: int
-    count: int
-    decimal: str
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What becomes of every row: columns, target, and the borders of the split."""
+class RowPlan:
+    """What becomes of every row of a table: the same for packing and for prediction."""
 
     columns: tuple[Column, ...]
     target: Target | None
-    cuts: tuple[int, ...]
+    dtype: np.dtype[Any]
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype("<f8" if any(column.is_wide for column in self.columns) else "<f4")
+    @classmethod
+    def of(cls, columns: Sequence[Column], target: Target | None) -> RowPlan:
+        """Return the plan with the type that holds all columns."""
+        dtype = np.dtype("<f8" if any(column.is_wide for column in columns) else "<f4")
+        return cls(tuple(columns), target, dtype)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> RowPlan:
+        """Return the plan that `to_json` wrote. The numbers of a target are float64."""
+        words = tuple(data.get("target_words", ()))
+        name = data.get("target")
+        target = Target(name, tuple(data["classes"]), True, words) if name else None
+        return cls(tuple(map(Column.from_json, data["columns"])), target, np.dtype(data["dtype"]))
+
+    def to_json(self) -> dict[str, Json]:
+        """Return plain values, for the manifest and for checkpoints."""
+        return {
+            "columns": [column.to_json() for column in self.columns],
+            "dtype": self.dtype.str,
+            "target": self.target.name if self.target else None,
+            "classes": list(self.target.classes) if self.target else [],
+            "target_words": list(self.target.words) if self.target else [],
+        }
 
     @property
     def outputs(self) -> tuple[str, ...]:
+        """Names of the columns of `features`."""
         return tuple(name for column in self.columns for name in column.outputs)
 
+    def features(
+        self, table: Any, decimal: str, faults: dict[int, Fault], path: str
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the numbers of a table's rows, `(rows, outputs)`.
 
-def make_features(
-    table: Any,
-    columns: Sequence[Column],
-    dtype: np.dtype[Any],
-    decimal: str,
-    faults: dict[int, Fault],
-    path: str,
-) -> tuple[Array, dict[str, Array]]:
-    """Return the numbers of a table's rows, `(rows, outputs)`; for packing and, the same way, for prediction.
+        `faults` gets the rows that cannot be read, with the reason.
 
-    `faults` gets the rows that cannot be read, with the reason.
+        Returns:
+            The numbers, and per column the rows with a text that the training rows did not have.
+        """
+        made = np.empty((table.num_rows, len(self.outputs)), self.dtype)
+        unseen: dict[str, Array] = {}
+        place = 0
+        for column in self.columns:
+            values, unknown = encode(table.column(column.name), column, decimal, faults)
+            if column.kind == "number" and not column.is_wide and self.dtype == np.float32:
+                _check_narrow(values[:, 0], column.name, path)
+            # A 1e300 becomes inf, which the gate names; a signalling NaN a quiet one.
+            with np.errstate(over="ignore", invalid="ignore"):
+                made[:, place : place + values.shape[1]] = values
+            place += values.shape[1]
+            if len(unknown):
+                unseen[column.name] = unknown
+        return made, unseen
 
-    Returns:
-        The numbers, and per column the rows with a text that the training rows did not have.
-    """
-    made = np.empty((table.num_rows, sum(len(column.outputs) for column in columns)), dtype)
-    unseen: dict[str, Array] = {}
-    place = 0
-    for column in columns:
-        values, unknown = encode(table.column(column.name), column, decimal, faults)
-        if column.kind == "number" and not column.is_wide and dtype == np.float32:
-            _check_narrow(values[:, 0], column.name, path)
-        # A 1e300 becomes inf, which the gate names; a signalling NaN a quiet one.
-        with np.errstate(over="ignore", invalid="ignore"):
-            made[:, place : place + values.shape[1]] = values
-        place += values.shape[1]
-        if len(unknown):
-            unseen[column.name] = unknown
-    return made, unseen
+    def targets(self, table: Any, decimal: str, faults: dict[int, Fault]) -> Array:
+        """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers."""
+        assert self.target is not None
+        name, classes = self.target.name, self.target.classes
+        column = table.column(name)
+        missing = Fault(name, f"no value in the target column {name!r}", "no value in the target")
+        if not classes:
+            values, _ = numbers(column, name, decimal, faults)
+            for row in np.flatnonzero(np.isnan(values)).tolist():
+                faults.setdefault(row, missing)
+            return values.astype(np.float64 if self.target.is_wide else np.float32)
+        texts = as_text(column, self.target.words)
+        if all(parse_number(each, ".") is not None for each in classes):
+            encoded = texts.dictionary_encode()
+            known = {text: parse_number(text, decimal) for text in encoded.dictionary.to_pylist()}
+            names = [None if value is None else class_name(value) for value in known.values()]
+            texts = pa.array(names, pa.string()).take(encoded.indices)
+        found, _ = places_in(texts, classes)
+        words = _missing_words(column)
+        for row in np.flatnonzero(found < 0).tolist():
+            word = words[row] if words is not None else None
+            option = f"--value {quoted(f'{name}={word}')}"
+            told = f"{missing.reason}: {word!r} is read as missing ({option} makes it a class)"
+            faults.setdefault(row, missing._replace(reason=told) if word else missing)
+        return found
 
 
 def _check_narrow(values: Array, name: str, path: str) -> None:
@@ -370,35 +359,6 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
             "float64 for such a column",
             f"--dtype {quoted(name + '=float64')}",
         )
-
-
-def make_targets(table: Any, target: Target, decimal: str, faults: dict[int, Fault]) -> Array:
-    """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers."""
-    column = table.column(target.name)
-    missing = Fault(
-        target.name, f"no value in the target column {target.name!r}", "no value in the target"
-    )
-    if not target.classes:
-        values, _ = numbers(column, target.name, decimal, faults)
-        for row in np.flatnonzero(np.isnan(values)).tolist():
-            faults.setdefault(row, missing)
-        return values.astype(np.float64 if target.is_wide else np.float32)
-    texts = as_text(column, target.words)
-    texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
-    if all(parse_number(name, ".") is not None for name in target.classes):
-        encoded = texts.dictionary_encode()
-        known = {text: parse_number(text, decimal) for text in encoded.dictionary.to_pylist()}
-        names = [None if value is None else class_name(value) for value in known.values()]
-        texts = pa.array(names, pa.string()).take(encoded.indices)
-    places = pc.fill_null(pc.index_in(texts, value_set=pa.array(target.classes, pa.string())), -1)
-    found: Array = places.to_numpy(zero_copy_only=False).astype(np.int64)
-    words = _missing_words(column)
-    for row in np.flatnonzero(found < 0).tolist():
-        word = words[row] if words is not None else None
-        option = f"--value {quoted(f'{target.name}={word}')}"
-        told = f"{missing.reason}: {word!r} is read as missing ({option} makes it a class)"
-        faults.setdefault(row, missing._replace(reason=told) if word else missing)
-    return found
 
 
 def _missing_words(column: Any) -> list[str | None] | None:
@@ -437,12 +397,9 @@ def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
     """Return how the files were read, once for those that are alike, and what was passed over."""
     said: dict[str, list[Path]] = {}
     for file in files:
-        if file.layout is not None:
+        if file.layout is not None and file.layout.said != "separator comma":
             said.setdefault(file.layout.said, []).append(file.path)
-    lines = []
-    for words, paths in said.items():
-        if words != "separator comma":
-            lines.append(f"{first_names(paths, 1)}: {words}")
+    lines = [f"{first_names(paths, 1)}: {words}" for words, paths in said.items()]
     return [*lines, *(f"ignored {count:,}: {reason}" for reason, count in ignored.items())]
 
 
@@ -453,29 +410,30 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
     for name in table.column_names:
         about = [fault for fault in faults.values() if fault.column == name]
         if 2 * len(about) >= table.num_rows:
-            words = Counter(filter(None, _missing_words(table.column(name)) or ()))
+            words = set(filter(None, _missing_words(table.column(name)) or ()))
+            given = f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows."
             if words:  # a class may be called so: "None" is also the damage of most collisions
                 raise SourceError(
-                    f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
+                    given,
                     f"values that are not read as missing, as {', '.join(NULLS[1:])} are",
                     " ".join(f"--value {quoted(f'{name}={word}')}" for word in sorted(words)),
                 )
             raise SourceError(
-                f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows.",
+                given,
                 "a column of one kind",
                 f"--drop {quoted(name)}, or --dtype {quoted(name + '=category')}",
             )
 
 
-def _write_piece(path: Path, table: Any) -> None:
+def _write_piece(scratch: Path, number: int, table: Any) -> None:
     with (
-        writing(path, always) as temporary,
+        writing(scratch / _PIECE.format(number), always) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, table.schema) as writer,
     ):
         writer.write_table(table)
 
 
-def _read_piece(path: Path) -> Any:
-    with pa.memory_map(str(path)) as mapped:
+def _read_piece(scratch: Path, number: int) -> Any:
+    with pa.memory_map(str(scratch / _PIECE.format(number))) as mapped:
         return pa.ipc.open_file(mapped).read_all()

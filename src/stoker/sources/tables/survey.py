@@ -1,4 +1,4 @@
-"""One look at all rows of a table: what its columns become, and what is wrong with them, in one message.
+"""What is asked of a table, and one look at all its rows: what columns become, and all that is wrong, in one message.
 
 Enters: the pieces of a table as they are read. Leaves: the `Column`s with the texts of the training rows, the classes
 of the target, notes for the user; or one error that names every column that cannot be packed. Costs: a sample of 8,192
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 
 from stoker.display import quoted
 from stoker.errors import RefusalList, SourceError
+from stoker.sources.contract import PlainSource
 from stoker.sources.tables.columns import (
     CODE_VALUES,
     FEW_CLASSES,
@@ -26,6 +28,7 @@ from stoker.sources.tables.columns import (
     Column,
     Unusable,
     are_signed_numbers,
+    as_numpy,
     as_text,
     find_kind,
     is_text,
@@ -36,7 +39,7 @@ from stoker.sources.tables.columns import (
     refuse_type,
     trimmed,
 )
-from stoker.sources.tables.layout import SEPARATORS, header_advice, parse_number
+from stoker.sources.tables.layout import SEPARATORS, TextOptions, header_advice, parse_number
 from stoker.sources.tables.reading import TableFile, batches, shown_names
 from stoker.units import format_count
 
@@ -44,8 +47,7 @@ _SAMPLE_ROWS = 8192
 _LONG_DIGITS = 8  # of 2**24, the first whole number that float32 cannot tell from its neighbour
 _LISTED = 6
 _TEXT_KINDS = ("category", "one-hot", "codes")
-_WITH_MISSING = ("number", "bool", "date", "seconds")
-"""Kinds in which a missing value is no number; texts have a code for it."""
+"""Kinds that have a code for a missing value; in the others it is no number."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,21 @@ class Target:
     words: tuple[str, ...] = ()  # texts that are classes here, though `NULLS` has them
 
 
-def is_part(name: str, names: Sequence[str]) -> bool:
-    """Tell whether a name may be a column that another one becomes: "Sex=male", "When_month"."""
-    before = (name.partition("=")[0], name.rpartition("_")[0])
-    return any(text in names for text in before if text != name)
+@dataclass(frozen=True)
+class TableOptions(PlainSource):
+    """What is asked of the rows of tables: the fields of `TableSource`, which says what each of them means."""
+
+    paths: tuple[Path | str, ...]
+    target: str | None = None
+    drop: tuple[str, ...] = ()
+    split: tuple[float, ...] = ()
+    part_rows: int = 200_000
+    keep: tuple[str, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    missing: str = "stop"
+    text: TextOptions = field(default_factory=TextOptions)
+    words: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    codes: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Survey:
@@ -74,78 +87,39 @@ class Survey:
         SourceError: A name is not there, with the closest one that is; or nothing is left.
     """
 
-    def __init__(
-        self,
-        all_names: Sequence[str],  # the columns of the files
-        path: Any,  # of the first file, for messages
-        target: str | None,  # name of the column to predict; None for none
-        # what the user dropped: columns of the files, or columns of `features` that they become
-        drop: Sequence[str],
-        # only these columns; empty for all. They are not left out on suspicion.
-        keep: Sequence[str],
-        dtypes: Mapping[str, str],  # the user's word on kinds
-        missing: str,  # what happens to missing numbers: "stop", "flag", "drop" or "keep"
-        # by column, texts that are values there, though they usually stand for a missing one
-        words: Mapping[str, tuple[str, ...]],
-        # by column, numbers that stand for a missing value; "" is every column
-        codes: Mapping[str, tuple[float, ...]],
-    ) -> None:
-        given = [("--target", target)] if target else []
-        given += [("--drop", name) for name in drop] + [("--keep", name) for name in keep]
-        given += [("--dtype", name) for name in dtypes] + [("--value", name) for name in words]
-        given += [("--missing-code", name) for name in codes if name]
-        unknown = [
-            (option, name)
-            for option, name in given
-            if name.strip() not in all_names
-            and not (option == "--drop" and is_part(name.strip(), all_names))
-        ]
-        if unknown:
-            close = [(option, header_advice(all_names, name), name) for option, name in unknown]
-            ends = {
-                "--dtype": {name: f"={kind}" for name, kind in dtypes.items()},
-                "--value": {name: f"={each[0]}" for name, each in words.items()},
-                "--missing-code": {name: f"={each[0]:g}" for name, each in codes.items()},
-            }
-            typed = [
-                f"{option} {known}{ends.get(option, {}).get(name, '')}"
-                for option, known, name in close
-                if known
-            ]
-            # One column whose name holds the wanted one: the lines were split by another sign than theirs.
-            only, wanted = all_names[0] if len(all_names) == 1 else "", unknown[0][1].strip()
-            signs = SEPARATORS.items()
-            sep = next((word for word, sign in signs if wanted in only.split(sign)), None)
+    def __init__(self, asked: TableOptions, first: TableFile) -> None:
+        self._path, self._target = first.path, asked.target
+        self._missing, self._dtypes = asked.missing, dict(asked.dtypes)
+        self._words = {name.strip(): tuple(words) for name, words in asked.words.items()}
+        dropped, self._keep = (
+            {name.strip() for name in names} for names in (asked.drop, asked.keep)
+        )
+        self._check_names(asked, first.names)
+        if self._target in dropped:
             raise SourceError(
-                f"{path} has no column {', '.join(repr(name) for _, name in unknown)}.",
-                shown_names(all_names),
-                f"--sep {quoted(sep)}" if sep else " ".join(typed) or f"leave {unknown[0][0]} out",
-            )
-        dropped, self._keep = {name.strip() for name in drop}, {name.strip() for name in keep}
-        if target and target in dropped:
-            raise SourceError(
-                f"{path}: column {target!r} is the target, and is to be dropped.",
+                f"{self._path}: column {self._target!r} is the target, and is to be dropped.",
                 "a target that is kept, which is no feature anyway; or a table without one",
                 "leave --drop out",
             )
-        other = {name: dtypes.get(name, "category") for name in words}
-        wrong = [name for name, kind in other.items() if kind not in _TEXT_KINDS]
-        if wrong:
-            raise SourceError(
-                f"{wrong[0]!r} is to keep the text {words[wrong[0]][0]!r}, and to be of the type {other[wrong[0]]}.",
-                "a text as a value only in a column of texts",
-                f"--dtype {quoted(wrong[0] + '=category')}",
-            )
-        self._path, self._target, self._words = path, target, words
-        self._dtypes, self._missing = {**dtypes, **other}, missing
-        # the columns that features are made of
+        for name, words in self._words.items():
+            kind = self._dtypes.setdefault(name, "category")
+            if kind not in _TEXT_KINDS:
+                raise SourceError(
+                    f"{name!r} is to keep the text {words[0]!r}, and to be of the type {kind}.",
+                    "a text as a value only in a column of texts",
+                    f"--dtype {quoted(name + '=category')}",
+                )
+        # the columns that features are made of; those that the user keeps are not left out on suspicion
         self.names = [
             name
-            for name in all_names
-            if name != target and name not in dropped and (not keep or name in self._keep)
+            for name in first.names
+            if name != self._target
+            and name not in dropped
+            and (not asked.keep or name in self._keep)
         ]
+        self.wanted = [*self.names, *([self._target] if self._target else [])]
         # Of what was dropped, the columns of `features` that a column of the files becomes.
-        self._parts = [name.strip() for name in drop if name.strip() not in all_names]
+        self._parts = [name.strip() for name in asked.drop if name.strip() not in first.names]
         self._columns: dict[str, Column] = {}
         self._whole: set[str] = set()
         self._gaps: set[str] = set()
@@ -156,19 +130,54 @@ class Survey:
         if not self.names:
             raise self._nothing_left()
 
+    def _check_names(self, asked: TableOptions, all_names: Sequence[str]) -> None:
+        """Raise where a name that was typed is none of the file's, with the closest ones that are."""
+        ends = {
+            "--target": dict.fromkeys([asked.target] if asked.target else [], ""),
+            "--drop": dict.fromkeys(asked.drop, ""),
+            "--keep": dict.fromkeys(asked.keep, ""),
+            "--dtype": {name: f"={kind}" for name, kind in asked.dtypes.items()},
+            "--value": {name: f"={words[0]}" for name, words in self._words.items()},
+            "--missing-code": {
+                n.strip(): f"={each[0]:g}" for n, each in asked.codes.items() if n.strip()
+            },
+        }
+        unknown = []
+        for option, names in ends.items():
+            for name in names:
+                # A column that another one becomes may be dropped: "Sex=male", "When_month".
+                wholes = (name.partition("=")[0].strip(), name.rpartition("_")[0].strip())
+                is_part = option == "--drop" and any(each in all_names for each in wholes)
+                if name.strip() not in all_names and not is_part:
+                    unknown.append((option, name))
+        if unknown:
+            typed = [
+                f"{option} {near}{ends[option][name]}"
+                for option, name in unknown
+                if (near := header_advice(all_names, name))
+            ]
+            # One column whose name holds the wanted one: the lines were split by another sign than theirs.
+            only, wanted = all_names[0] if len(all_names) == 1 else "", unknown[0][1].strip()
+            signs = SEPARATORS.items()
+            sep = next((word for word, sign in signs if wanted in only.split(sign)), None)
+            raise SourceError(
+                f"{self._path} has no column {', '.join(repr(name) for _, name in unknown)}.",
+                shown_names(all_names),
+                f"--sep {quoted(sep)}" if sep else " ".join(typed) or f"leave {unknown[0][0]} out",
+            )
+
     def _nothing_left(self) -> SourceError:
         given = f"{self._path} has no feature columns left."
         return SourceError(given, "at least one", "drop fewer columns")
 
     def check_types(self, file: TableFile) -> None:
         """Raise where a column is of a type that cannot be packed: by the schema, before the file is decoded."""
-        wanted = [*self.names, *([self._target] if self._target else [])]
-        types = {name: file.types[name] for name in wanted if name in file.types}
+        types = {name: file.types[name] for name in self.wanted if name in file.types}
         found = [refuse_type(name, kind) for name, kind in types.items()]
         nested = [each for each in found if each is not None]
         if nested:
             # A look at some rows of the others, so that all are told at once.
-            others = [name for name in wanted if name not in {each.name for each in nested}]
+            others = [name for name in self.wanted if name not in {each.name for each in nested}]
             rows = next(batches(file, RefusalList(), others), None) if others else None
             table = pa.table({}) if rows is None else pa.Table.from_batches([rows]).select(others)
             self._decide(table, file.decimal, nested)
@@ -178,25 +187,25 @@ class Survey:
         if not self._columns:
             self._decide(table, decimal)
         for name, column in self._columns.items():
+            cells = table.column(name)
             if column.kind in _TEXT_KINDS:
                 words = self._words.get(name, ())
-                if _num_known(table.column(name), words) < table.num_rows:
+                if _num_known(cells, words) < len(cells):
                     self._gaps.add(name)
-                self._texts.setdefault(name, []).append(
-                    _different(table.column(name), CODE_VALUES + 1, words)
-                )
-            elif name in self._whole and not column.is_wide and _is_long(table.column(name)):
-                values, _ = numbers(table.column(name), name, decimal)
-                if needs_float64(values[np.isfinite(values)]):
-                    self._columns[name] = replace(column, is_wide=True)
-            may_flag = self._missing == "flag" and column.kind in _WITH_MISSING
-            if may_flag and not column.has_flag:
-                values = table.column(name)
-                has_flag = _num_known(values) < len(values)
-                self._columns[name] = replace(self._columns[name], has_flag=has_flag)
+                seen = _different(cells, CODE_VALUES + 1, words)
+                self._texts.setdefault(name, []).append(seen)
+                continue
+            is_wide, has_flag = column.is_wide, column.has_flag
+            if name in self._whole and not is_wide and _is_long(cells):
+                values, _ = numbers(cells, name, decimal)
+                is_wide = needs_float64(values)
+            if self._missing == "flag" and not has_flag:
+                has_flag = _num_known(cells) < len(cells)
+            if (is_wide, has_flag) != (column.is_wide, column.has_flag):
+                self._columns[name] = replace(column, is_wide=is_wide, has_flag=has_flag)
         if self._target and self._target_texts is not None:
-            words = self._words.get(self._target, ())
-            self._target_texts |= _different(table.column(self._target), MOST_CLASSES + 1, words)
+            words, cells = self._words.get(self._target, ()), table.column(self._target)
+            self._target_texts |= _different(cells, MOST_CLASSES + 1, words)
             if len(self._target_texts) > MOST_CLASSES:
                 self._target_texts = None
 
@@ -212,7 +221,11 @@ class Survey:
             if isinstance(found, Unusable):
                 problems.append(found)
                 continue
-            if self._is_index(name, sample.column(name), rows):
+            # An index that a library has saved: no name of its own, and numbers that count the rows.
+            joined = name.lower().replace(":", "_").replace(" ", "")
+            unnamed = name.lower() in ("index", "level_0") or joined.startswith("unnamed_")
+            is_index = unnamed and _counts_rows(sample.column(name), name, ".", rows)
+            if is_index and name not in self._keep:
                 self.notes.append(
                     f"column {name!r} only counts the rows and is left out (--keep would take it)"
                 )
@@ -223,7 +236,7 @@ class Survey:
                 finite = values[np.isfinite(values)]
                 if len(finite) and (finite == np.rint(finite)).all():
                     self._whole.add(name)
-            if found.kind in _WITH_MISSING and self._missing == "stop":
+            if found.kind not in _TEXT_KINDS and self._missing == "stop":
                 count = len(rows) - _num_known(sample.column(name))
                 blank |= {name: count} if count else {}
         if self._target in table.column_names:
@@ -262,20 +275,12 @@ class Survey:
         if isinstance(found, Column):
             self._target_is_wide = found.is_wide
             if found.kind in ("date", "seconds"):
-                return [Unusable(found.name, "is the target and holds dates", "drop")]
+                return [Unusable(found.name, "is the target and holds dates")]
             return []
         # Text that is different in most rows makes no classes, unless the user says so.
         if is_text(column.type) and asked is not None:
             return []
-        return [Unusable(found.name, f"is the target and {found.what}", "drop")]
-
-    def _is_index(self, name: str, column: Any, rows: Any) -> bool:
-        """Tell an index that a library has saved: no name of its own, and numbers that count the rows."""
-        lowered = name.lower()
-        unnamed = lowered in ("index", "level_0") or lowered.replace(":", "_").replace(
-            " ", ""
-        ).startswith("unnamed_")
-        return unnamed and name not in self._keep and _counts_rows(column, name, ".", rows)
+        return [Unusable(found.name, f"is the target and {found.what}")]
 
     def finish(
         self, cut: int | None, firsts: Sequence[int], reread: Any
@@ -297,13 +302,8 @@ class Survey:
                 if cut is None or firsts[number + 1] <= cut:
                     sets.append(texts)
                 elif firsts[number] < cut:
-                    sets.append(
-                        _different(
-                            reread(number).column(name).slice(0, cut - firsts[number]),
-                            CODE_VALUES + 1,
-                            words,
-                        )
-                    )
+                    cells = reread(number).column(name).slice(0, cut - firsts[number])
+                    sets.append(_different(cells, CODE_VALUES + 1, words))
             values = tuple(sorted(set().union(*sets)))
             total = firsts[-1] if cut is None else cut
             kind = self._dtypes.get(name)
@@ -311,7 +311,7 @@ class Survey:
                 kind = "one-hot" if len(values) <= ONE_HOT_VALUES else "codes"
             judged: Column | Unusable
             if len(values) > CODE_VALUES:
-                judged = Unusable(name, f"holds more than {CODE_VALUES:,} different texts", "drop")
+                judged = Unusable(name, f"holds more than {CODE_VALUES:,} different texts")
             elif kind is not None:
                 judged = Column(name, kind)
             else:
@@ -367,7 +367,7 @@ class Survey:
             is_whole = bool(np.isfinite(known).all() and (known == np.rint(known)).all())
             few = 2 <= len(known) <= FEW_CLASSES and 2 * len(known) <= num_rows
             if asked is None and not (is_whole and few):
-                return Target(self._target, (), needs_float64(known[np.isfinite(known)]))
+                return Target(self._target, (), needs_float64(known))
             return Target(self._target, tuple(map(class_name, known.tolist())))
         words = self._words.get(self._target, ())
         return Target(self._target, tuple(sorted(values)), words=words)
@@ -447,7 +447,7 @@ def _num_known(column: Any, words: Sequence[str] = ()) -> int:
     if is_text(column.type):
         column = trimmed(column, words)
     if pa.types.is_floating(column.type):
-        return int(np.isfinite(column.cast(pa.float64()).to_numpy(zero_copy_only=False)).sum())
+        return int(np.isfinite(as_numpy(column.cast(pa.float64()))).sum())
     return int(len(column) - column.null_count)
 
 
