@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
-from stoker.doctor import loader_share
+from stoker.doctor import ablation
 from stoker.errors import CorruptError, StoreError
 from stoker.loader.loader import Loader
 from stoker.store.reader import open_store
@@ -139,9 +139,9 @@ def test_arrays_are_chosen_as_in_hdf5(table):
 
 def test_the_doctor_reads_the_chunks_with_and_without_decoding_them(table):
     with open_store(table, rows=20) as store, Loader(store, 6, "cpu", fields=["x"]) as loader:
-        reading = loader_share._read(loader, 6)
-    assert [facts.chunks for facts in reading.hdf5] == [(8, 2)]
-    assert reading.read > 0
+        read, _, _, hdf5 = ablation._read(loader, 6)
+    assert [facts.chunks for facts in hdf5] == [(8, 2)]
+    assert read > 0
 
 
 def test_a_folder_is_inspected_and_packed(table, monkeypatch):
