@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_ends_with_3_and_names_the_sample(tmp_path):
             ["nothing does not exist", "Allowed:"],
         ),
         (["train", "--config", "c.yaml", "--run-dir", "x", "--device", "gpu"], ["gpu", "Try:"]),
-        (["train"], ["names no recipe", "Try: stoker config init forex my.yaml"]),
+        (["train"], ["names no recipe", "Try: stoker config init tabular my.yaml"]),
         (["predict", "run/run.jsonl", "store", "p.parquet"], ["is not a whole checkpoint"]),
         (["predict", "run/best.pt", "store", "p.parquet", "--split", "x"], ["--split is 'x'"]),
         (["export", "none.pt", "int8.pt", "--int8"], ["No such file", "Try: ls"]),
