@@ -376,7 +376,9 @@ class FusedBackend:
         if plan is None:
             plan = self._make_plan(work)
             _keep(self._plans, key, plan)
-        partials = table.new_empty(batch * plan.num_partials) if program.contrast else None
+        # Zeros for the interpreter, whose first launch reads sums that no launch has left: it warns of NaN there.
+        make = table.new_empty if table.is_cuda else table.new_zeros
+        partials = make(batch * plan.num_partials) if program.contrast else None
         if plan.held is not None:
             counters = table.view(torch.int32)
             launch = partial(plan.held, images, result, masks, moved, rows, table, counters)
