@@ -80,11 +80,11 @@ __all__ = [
     "find_max_batch_size", "load_config", "load_model", "make_plan", "mix", "open_store", "pack",
     "pack_from", "prefetch", "probe", "select_samples",
 ]  # fmt: skip
-"""What a new user needs. Every other name of `_HOMES` is importable from here as well, and listed by `dir`."""
+"""Names for new users. Every other name of `_HOMES` is importable from here as well, and listed by `dir`."""
 
 
 def __dir__() -> list[str]:
-    """Return every public name: those that are loaded on demand too."""
+    """Return every public name, also those that are loaded on demand."""
     hidden = {"Any", "TYPE_CHECKING", "annotations", "importlib"}
     return sorted({*globals(), *_HOMES} - hidden)
 

@@ -1,6 +1,6 @@
-"""Addresses of stores: what is a URL, and what of it people may see.
+"""Addresses of stores: which ones are URLs, and how to show them without secrets.
 
-Enters: a path or URL that somebody typed, or a text that repeats one. Leaves: the URL, or the same text with
+Enters: a path or URL that a user typed, or a text that repeats one. Leaves: the URL, or the same text with
 `***` where a user, a password, a query or a fragment stood. Costs a few microseconds.
 
 A URL can hold a secret in three places: before the `@` (a password, or a token in the place of the user), behind
@@ -28,13 +28,13 @@ from urllib.parse import quote, unquote
 from stoker.strict_json import exact_text
 
 MARK = "***"
-"""Stands where a secret was."""
+"""Replaces a secret."""
 
 HIDDEN_WORDS = "STOKER_WORDS"
-"""Environment variable with the words of a command that we start, where they hold secrets: everybody may read a
+"""Environment variable with the words of a command that we start, if they hold secrets: all users can read a
 command line, and only its owner the environment of a process."""
 
-# A scheme has at least two letters, so that no drive of anybody is one; `::` chains as fsspec does.
+# A scheme has at least two letters, so that no drive letter is one; `::` chains addresses as in fsspec.
 _NAME = r"[A-Za-z][A-Za-z0-9+.-]+"
 _ADDRESS = re.compile(rf"(?:{_NAME}::)*{_NAME}:/+")
 _SCHEME = re.compile(rf"((?:^|::){_NAME}):/+")
@@ -49,17 +49,16 @@ _FILES = ("file", "local")
 _AZURE = ("abfs", "abfss", "wasb", "wasbs")
 _CONTAINER = re.compile(r"\$?[a-z0-9-]{3,63}@[a-z0-9]+\.(?:dfs|blob)\.core\.windows\.net(?=/|$)")
 _LEAST_LETTERS = {"login": 8, "token": 16}
-"""Shorter secrets are only replaced beside an `@`: they would be found in the midst of other words."""
+"""Shorter secrets are only replaced beside an `@`: they would also match inside other words."""
 _MOST_ADDRESSES = 32
 
 
 class _Memory:
-    """What `keep_secrets` has met in this process. Both values are replaced whole: threads may read them.
+    """The addresses with secrets of this process. Both values are replaced whole, so threads may read them.
 
     Attributes:
-        met: Addresses, the one met longest ago first, each with texts that are never shown and what is shown
-            in their place.
-        secrets: These texts of all addresses, the longest first.
+        met: Addresses, the oldest first, each with texts that are never shown and their replacements.
+        secrets: These pairs of all addresses, the longest text first.
     """
 
     met: Mapping[str, Mapping[str, str]] = MappingProxyType({})
@@ -73,7 +72,7 @@ _memory = _Memory()
 
 
 def as_url(path: str | Path) -> str | None:
-    """Return `path` as a URL when it is one, also after `Path` took a slash from it; else None."""
+    """Return `path` as a URL if it is one, also after `Path` removed a slash from it; else None."""
     text = str(path)
     # os.path: `Path.exists` raises where a name is too long, and signed URLs are long.
     if not _ADDRESS.match(text) or os.path.exists(text):  # noqa: PTH110
@@ -98,10 +97,10 @@ def host_of(rest: str) -> str:
 
 
 def is_readable(scheme: str, rest: str) -> bool:
-    """Whether an address can be read in one way only.
+    """Return whether an address has only one reading.
 
-    A password with a bare `/`, `?` or `#` ends the host for every library, which then takes the beginning of
-    the password for a port and says so. A bare `@` in the path of a web address may be the end of one.
+    A bare `/`, `?` or `#` in a password ends the host for every library, which then takes the beginning of
+    the password for a port and shows it in an error. A bare `@` in the path of a web address may end a password.
     """
     host = host_of(rest)
     if not _HOST.fullmatch(host.rpartition("@")[2]):
@@ -113,18 +112,18 @@ def is_readable(scheme: str, rest: str) -> bool:
 
 
 def shown(path: str | Path) -> str:
-    """Return a path or URL as people may see it: a URL with its slashes and without secrets."""
+    """Return a path or URL to show: a URL with its slashes and without secrets."""
     url = as_url(path)
     return str(path) if url is None else without_secrets(url)
 
 
 def without_secrets(url: str) -> str:
-    """Return a URL as people may see it."""
+    """Return a URL without its secrets."""
     return "::".join(_masked_part(text) for text in _LINK.split(url))
 
 
 def has_secret(url: str) -> bool:
-    """Whether a URL holds anything that may not be shown."""
+    """Return whether a URL holds a secret."""
     return without_secrets(url) != url
 
 
@@ -139,7 +138,7 @@ def masked(text: str) -> str:
 
 
 def repeats_secret(error: BaseException) -> bool:
-    """Whether an error of a library, or one that it came from, would print a secret."""
+    """Return whether the traceback of an error, its causes included, holds a secret."""
     text = "".join(traceback.format_exception(error))
     return masked(text) != text
 
@@ -164,7 +163,7 @@ def _masked_part(text: str) -> str:
     if scheme in _FILES and slashes != "://":  # a path, which may hold any letter
         return text
     user, at, place = rest.rpartition("@")
-    if re.search(r"[?#]", user):  # an @ in a query, or a ? in a password: nothing tells which
+    if re.search(r"[?#]", user):  # an @ in a query, or a ? in a password: it cannot be decided
         return f"{match[1]}{slashes}{MARK}"
     if at and not (scheme in _AZURE and _CONTAINER.match(rest)):
         user = MARK
@@ -175,9 +174,9 @@ def _masked_part(text: str) -> str:
 
 
 def slow_digest(text: str) -> str:
-    """Return 16 hexadecimal letters that tell texts with secrets apart, for names that others may see.
+    """Return a digest of 16 hexadecimal letters of a text with secrets, for names that others may see.
 
-    Slow on purpose, about 50 ms and 16 MB: nobody should try passwords until the letters are the same.
+    Slow on purpose, about 50 ms and 16 MB, so that nobody can find a password by trying many.
     """
     return hashlib.scrypt(
         text.encode(errors="surrogatepass"), salt=b"stoker", n=2**14, r=8, p=1
@@ -190,7 +189,7 @@ def slow_digest(text: str) -> str:
 def keep_secrets(text: str) -> None:
     """Remember the secrets of the address that `text` is or ends with, such as `--store=URL`.
 
-    Not for prose: all that follows the scheme is taken for the address.
+    Not for prose: everything after the scheme is taken for the address.
     """
     match = _ADDRESS.search(text)
     if match is None or text in _memory.met or not has_secret(text[match.start() :]):
@@ -234,7 +233,7 @@ def _secrets_of(rest: str) -> Iterator[tuple[str, str]]:
 
 
 def _beginnings(text: str, *before: str) -> Iterator[tuple[str, str]]:
-    """Yield what `Path.parent` leaves of a secret that has slashes in it, behind what stands before it."""
+    """Yield the beginnings that `Path.parent` leaves of a secret with slashes, after each text of `before`."""
     pieces = re.split("/+", text)
     for number in range(1, len(pieces)):
         for mark in before:

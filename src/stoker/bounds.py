@@ -1,11 +1,11 @@
-"""How much of memory and disk one input may take, and the error that says so before it is taken.
+"""Limits of memory and disk for one input, checked before either is taken.
 
-Enters: a size that a header claims, or the bytes that have come so far. Leaves: nothing, or an error with the size
+Enters: a size that a header claims, or the bytes read so far. Leaves: nothing, or an error with the size
 found, the limit and what to type. Costs: nothing below `SMALL_BYTES`; above it about 1 ms, to read how much memory
 is available.
 
-There are two kinds of limit. A `Bound` is a number that holds on every machine: whatever exceeds it is damaged, or
-made to do harm. `require_memory` and `require_disk` compare with what this machine has left.
+There are two kinds of limit. A `Bound` is the same number on every machine: an input above it is damaged or
+malicious. `require_memory` and `require_disk` compare with the free memory and disk of this machine.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stoker.machine import available_memory
 from stoker.units import GIB, KIB, MIB, format_bytes
 
 SMALL_BYTES = 64 * MIB
-"""Memory below this is taken without asking how much there is."""
+"""Less memory than this is taken without a check."""
 DISK_RESERVE_BYTES = 64 * MIB
-"""What unpacking leaves free on a disk: a full one stops other programs."""
+"""Space that unpacking leaves free on a disk: a full disk stops other programs."""
 _COPY_BYTES = 8 * MIB
 _ZIP_TAIL_BYTES = 128 * KIB  # a comment of 64 KiB, and the records around it
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A limit that is the same on every machine: its `name` as a user reads it, and the most bytes, or `unit`s."""
+    """A limit that is the same on every machine: its `name` in messages, and the most bytes, or `unit`s."""
 
     name: str
     most: int
@@ -44,7 +44,7 @@ class Bound:
     ) -> None:
         """Raise `error` when `found`, the size that was claimed or counted, exceeds the limit.
 
-        `what` has it, with its file ("data.h5: one chunk of dataset 'x'"); `fix` is what to type next.
+        `what` names the thing of that size ("data.h5: one chunk of dataset 'x'"); `fix` is what to type next.
         """
         if found > self.most:
             raise error(f"{what} has {self.shown(found)}.", self.allowed, fix)
@@ -64,20 +64,20 @@ MANIFEST = Bound("a store.json", 64 * MIB)
 NPY_HEADER = Bound("a numpy header", 64 * KIB)
 MEMBERS = Bound("an archive or HDF5 file", 10_000, "arrays")
 DIRECTORY = Bound("the list of files in an archive", 64 * MIB)
-"""About 800,000 names. Python makes an object of each, ten times as large, before anything else is known."""
+"""About 800,000 names. Opening an archive makes an object of each first, ten times as large."""
 OBJECTS = Bound("an HDF5 file", 1_000_000, "groups and datasets")
 DEPTH = Bound("an HDF5 file", 200, "nested groups")
 CHUNK = Bound("an HDF5 chunk", GIB)
 """Decoded. A reader holds three copies of a chunk, and every reader thread holds another chunk."""
 UNWRITTEN = Bound("rows that were never written", 4 * GIB)
 PIXELS = Bound("a picture", 178_956_970, "pixels")
-"""As many as Pillow opens without being told otherwise."""
+"""Pillow's own default limit."""
 LINE = Bound("a line of text", 16 * MIB)
 RECORD = Bound("one record or structure", 64 * MIB)
 
 
 def open_zip(path: Path) -> zipfile.ZipFile:
-    """Open an archive for reading, after a look at how long its list of files is.
+    """Open an archive for reading, after a check of the size of its list of files.
 
     Raises:
         SourceError: The list is longer than `DIRECTORY`.
@@ -89,7 +89,7 @@ def open_zip(path: Path) -> zipfile.ZipFile:
         tail = file.read(_ZIP_TAIL_BYTES)
     end = tail.rfind(b"PK\5\6")
     size = struct.unpack_from("<I", tail, end + 12)[0] if 0 <= end <= len(tail) - 22 else 0
-    # A large archive says it in 64 bits, in a record of its own that a locator before the end points to.
+    # A large archive (zip64) has the size in 64 bits, in a record of its own; a locator before the end marks it.
     if tail[max(0, end - 20) : max(0, end - 16)] == b"PK\6\7":
         large = tail.rfind(b"PK\6\6", 0, end - 20)
         size = struct.unpack_from("<Q", tail, large + 40)[0] if 0 <= large <= end - 76 else 0
@@ -100,9 +100,9 @@ def open_zip(path: Path) -> zipfile.ZipFile:
 def require_memory(
     num_bytes: int, what: str, fix: str = "", error: type[StokerError] = SourceError
 ) -> None:
-    """Raise when `num_bytes`, all that a step will hold at once, are more than this process can take.
+    """Raise when `num_bytes`, the total that a step holds at once, are more than this process can take.
 
-    The others are as of `Bound.check`: what needs it ("one row of data.npz"), what to type next, the class to raise.
+    The other arguments are those of `Bound.check`: what needs the memory ("one row of data.npz"), fix, error.
     """
     if num_bytes < SMALL_BYTES:
         return
@@ -118,7 +118,7 @@ def require_memory(
 def require_disk(
     folder: Path, num_bytes: int, what: str, error: type[StokerError] = SourceError
 ) -> None:
-    """Raise when `num_bytes` would not fit on the disk of `folder`, which may still be to be made."""
+    """Raise when `num_bytes` would not fit on the disk of `folder`, which need not exist yet."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -136,7 +136,7 @@ class _Readable(Protocol):
 
 
 def copy_to_disk(packed: _Readable, plain: IO[bytes], folder: Path, what: str) -> int:
-    """Copy a stream whose size nobody knows, and stop before it fills the disk of `folder`; return how many bytes."""
+    """Copy a stream of unknown size; raise before it fills the disk of `folder`. Return the number of bytes."""
     total = 0
     while piece := packed.read(_COPY_BYTES):
         if shutil.disk_usage(folder).free - len(piece) < DISK_RESERVE_BYTES:
@@ -153,7 +153,7 @@ def copy_to_disk(packed: _Readable, plain: IO[bytes], folder: Path, what: str) -
 def read_within(
     bound: Bound, pieces: Iterator[bytes], what: str, fix: str, error: type[StokerError]
 ) -> bytes:
-    """Join pieces; raise as soon as they exceed the bound (as `Bound.check` does). The rest is not asked for."""
+    """Join pieces; raise as soon as they exceed the bound (as `Bound.check` does). The rest is not read."""
     parts: list[bytes] = []
     total = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""Text that people read or type again: without control characters and secrets, quoted for a shell.
+"""Text to show or to type: without control characters and secrets, quoted for a shell.
 
-Enters: names and messages that hold whatever a file or a server put into them. Leaves: one line that a terminal
-shows as it is, a word that a shell takes as one word, JSON without raw control characters. Costs a few
+Enters: names and messages with any content from a file or a server. Leaves: one line that a terminal shows
+unchanged, a word that a shell takes as one word, JSON without raw control characters. Costs a few
 microseconds.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path, PurePath
 from stoker.address import MARK, masked, shown
 from stoker.strict_json import json_text
 
-# Control characters, what turns the direction of text around, line ends of Unicode, what cannot be seen, and
-# halves of characters (bytes of a file name that are not UTF-8). Joiners stay: scripts and emoji need them.
+# Control characters, marks that reverse the direction of text, line ends of Unicode, invisible characters, and
+# surrogates (bytes of a file name that are not UTF-8). Joiners stay: scripts and emoji need them.
 UNPRINTABLE = (
     r"\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U0001d173-\U0001d17a\U000e0000-\U000e007f"
 )
 _UNPRINTABLE = re.compile(f"[{UNPRINTABLE}]")
-_MOST_NAMES = 10_000  # of a folder, that are compared with a name that is not there
+_MOST_NAMES = 10_000  # names of a folder that are compared with a missing one
 _WORDS = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -43,7 +43,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def escaped_json(text: str) -> str:
-    """Return a JSON text that can be printed: letters as they are, what a terminal would obey escaped."""
+    """Return a JSON text that is safe to print: control characters escaped, other letters unchanged."""
     # Inside strings `json` has escaped line ends already; the others are its own.
     return _UNPRINTABLE.sub(
         lambda match: match[0] if match[0] == "\n" else json_text(match[0])[1:-1], text
@@ -54,7 +54,7 @@ def escaped_json(text: str) -> str:
 
 
 def quoted(word: object) -> str:
-    """Return a word of a command as a shell takes it: one word, whatever is in it.
+    """Return a word quoted for a shell, which takes it as one word whatever it contains.
 
     A URL loses its secrets. A path that begins with a dash gets `./`, so that it is no option.
     """
@@ -103,10 +103,10 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def meant_path(missing: Path) -> Path | None:
-    """Return the path that was probably meant by one that is not there.
+    """Return the path that was probably meant by a missing one.
 
-    That is the path with its variables and its `~` put in, which only a shell does, or the nearest name in the same
-    folder. A name with another ending counts only if the rest is equal: a checkpoint is not meant by a note.
+    That is the path with its variables and its `~` replaced, as a shell does, or the nearest name in the same folder.
+    A name with another ending counts only if the rest is equal: notes.txt is never suggested for node.pt.
     """
     meant = Path(os.path.expandvars(missing)).expanduser()
     if meant != missing and meant.exists():
@@ -127,19 +127,19 @@ def meant_path(missing: Path) -> Path | None:
 
 
 def look_for(missing: Path, *options: str) -> str:
-    """Return the path that was probably meant by one that is not there; else the `ls` that shows what is."""
+    """Return the path that was probably meant by a missing one, or the `ls` command of its folder."""
     meant = meant_path(missing)
     return quoted(meant) if meant else look_in(missing.parent, *options)
 
 
 def look_in(folder: Path, *options: str) -> str:
-    """Return the `ls` of a folder, or of the nearest one above it that is there."""
+    """Return the `ls` command of a folder, or of its nearest existing parent."""
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
     return command("ls", *options, there)
 
 
 def secret_hint(text: str) -> str:
-    """Return what to say behind a command in which a password was left out; else nothing."""
+    """Return a note for a command from which a password was left out; "" for other commands."""
     return f"({MARK} is a password that is not shown)" if MARK in text else ""
 
 

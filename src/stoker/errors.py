@@ -1,4 +1,4 @@
-"""The exceptions a user can meet.
+"""The exceptions that users see.
 
 Enters: what was given, what is allowed, what to do next. Leaves: one message with these
 three parts. Costs nothing.
@@ -112,7 +112,7 @@ class QualityError(StokerError, ValueError):
 
 
 class OtherRankError(StokerError):
-    """An error that another process of the same run has told; this one ends with it, and silently."""
+    """An error that another process of the run has reported; this process ends with its exit code, silently."""
 
 
 class MissingExtraError(StokerError, ImportError):
@@ -120,7 +120,7 @@ class MissingExtraError(StokerError, ImportError):
 
     @classmethod
     def for_package(cls, package: str, extra: str, purpose: str) -> MissingExtraError:
-        """Say which extra brings `package`, and what it is needed for."""
+        """Return an error that names the extra with `package`, and what needs it."""
         return cls(
             f"{purpose} needs the package {package!r}, which is not installed.",
             f"any install with the extra {extra!r}",
@@ -151,7 +151,7 @@ _EXTRAS = {
     "transformers": ("transformers", "huggingface"),
     "torchdata": ("torchdata", "torchdata"),
 }
-"""Modules of optional packages: the package's name, and the extra of pyproject.toml that brings it."""
+"""Modules of optional packages: the package's name, and the extra of pyproject.toml that installs it."""
 
 
 _NEEDED = frozenset(
@@ -160,7 +160,7 @@ _NEEDED = frozenset(
 
 
 def install_command(extra: str = "") -> str:
-    """Return what to type to install stoker with an extra: from the checkout, where this is one."""
+    """Return the command that installs stoker with an extra; in a checkout, from the checkout."""
     behind = f"[{extra}]" if extra else ""
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file() or root / "src" not in Path(__file__).parents:
@@ -173,7 +173,7 @@ def install_command(extra: str = "") -> str:
 
 
 def missing_package(error: ImportError) -> MissingExtraError | None:
-    """Return what to say about a package that is not installed; None where `error` is something else."""
+    """Return the error for a package that is not installed; None where `error` is something else."""
     module = (error.name or "").partition(".")[0]
     if not module or module == "stoker" or not isinstance(error, ModuleNotFoundError):
         return None
@@ -217,7 +217,7 @@ _ALLOWED = {
     errno.EMFILE: "enough open files for this process",
     errno.ENFILE: "enough open files on this machine",
 }
-"""Codes of errors that say something about the machine, not about stoker, and what would have been right."""
+"""Error codes that are about the machine, not about stoker -> what would have been right."""
 _COMMANDS = {
     errno.EFBIG: "ulimit -f unlimited",
     errno.EIO: "sudo dmesg | tail",
@@ -227,12 +227,12 @@ _COMMANDS = {
     errno.ENFILE: "cat /proc/sys/fs/file-nr",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-# HDF5 and Rust put the code into their texts only.
+# In errors of HDF5 and Rust only the text has the code.
 _CODE = re.compile(r"errno = (\d+)|\[[Ee]rrno (\d+)\]|\(os error (\d+)\)")
 
 
 def system_code(error: BaseException) -> int | None:
-    """Return the code of an error of the system, from its text where a library left it there."""
+    """Return the errno of a system error, from its text if a library put it only there."""
     code = error.errno if isinstance(error, OSError) else None
     if code is None and (found := _CODE.search(str(error))):
         code = int(next(filter(None, found.groups())))
@@ -240,13 +240,13 @@ def system_code(error: BaseException) -> int | None:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, is that of a disk without room."""
+    """Return whether an error, or one of its causes, is that of a full disk."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return any(system_code(each) in full for each in with_causes(error))
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that it was raised from; one may be its own cause."""
+    """Yield an error and its chain of causes; each once, even if an error is its own cause."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
@@ -256,15 +256,15 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def reason(error: BaseException) -> str:
-    """Return why the system refused, in its own words: "No space left on device"."""
+    """Return the system's text for an error: "No space left on device"."""
     code = system_code(error)
     return str(error) if code is None else os.strerror(code)
 
 
 def file_error(error: BaseException, path: str | Path | None = None) -> FileError | None:
-    """Return what to say about an error of the system; None where it says nothing about the machine.
+    """Return the error to show for a system error; None where its code says nothing about the machine.
 
-    `path` was read or written; it is told where the error does not name it.
+    `path` was read or written; the message names it if the error does not.
     """
     code = system_code(error)
     if code not in _ALLOWED:
@@ -334,7 +334,7 @@ def _not_utf8(name: str) -> InputError:
 
 
 def unusable_name(error: ValueError) -> InputError | None:
-    """Return what to say about a path that is no path: bytes that are not UTF-8, or NUL."""
+    """Return the error for a path with bytes that are not UTF-8, or with NUL; None for other errors."""
     if isinstance(error, UnicodeEncodeError) and re.search("[\ud800-\udfff]", str(error.object)):
         return _not_utf8(str(error.object))
     if str(error).startswith("embedded null"):
@@ -379,9 +379,9 @@ class Refusal:
 
 
 class RefusalList(list[Refusal]):
-    """Refusals of one input, of which the first `MOST` are listed and all are counted.
+    """Refusals of one input: the first `MOST` are listed, all are counted.
 
-    A file of noise would fill the memory with its refusals. Whatever exceeds `MOST` is counted in the last entry.
+    A file of noise would fill the memory with its refusals. Those above `MOST` are counted in the last entry.
     """
 
     MOST = 100_000
@@ -405,12 +405,12 @@ class RefusalList(list[Refusal]):
 
 
 def count_refused(refusals: Iterable[Refusal]) -> int:
-    """Return how many pieces of input were refused, listed or not; without those that the user asked to leave out."""
+    """Return the number of refused pieces of input, listed or not, without those that the user asked to leave out."""
     return sum(refusal.count for refusal in refusals if not refusal.is_asked)
 
 
 def count_kinds(refusals: Iterable[Refusal], *, is_asked: bool = False) -> dict[str, int]:
-    """Return how many pieces were refused, or left out as the user asked, for each kind of reason."""
+    """Return the number of refused pieces by kind of reason; with `is_asked`, of those left out on request."""
     kinds: dict[str, int] = {}
     for refusal in refusals:
         if refusal.is_asked != is_asked:
@@ -448,9 +448,9 @@ _SPECIAL = {
 
 
 def special_kind(path: str | Path) -> str | None:
-    """Return what stands in a file's place: "a named pipe", "a socket", "a device"; None for files, folders, nothing.
+    """Return "a named pipe", "a socket" or "a device" for such a path; None for files, folders and missing paths.
 
-    To open one of them may wait for ever, for somebody who writes into it.
+    Opening one of them may block forever, until somebody writes into it.
     """
     try:
         return _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode))  # noqa: PTH116  of a str, too
@@ -467,7 +467,7 @@ def refuse_special(
 ) -> None:
     """Raise where `path` is a named pipe, a socket or a device: inputs are read more than once, and by threads.
 
-    `is_read_once` accepts /dev/stdin and what a shell makes of `<(command)`, whose writer is there.
+    `is_read_once` accepts /dev/stdin and the pipe that a shell makes of `<(command)`: they have a writer.
     """
     kind = special_kind(path)
     if kind is None or (is_read_once and str(Path(path).parent) in ("/dev", "/dev/fd")):

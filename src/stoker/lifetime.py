@@ -1,9 +1,9 @@
-"""What a process started or left on the disk ends with it, however it ends.
+"""Ends child processes and removes temporary files with their process, however it ends.
 
-Enters: child processes, temporary files and folders. Leaves: nothing of them once this process is gone.
+Enters: child processes, temporary files and folders. Leaves: none of them once this process is gone.
 Costs: one small helper process (about 12 MB) from the first use on, one line on a pipe per entry.
 
-The helper, called the janitor, waits for this process to end. It runs in a session of its own, so that
+A helper process, the janitor, waits for this process to end. It runs in a session of its own, so that
 Ctrl-C in a terminal and a signal to the process group do not reach it.
 
 - Normal end: this process has removed its own files. The janitor finds nothing to do, and ends.
@@ -36,7 +36,7 @@ TAG = "STOKER_JOB"
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _POLL_SECONDS = 0.5
 _TRACKER_SECONDS = 1.0
-"""Python's resource trackers remove semaphores when their process is gone; they get this long."""
+"""Time that Python's resource trackers get to remove semaphores after their process is gone."""
 _JANITOR = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -50,14 +50,14 @@ keep_watch(int(sys.argv[2]), remove_leftover)
 
 
 def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return variables for a child process that must not outlive this one."""
+    """Return the environment for a child process that must not outlive this one."""
     _janitor.start()
     return {**(os.environ if environment is None else environment), TAG: _janitor.tag}
 
 
 @contextlib.contextmanager
 def children_of_this_process() -> Iterator[None]:
-    """Let every process that is started in the block end with this one; for launchers of others."""
+    """End every process that is started in the block with this one; for launchers that stoker calls."""
     before = os.environ.get(TAG)
     os.environ[TAG] = child_environment()[TAG]
     try:
@@ -70,7 +70,7 @@ def children_of_this_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def until_terminated() -> Iterator[threading.Event]:
-    """Lend an event that SIGTERM sets, where a stop is a good end; outside of the main thread it is never set."""
+    """Yield an event that SIGTERM sets, for loops that SIGTERM ends normally; never set outside of the main thread."""
     told = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield told
@@ -83,17 +83,17 @@ def until_terminated() -> Iterator[threading.Event]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process when its parent `parent` is gone. Called by a child, first of all.
+    """Kill this process when its parent `parent` is gone. A child calls it before anything else.
 
-    Linux does it by a signal, which also ends a process that hangs in C code; the signal is sent when
-    the parent's *thread* that started this process ends. Elsewhere a thread looks every half second.
+    On Linux the kernel sends a signal, which also ends a process that hangs in C code; it is sent when
+    the parent's *thread* that started this process ends. Elsewhere a thread polls every half second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
         watch = threading.Thread(target=_watch_parent, args=(parent,), daemon=True)
         watch.start()
-    if os.getppid() != parent:  # it ended before the signal was asked for
+    if os.getppid() != parent:  # the parent ended before the signal was set up
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -104,9 +104,9 @@ def _watch_parent(parent: int) -> None:
 
 
 def end_forked_children_with_this_process() -> None:
-    """Let every process that is forked from now on end when this one does.
+    """End every process that is forked from now on when this one ends.
 
-    torch's own DataLoader workers notice only after five seconds. A thread in the child looks, since
+    torch's own DataLoader workers notice only after five seconds. A thread in the child polls, since
     the kernel's signal would also come when the *thread* that forked ends.
     """
     parent = os.getpid()
@@ -122,14 +122,13 @@ def end_forked_children_with_this_process() -> None:
 
 
 is_command = False
-"""Whether this process is the command `stoker`, not somebody's own script. Set by the command line."""
+"""Whether this process is the command `stoker`, not a user's script. Set by the command line."""
 
 
 def remember(path: Path, mark: str, *, start: bool = True) -> None:
-    """Let the janitor remove `path`, which this process is about to make, if the process ends before `forget`.
+    """Have the janitor remove `path`, which this process is about to make, if the process ends before `forget`.
 
-    `mark` proves that it is ours (`ownership.remove_leftover`). Without `start` the janitor is told only if it is at
-    work already.
+    `mark` proves that it is ours (`ownership.remove_leftover`). With `start=False` a janitor is not started for this.
     """
     if start:
         _janitor.start()
@@ -137,7 +136,7 @@ def remember(path: Path, mark: str, *, start: bool = True) -> None:
 
 
 def forget(path: Path) -> None:
-    """`path` was removed, or got its final name."""
+    """Tell the janitor that `path` was removed, or got its final name."""
     _janitor.tell({"drop": os.fsdecode(path.absolute())})
 
 
@@ -164,11 +163,11 @@ class _Janitor:
             words = [sys.executable, "-I", "-S", "-c", _JANITOR, root, str(os.getpid())]
             variables = {name: value for name, value in os.environ.items() if name != TAG}
             try:
-                # Output to nowhere and no working folder: it must hold neither a pipe nor a mount of ours.
+                # No output and `/` as working folder: it must keep neither a pipe nor a mount of ours open.
                 subprocess.Popen(
                     words, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     env=variables, cwd="/", start_new_session=True,
-                ).returncode = 0  # fmt: skip  # nobody waits for it: it ends after this process
+                ).returncode = 0  # fmt: skip  # no warning that it still runs: it ends after this process
             finally:
                 os.close(theirs)
             self._pipe = ours
@@ -181,7 +180,7 @@ class _Janitor:
                 self._write(line)
 
     def _write(self, line: dict[str, Any]) -> None:
-        # A janitor that was killed costs the cleaning, not the job.
+        # If the janitor was killed, only the cleaning is lost, not the job.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, json_text(line).encode() + b"\n")
 
@@ -190,7 +189,7 @@ class _Janitor:
             self.tell({"end": True})
 
     def close_in_child(self) -> None:
-        """A forked child has its own life: with the parent's pipe open the janitor would wait for it."""
+        """Close the parent's pipe in a forked child: while it is open, the janitor would wait for the child."""
         if self._pipe >= 0:
             os.close(self._pipe)
         self._reset()
@@ -201,7 +200,7 @@ os.register_at_fork(after_in_child=_janitor.close_in_child)
 
 
 def end_normally() -> None:
-    """Tell the janitor that this process has ended its children and removed its files by itself."""
+    """Tell the janitor that this process has ended its children and removed its files."""
     _janitor.end_normally(os.getpid())
 
 
@@ -211,7 +210,7 @@ def end_normally() -> None:
 def keep_watch(owner: int, remove: Callable[[str, str], None]) -> None:
     """Wait for the process `owner`, which writes lines to standard input, to end; then clean up after it.
 
-    All that a janitor ever does. `remove` removes one path, given its mark.
+    The janitor's main function. `remove` removes one path, given its mark.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -225,17 +224,17 @@ def keep_watch(owner: int, remove: Callable[[str, str], None]) -> None:
             left[line["add"]] = line["mark"]
         elif "drop" in line:
             left.pop(line["drop"], None)
-    if tag and not ended:  # what a script left running after a normal end may be meant to run
+    if tag and not ended:  # processes that run on after a normal end may be intended
         _kill_tagged(tag)
     for path, mark in left.items():
-        with contextlib.suppress(Exception):  # one that cannot be removed must not keep the others
+        with contextlib.suppress(Exception):  # a path that cannot be removed is skipped
             remove(path, mark)
 
 
 def _lines_until_death(owner: int) -> Iterator[bytes]:
     """Yield lines of standard input until it ends or `owner` is gone.
 
-    Both are watched: a grandchild may hold the pipe open after its parent's death.
+    Both are watched: a grandchild may hold the pipe open after the owner's death.
     """
     watched = [0]
     with contextlib.suppress(OSError, AttributeError):  # it is gone already, or this is not Linux

@@ -1,4 +1,4 @@
-"""GPUs, the host and a run, looked at every second or so; and the same as CSV.
+"""Readings of GPUs, the host and a run every second or so; and the same as CSV.
 
 Enters: NVML, psutil, and a run's folder if one is given. Leaves: a frozen `Snapshot` per look, and rows of a
 CSV file. Costs about 2 ms of a core per look with one GPU; nothing is started on the GPU, no torch is
@@ -33,14 +33,14 @@ ONCE_SECONDS = 0.2  # between the two looks behind a single snapshot: rates need
 class HostReading:
     """The machine around the process; a container sees its host here."""
 
-    cpu_percent: float | None  # of all cores together, since the look before; None at the first one
-    ram_used_bytes: int  # what cannot be had without swapping
+    cpu_percent: float | None  # of all cores, since the last reading; None at the first one
+    ram_used_bytes: int  # the total less what is available without swapping
     ram_total_bytes: int  # of the machine
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything at one moment, in seconds since 1970; `process` is the one that works on the run, on this host."""
+    """All readings at one `time` (seconds since 1970); `process` is the one that trains the run, on this host."""
 
     time: float
     gpus: tuple[GpuReading, ...]
@@ -87,7 +87,7 @@ class Monitor:
         self._meter.__exit__(*error)
 
     def look(self) -> Snapshot:
-        """Return how things are now."""
+        """Return a snapshot of the current state."""
         run = None if self._run is None else self._run.look()
         self._meter.pid = (run.pid if run is not None else None) or 0
         gpus = self._meter.read_gpus()
@@ -105,7 +105,7 @@ class Monitor:
         )
 
     def looks(self, interval_seconds: float, stop: threading.Event) -> Iterator[Snapshot]:
-        """Yield a snapshot every so often until `stop` is set.
+        """Yield a snapshot every `interval_seconds` until `stop` is set.
 
         Raises:
             InputError: The interval is too short to cost little.
@@ -119,7 +119,7 @@ class Monitor:
         due = time.monotonic()
         while not stop.is_set():
             yield self.look()
-            # A look that took longer than the interval is not made up for.
+            # If a reading takes longer than the interval, the missed ones are not repeated.
             due = max(due + interval_seconds, time.monotonic())
             stop.wait(due - time.monotonic())
 
@@ -153,7 +153,7 @@ CSV_COLUMNS = (
 class CsvLog:
     """Appends snapshots to a CSV file: a row per GPU and look, one with empty cells without a GPU.
 
-    A row is on disk once `write` returns. Also a context manager.
+    Once `write` returns, a row survives a kill of the process (not a power cut). Also a context manager.
 
     Args:
         path: The file; one that exists must have been made by this class.

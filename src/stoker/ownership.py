@@ -1,14 +1,13 @@
-"""What is ours on a disk; the only code that deletes, empties, truncates or replaces anything.
+"""Finds out what stoker wrote; the only code that deletes, empties, truncates or replaces anything.
 
-Enters: paths. Leaves: the change, or a refusal that names what stands in the way. Costs: a look at the
-entries concerned.
+Enters: paths. Leaves: the change, or a refusal that names the obstacle. Costs: a read of the entries concerned.
 
-Three proofs that something is ours, each written by us:
+Three proofs that something is ours, each written by stoker:
 - a folder holds the file `.stoker` (`Mark`): its kind, its id, and the names of the files that go with it;
 - a file under a name that the user chose holds `SIGNATURE` in its first or last bytes;
 - a file that stoker alone writes (a checkpoint, a run log, a lock) has the content that stoker writes there.
 
-Whatever lacks a proof is refused, never changed. Links are not followed: a link is removed as a link, and
+Anything without a proof is refused, never changed. Links are not followed: a link is removed as a link, and
 an output through a link is written where the link leads, under the same rules. Other file systems mounted
 below a folder are not entered.
 
@@ -42,7 +41,7 @@ from stoker.strict_json import json_text, parse_json
 
 MARK_NAME = ".stoker"
 SIGNATURE = "made-by-stoker"
-"""Stands in every file that stoker writes under a name which the user chose."""
+"""Text in every file that stoker writes under a name which the user chose."""
 _SIGNED_BYTES = 1 << 18
 _MARK_BYTES = 16 << 20
 _TEMPORARY = "temporary"
@@ -56,15 +55,15 @@ IsOurs = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class Mark:
-    """What the file `.stoker` in a folder says."""
+    """Content of the file `.stoker` in a folder."""
 
     kind: str  # "store", "pack", "cache", "run", "demo", "temporary"
-    id: str  # told to nobody but the folder and what belongs to it (its manifest, its index)
-    files: tuple[str, ...] = ()  # that belong to it, by name; empty where the kind decides
+    id: str  # random; only the folder and what belongs to it (its manifest, its index) hold it
+    files: tuple[str, ...] = ()  # names of its files; empty where the kind decides
 
 
 def read_mark(folder: Path, kind: str) -> Mark | None:
-    """Return the mark of a folder of ours; None where there is none of this kind."""
+    """Return the mark of a folder; None where it has no mark of this kind."""
     found = read_own_json(folder / MARK_NAME, _MARK_BYTES)
     try:
         mark = Mark(str(found["kind"]), str(found["id"]), tuple(map(str, found.get("files", ()))))
@@ -74,7 +73,7 @@ def read_mark(folder: Path, kind: str) -> Mark | None:
 
 
 def read_own_json(path: Path, most_bytes: int) -> dict[str, Any]:
-    """Return what a small file of ours says; nothing where it is missing, a link, or no JSON object."""
+    """Return the JSON object in a small file of ours; {} where it is missing, a link, or no JSON object."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -97,9 +96,9 @@ def write_mark(folder: Path, mark: Mark) -> Mark:
 
 
 def mark_once(folder: Path, kind: str) -> Mark:
-    """Return the mark of a folder; one without gets it from the first of several processes, and keeps it.
+    """Return the mark of a folder; a folder without one gets it from the first of several processes.
 
-    A mark that another process replaces would disown what was named by its id meanwhile.
+    If a second process replaced the mark, files named by the first id would no longer be ours.
     """
     if (mark := read_mark(folder, kind)) is not None:
         return mark
@@ -113,7 +112,7 @@ def mark_once(folder: Path, kind: str) -> Mark:
 
 
 def claim_folder(folder: Path, kind: str, what: str) -> Mark:
-    """Make a folder of ours and its parents, or take one that has our mark or is empty; `what` it is for is told.
+    """Make and mark a folder and its parents, or take one that has our mark or is empty; messages name `what`.
 
     Raises:
         InputError: It is a link, a file, or a folder with other things in it.
@@ -139,7 +138,7 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
 
 
 def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
-    """Return the error for something that is not ours."""
+    """Return the error for a path that stoker did not write."""
     if others:
         shown = first_names([repr(name) for name in sorted(others)], _LISTED)
         given = f"{path} holds {shown}, which stoker did not write; {why}."
@@ -158,7 +157,7 @@ def refused(path: Path, why: str, others: Collection[str] = ()) -> InputError:
 def foreign_entries(folder: Path, is_ours: Callable[[str], bool]) -> list[str]:
     """Return the entries below a real folder that are not ours, by their paths in it.
 
-    `is_ours` is given such a path: "built/" or "built/shard-00000.h5". A folder that is not ours is not looked into.
+    `is_ours` gets such a path: "built/" or "built/shard-00000.h5". A folder that is not ours is not entered.
     """
     return _sweep(folder, "", is_ours, folder.stat().st_dev, remove=False)
 
@@ -168,8 +167,8 @@ def remove_folder(
 ) -> list[str]:
     """Remove a marked folder; entries that are not ours stay, and with them the folder and its mark.
 
-    The folder is no link, and must still carry `mark`. What is in `keep` stays too. Returns what was left because it
-    is not ours.
+    The folder must be no link, and still have `mark`. Entries of `keep` stay too. Returns the entries that were left
+    because they are not ours.
     """
     if folder.is_symlink() or read_mark(folder, mark.kind) != mark:
         raise refused(folder, "its mark is gone")
@@ -179,7 +178,7 @@ def remove_folder(
 
     left = _sweep(folder, "", may_go, folder.stat().st_dev, remove=True)
     if not left:
-        # The mark goes last, so that what a kill leaves is still known as ours.
+        # The mark is removed last, so that after a kill the rest is still known as ours.
         (folder / MARK_NAME).unlink(missing_ok=True)
         folder.rmdir()
     return [name for name in left if name not in keep]
@@ -188,7 +187,7 @@ def remove_folder(
 def _sweep(
     here: Path, inside: str, is_ours: Callable[[str], bool], device: int, *, remove: bool
 ) -> list[str]:
-    """Return what is not ours below `here`; with `remove`, remove all else."""
+    """Return the entries below `here` that are not ours; with `remove`, remove all others."""
     left: list[str] = []
     with os.scandir(here) as found:
         entries = sorted(found, key=lambda entry: entry.name)
@@ -226,7 +225,7 @@ def remove_file(path: Path, is_ours: IsOurs) -> bool:
 
 
 def remove_empty_folder(folder: Path) -> None:
-    """Remove a folder that has nothing in it; one that has raises."""
+    """Remove an empty folder; raise OSError if it is not empty."""
     folder.rmdir()
 
 
@@ -238,7 +237,7 @@ def empty_file(descriptor: int, size: int = 0) -> None:
 def open_own_file(path: Path, flags: int, is_ours: Callable[[int], bool], what: str) -> int:
     """Open a file that stoker alone writes, such as a lock; make it where it is missing, and refuse a link.
 
-    `flags` are as for `os.open`, without O_TRUNC. `is_ours` is given the descriptor of a file that is not empty:
+    `flags` are as for `os.open`, without O_TRUNC. `is_ours` gets the descriptor of a file that is not empty, and says
     whether stoker wrote it. `what` names it in messages ("the lock of the run").
     """
     extra = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_CREAT | os.O_NONBLOCK
@@ -259,7 +258,7 @@ def open_own_file(path: Path, flags: int, is_ours: Callable[[int], bool], what: 
 
 
 def has_signature(path: Path) -> bool:
-    """Whether a file says, in its first or last 256 KiB, that stoker wrote it."""
+    """Return whether the first or last 256 KiB of a file hold `SIGNATURE`."""
     with path.open("rb") as file:
         head = file.read(_SIGNED_BYTES)
         file.seek(max(0, file.seek(0, os.SEEK_END) - _SIGNED_BYTES))
@@ -267,7 +266,7 @@ def has_signature(path: Path) -> bool:
 
 
 def free_name(path: Path) -> Path:
-    """Return a name beside `path` that nothing has yet: `page-2.html` for `page.html`."""
+    """Return a free name beside `path`: `page-2.html` for `page.html`."""
     numbered = (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in itertools.count(2))
     return next(name for name in numbered if not os.path.lexists(name))
 
@@ -315,10 +314,10 @@ def check_output(
 
 @contextlib.contextmanager
 def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]:
-    """Lend the name of a temporary file beside `path`; when the block ends well, it becomes `path`.
+    """Yield the name of a temporary file beside `path`; if the block succeeds, it becomes `path`.
 
     Blocks until the bytes are on the disk. When the block fails, or the process is killed, `path` is as
-    it was before. What may not be replaced is refused by `check_output`.
+    it was before. `check_output` refuses a `path` that may not be replaced.
     """
     target = check_output(path, is_ours=is_ours)
     with _temporary_beside(target) as temporary:
@@ -329,7 +328,7 @@ def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]
         except StokerError:
             raise
         except OSError as error:
-            # A failed write does not say where, and nobody knows the temporary name.
+            # A failed write names no file, or the temporary one, which the user does not know.
             if error.filename in (None, str(temporary)):
                 error.filename = str(path)
             raise
@@ -342,8 +341,8 @@ def writing(path: str | Path, is_ours: IsOurs = has_signature) -> Iterator[Path]
 
 
 def rename_over(file: Path, target: Path, is_ours: IsOurs) -> None:
-    """Give a whole file of ours its name, in the place of an older one that is ours."""
-    check_output(target, is_ours=is_ours)  # somebody else may have made it meanwhile
+    """Rename a complete file of ours to `target`, replacing an older file that is ours."""
+    check_output(target, is_ours=is_ours)  # another program may have made it meanwhile
     file.replace(target)
     fsync(target.parent)
 
@@ -375,14 +374,14 @@ def never(path: Path) -> bool:  # noqa: ARG001
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `writing` gives such names: `.NAME.TOKEN.tmp`."""
+    """Return whether a name has the form that `writing` uses: `.NAME.TOKEN.tmp`."""
     return re.fullmatch(r"\..*\.[0-9a-f]{8}\.tmp", name, re.DOTALL) is not None
 
 
 def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: True) -> None:
-    """Remove what killed writers left in `folder`; the caller knows that no writer is at work.
+    """Remove the files that killed writers left in `folder`; the caller knows that no writer is active.
 
-    `belongs` is given the name that the temporary file would have got.
+    `belongs` gets the final name of the temporary file.
     """
     for path in folder.glob(".*.tmp"):
         if is_temporary(path.name) and belongs(path.name[1:].rsplit(".", 2)[0]):
@@ -392,7 +391,7 @@ def remove_temporaries(folder: Path, belongs: Callable[[str], bool] = lambda _: 
 
 @contextlib.contextmanager
 def _temporary_beside(target: Path) -> Iterator[Path]:
-    """Lend a name beside `target` that nothing has; what has it afterwards is removed."""
+    """Yield a free name beside `target`; a file that still has it afterwards is removed."""
     token = secrets.token_hex(4)
     name = target.name
     while len(os.fsencode(name)) > 200:  # a name may have 255 bytes
@@ -446,12 +445,12 @@ _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the kernel or the disk cannot."""
+    """Exchange two folders in one step; return False where the kernel or the disk cannot."""
     return _renameat2(one, other, _EXCHANGE)
 
 
 def move_folder(folder: Path, target: Path) -> None:
-    """Give a folder a name that nothing has, or that an empty folder has."""
+    """Rename a folder to a free name, or over an empty folder."""
     if not target.is_dir() and _renameat2(folder, target, _NOREPLACE):
         return
     folder.rename(target)  # over an empty folder; one that is not empty raises
@@ -486,7 +485,7 @@ def is_mount_point(path: Path) -> bool:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "stoker-") -> Iterator[Path]:
-    """Lend a folder that is gone afterwards, also when this process is killed."""
+    """Yield a temporary folder that is removed afterwards, also when this process is killed."""
     mark = Mark(_TEMPORARY, secrets.token_hex(16))
     folder = Path(tempfile.gettempdir(), f"{prefix}{secrets.token_hex(6)}").absolute()
     lifetime.remember(folder, mark.id)
@@ -501,7 +500,7 @@ def temporary_folder(prefix: str = "stoker-") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def unnamed_file(folder: Path) -> Iterator[IO[bytes]]:
-    """Lend a file in `folder` without a name, where the disk has such; gone when it is closed."""
+    """Yield a file in `folder`, without a name where the disk supports that; it is gone when it is closed."""
     with tempfile.TemporaryFile(dir=folder, prefix=".stoker-") as file:
         yield file
 
@@ -521,10 +520,10 @@ def remove_leftover(path: str, mark_id: str) -> None:
 
 
 def _remove_multiprocessing_folder(note: Path) -> None:
-    """Remove the folder that a process noted for Python's multiprocessing and was killed before it removed.
+    """Remove the folder of Python's multiprocessing whose path a killed process left in the file `note`.
 
-    The note lies in a folder of ours, and only processes that we started write there. The folder is left alone
-    where its name or owner is not what multiprocessing makes, or where one of its sockets is still in use.
+    The note lies in a folder of ours, and only processes that we started write there. The folder stays if its name
+    or owner is not that of a folder of multiprocessing, or if one of its sockets is still in use.
     """
     with contextlib.suppress(OSError, ValueError):
         folder = Path(os.fsdecode(note.read_bytes()))

@@ -1,11 +1,11 @@
-"""Sinks: progress for people, the run log for everything that reads a run afterwards.
+"""Sinks: progress for users, and the run log for programs that read a run afterwards.
 
 Enters: stages and counts, or events with their values. Leaves: calls on a `Progress`; a JSONL file with
 one object per line (`time`, `step`, `epoch`, `event`, `values`), and TensorBoard scalars where asked.
 Costs one `write` per line, about 30 µs. Imports nothing above `errors` and `units`, and no torch.
 
-The log is whole up to its last line whatever happens: a line is one `write` of an append-only file, a
-line torn by a crash is left out by the reader and cut off when the log is opened again.
+The log is always complete up to its last line: a line is one `write` of an append-only file. A line torn by
+a crash is skipped by the reader and cut off when the log is opened again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Progress(Protocol):
         """Begin a stage of `total` `unit`s (None when unknown)."""
 
     def advance(self, count: int = 1) -> None:
-        """`count` more units are done."""
+        """Report that `count` more units are done."""
 
     def say(self, line: str) -> None:
-        """A line for the user that is not progress."""
+        """Show the user a line that is not progress."""
 
 
 class Silent:
@@ -63,7 +63,7 @@ class ScalarWriter(Protocol):
     """The part of TensorBoard's SummaryWriter that the run log uses."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Take one point of one curve."""
+        """Add one point to the curve `tag`."""
 
     def flush(self) -> None:
         """Write pending scalars."""
@@ -76,7 +76,7 @@ class ScalarWriter(Protocol):
 class LogLine:
     """One event of a run."""
 
-    time: float  # seconds since 1970, as the writer's clock said
+    time: float  # seconds since 1970, by the writer's clock
     event: str  # what happened: "epoch", "read", "oom", ...
     step: int | None = None  # optimizer updates done; None where it does not apply
     epoch: int | None = None  # from 0; None where it does not apply
@@ -101,16 +101,16 @@ class Topic(StrEnum):
 
 
 INCIDENTS = frozenset({Topic.MEMORY, Topic.LOSS, Topic.RESUMED})
-"""Topics of notes about something that happened and was dealt with; the others tell a choice."""
+"""Topics of notes about incidents; notes of other topics explain a choice."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """A choice of a run with its reason, or something that happened in it."""
+    """A choice of a run with its reason, or an incident."""
 
-    text: str  # the words for people
-    topic: Topic = Topic.OTHER  # what it is about
-    # its facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of a resumed run
+    text: str  # the text for users
+    topic: Topic = Topic.OTHER  # the subject, by which code decides
+    # facts as plain values: `captured` of a step, `store` of a store, `epoch` and `step` of a resumed run
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ class RunLog:
         plain = _plain(values or {}, event)
         about = {"time": round(self._clock(), 6), "step": step, "epoch": epoch, "event": event}
         text = json_text(about | {"values": plain}, ensure_ascii=False)
-        # File names may hold bytes that are not UTF-8; escaped they are JSON all the same.
+        # File names may hold bytes that are not UTF-8; escaped they are valid JSON.
         line = escaped_json(text).encode() + b"\n"
         if self._file < 0:
             raise InputError(f"the run log {self.path} is closed.", "an open log", "RunLog(path)")
@@ -178,7 +178,7 @@ class RunLog:
         try:
             written = os.write(self._file, line)
             if written != len(line):
-                # A short write is how a nearly full disk answers; the second one says so.
+                # A nearly full disk causes a short write; the second write then raises the error.
                 os.write(self._file, line[written:])
         except OSError as error:
             empty_file(self._file, before)
@@ -236,7 +236,7 @@ def read_run_log(path: str | Path) -> list[LogLine]:
 
 
 def parse_line(line: bytes) -> LogLine | None:
-    """Return the event of one line, its line end included; None when it is torn or no event."""
+    """Return the event of one line with its line end; None if the line is torn or no event."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -255,7 +255,7 @@ def parse_line(line: bytes) -> LogLine | None:
         return None
 
 
-# -- values of a log, whoever wrote it ---------------------------------------------------------------
+# -- values of a log of any version ------------------------------------------------------------------
 
 
 def as_number(value: Any) -> float | None:
@@ -277,14 +277,14 @@ def as_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def as_mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the mappings of a list; none of anything else."""
+    """Return the mappings of a list; an empty list for anything else."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 # -- notes and endings in a log --------------------------------------------------------------------
 
 
-# Logs written before notes had topics hold words only. These are the words of those versions.
+# Notes in logs of older versions have no topic, only a text. These are the texts of those versions.
 _OLD_WORDS: Mapping[str, Topic] = {
     "memory ran out": Topic.MEMORY,
     "remembered from an earlier run": Topic.MEMORY,
@@ -304,7 +304,7 @@ def read_note(line: LogLine) -> Note | None:
     if line.event != "note" or not isinstance(text, str):
         return None
     if topic is not None:
-        # A topic of a newer version is nothing that this one can decide by.
+        # Code of this version cannot decide by a topic of a newer one.
         known = str(topic) in {each.value for each in Topic}
         return Note(text, Topic(topic) if known else Topic.OTHER, values)
     if text.startswith(_OLD_STORE):
@@ -333,7 +333,7 @@ class RunEnd:
 
     @classmethod
     def read(cls, line: LogLine) -> Self | None:
-        """Return the ending that a line tells; None for other events. Older logs have one text for both."""
+        """Return the ending in a line; None for other events. Older logs have ending and error in one text."""
         if line.event != "end":
             return None
         ended, error = str(line.values.get("ended")), str(line.values.get("error") or "")
@@ -343,7 +343,7 @@ class RunEnd:
 
 
 def _begins_with_an_event(file: int) -> bool:
-    """Whether a file is a run log: of another one not even a torn end may be cut off."""
+    """Return whether a file is a run log; any other file must not be changed, not even a torn end."""
     head = os.pread(file, 64, 0)
     return head.startswith(_BEGINNING[: len(head)])
 

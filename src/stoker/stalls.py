@@ -1,11 +1,11 @@
-"""Disks that do not answer: whoever waits long for a file is told which one.
+"""Warns of disks that do not answer: names the file that a thread has been waiting for.
 
 Enters: the file that a thread is about to read. Leaves: nothing; after 30 s without an answer a warning that names the
 file, and again after 5 and 50 minutes. Costs: 1 µs a read, and one thread that looks every 5 s.
 
-Contract: nothing is ended, repeated or skipped: when a network disk comes back, reading goes on. A read counts by its
-time alone. Work (`is_work`) may take long; it counts as waiting only while this process uses less than a hundredth of
-a core. The thread runs from the first `start_watch` to the end of the process; a forked child has none.
+Contract: nothing is ended, repeated or skipped: when a network disk comes back, reading continues. A read is judged by
+its time alone. Work (`is_work`) may take long; it counts as waiting only while this process uses less than a hundredth
+of a core. The thread runs from the first `start_watch` to the end of the process; a forked child has none.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Waiting:
 
 
 _waiting: dict[int, Waiting] = {}
-"""What each thread waits for, the innermost first."""
+"""By thread, the innermost wait; its `outer` is the wait around it."""
 
 
 def find_stalled(now: float, busy_at: float) -> list[tuple[str, float]]:
-    """Return what has been waited for too long, with the seconds; each once, and again after ten times as long.
+    """Return the names of overdue waits with their seconds; each once, and again after ten times as long.
 
     `busy_at` is when this process last used its processors.
     """
@@ -94,7 +94,7 @@ class _Watch:
             thread.join(1.0)
 
     def forget(self) -> None:
-        """After a fork the thread is the parent's, and so are its reads."""
+        """Reset in a forked child: the thread and the waits are the parent's."""
         self._thread = None
         _waiting.clear()
 
@@ -113,7 +113,7 @@ class _Watch:
                 )
 
     def say(self, text: str) -> None:
-        # Where warnings are errors, the thread must live on.
+        # Where warnings are errors, the thread must not end.
         with contextlib.suppress(Exception):
             self._tell(printable(text))
 
@@ -124,13 +124,13 @@ _watch = _Watch()
 def start_watch(tell: Callable[[str], object] | None = None) -> None:
     """Watch this process from now on.
 
-    `tell` is given each text, in the watch's thread; `warnings.warn` until somebody gives one.
+    `tell` gets each text, in the watch's thread; the default is `warnings.warn`.
     """
     _watch.start(tell)
 
 
 def say(text: str) -> None:
-    """Tell the user what is waited for, where whoever waits knows it: it is told as the watch tells it."""
+    """Tell the user about a wait that the caller knows of, in the same way as the watch."""
     _watch.say(text)
 
 

@@ -1,4 +1,4 @@
-"""JSON as the standard has it, written and read: the only module that calls Python's `json`.
+"""Writes and reads JSON as the standard defines it: the only module that calls Python's `json`.
 
 Enters: plain values; bytes or text. Leaves: text that every JSON reader takes; plain values, nested at most
 `MAX_DEPTH` levels. Costs what `json` costs: a second pass over the values only where one is not finite, or
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_DEPTH = 100
-"""Levels that a text may nest. Ours have about ten; code that walks the values needs two frames a level."""
+"""Nesting levels that a text may have. Ours have about ten; code that walks the values needs two frames a level."""
 
 
 def json_text(

@@ -1,10 +1,10 @@
-"""Bytes, shares, seconds, rates and counts: parsing what people type, printing what people read.
+"""Bytes, shares, seconds, rates and counts: parsing typed text, formatting for output.
 
 Enters: text such as "12GB", "75%", "90s". Leaves: plain numbers whose unit is in the name.
 Costs nothing.
 
-One rule for sizes: a GB that somebody types means 2^30 bytes, as on the label of a memory module or a GPU
-("16GB" is 16 GiB), and so does a key that ends in `_gb`. Printed sizes say so: KiB, MiB, GiB. Rates are the
+One rule for sizes: a typed GB means 2^30 bytes, as on the label of a memory module or a GPU
+("16GB" is 16 GiB), and so does a key that ends in `_gb`. Printed sizes use KiB, MiB, GiB. Rates are the
 exception, in powers of ten (GB/s), because disks and buses are sold by them.
 """
 
@@ -57,7 +57,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_memory(text: str, option: str) -> int:
-    """Return the bytes of a machine's memory: "16" is no 16 bytes, but a unit that was forgotten."""
+    """Return bytes of memory; a number below 1 KiB such as "16" is refused, since its unit was forgotten."""
     size = parse_bytes(text)
     if 0 < size < KIB:
         raise InputError(
@@ -87,7 +87,7 @@ def parse_share(text: str | float) -> float:
 def whole_number(
     name: str, value: Any, fix: str = "", least: int | None = None, most: int | None = None
 ) -> int:
-    """Return a whole number of any kind, numpy's too, as Python's own."""
+    """Return an integer of any kind, also numpy's, as Python's int."""
     allowed, fix = "a whole number", fix or f"{name}=8"
     if most is not None:
         allowed += f" from {least} to {most}"
@@ -103,7 +103,7 @@ def whole_number(
 
 
 def usable_count(name: str, value: Any, least: int = 1, example: int = 2) -> int:
-    """Return how many as Python's own number; True and False are none."""
+    """Return a count as Python's int; True and False are refused."""
     fix = f"{name}={example}"
     if isinstance(value, bool):
         raise InputError(f"{name} is {value}.", f"a whole number, {least} or more", fix)
@@ -144,7 +144,7 @@ def format_seconds(seconds: float | None) -> str:
 def local_time(seconds: float) -> datetime:
     """Return a moment, in seconds since 1970, on the clock of this machine.
 
-    In UTC where $TZ says nothing that a clock can show; the year 9999 for moments after it.
+    In UTC where the local time cannot be computed; the year 9999 for later moments.
     """
     try:
         return datetime.fromtimestamp(seconds).astimezone()

@@ -7,7 +7,7 @@ RandAugment) splits the pass in two. The first call for a size builds the tape; 
 wait for the device, so they can be captured in a CUDA graph after one warm-up call.
 
 Draws are a function of (seed, stream, epoch, step) and the row in the batch. The step counts calls; `seek` sets it;
-`state_dict` holds it. `position.py` tells how that holds in DataLoader workers and threads.
+`state_dict` holds it. `position.py` describes DataLoader workers and threads.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Compose(Positioned):
         rows: Tensor,
         batch_size: int,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Do for consecutive batches what a call for each would do, with the same draws, at the cost of one.
+        """Augment consecutive batches at the cost of one call, with the draws of one call per batch.
 
         Args:
             images: As for a call.
@@ -249,7 +249,7 @@ class Compose(Positioned):
             channels: Number of their channels.
             device: Their device.
             num_batches: Number of batches.
-            ids: As for a call, of all batches.
+            ids: As for a call, for all batches.
         """
         for number in (batch, channels, num_batches):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -354,7 +354,7 @@ class Compose(Positioned):
         )
 
     def split_sizing(self) -> tuple[Sizing, Compose] | None:
-        """Return the first op, where it brings pictures of any size to one, and the rest; see `sizing.py`."""
+        """Split off the first op if it resizes pictures of any size to one, else return None; see `sizing.py`."""
         first = self.ops[0] if self.ops else None
         if not isinstance(first, RandomResizedCrop | Resize):
             return None
@@ -375,7 +375,7 @@ class Compose(Positioned):
     ) -> Tensor | tuple[Tensor, Tensor]:
         device = images.device
         if masks is not None and masks.dtype == torch.bool:
-            masks = masks.view(torch.uint8)  # outside of an image they hold the ignore index
+            masks = masks.view(torch.uint8)  # booleans could not hold the ignore index
         flag = None
         if images.is_floating_point() or rows is not None:
             key = (device, threading.get_ident())
@@ -516,12 +516,12 @@ def choose_backend(
 
     Args:
         asked: "auto", "torch" or "fused".
-        device: Of the images.
-        dtype: Of the images.
-        program: What is to be done.
+        device: Device of the images.
+        dtype: Dtype of the images.
+        program: The work to do.
 
     Raises:
-        InputError: "fused" was asked for and cannot do this.
+        InputError: "fused" was asked for and cannot do this work.
     """
     if asked == "torch":
         return TorchBackend(), "torch: it was asked for"

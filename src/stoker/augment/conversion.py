@@ -50,7 +50,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class _Made:
-    """An op and what to say of it; `op` None drops the transform."""
+    """An op and its note for the user; `op` None drops the transform."""
 
     op: Op | None
     note: str = ""
@@ -95,7 +95,7 @@ def convert(transforms: Any) -> tuple[list[Op], tuple[Converted, ...]]:
 def _in_order(
     made: Sequence[tuple[Any, _Made, How]], dtype: ops.ToDtype | None
 ) -> tuple[list[Op], tuple[Converted, ...]]:
-    """Sort by phase, where that passes no function, and say what has moved."""
+    """Sort the ops by phase and note which moved; raise if one would pass a function called image by image."""
     placed: list[Op] = []
     told = []
     for transform, found, how in made:
@@ -188,7 +188,7 @@ def _size_of(transform: Any) -> tuple[int, int]:
 
 
 def _smooth(transform: Any) -> str:
-    """Return what to say of the interpolation; nearest and bicubic are not ours."""
+    """Return a note on the interpolation, where it is not bilinear without antialias as ours."""
     mode = str(getattr(transform, "interpolation", "bilinear")).lower()
     aliased = getattr(transform, "antialias", False) not in (False, None)
     told = [] if "bilinear" in mode else [f"bilinear instead of {mode.rpartition('.')[2]}"]

@@ -175,7 +175,7 @@ def span(limits: Range, factor: float = 1.0) -> list[float]:
 
 
 def check_reaches(name: str, value: Any, most: float, fix: str) -> Range:
-    """Return two numbers from 0 to `most`, one per axis, in any order of size."""
+    """Return two numbers from 0 to `most`, for x and for y; either may be the larger."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise InputError(f"{name} is {value!r}.", "two numbers, for x and for y", fix)
     across, down = (check_number(name, item, 0.0, most, fix) for item in value)
@@ -191,7 +191,7 @@ def centre_of(size: Size) -> list[float]:
 
 
 class Applies(Protocol):
-    """A `Compose`, as an op that is used alone knows it."""
+    """The part of a `Compose` that an op needs when it is used alone."""
 
     def apply(self, image: torch.Tensor, /) -> torch.Tensor:
         """Draw for one image, and return it as float."""
@@ -203,7 +203,7 @@ class Op:
 
     Attributes:
         phase: When it is applied.
-        opcode: Its row on the tape; None for an op that draws nothing.
+        opcode: Kind of its row on the tape; None for an op that draws nothing.
         is_fixed: Whether it is not random, and so is kept for validation.
         composed_by: `Compose`, for an op that is applied alone. `compose.py`, which imports this module, sets it.
     """
@@ -234,7 +234,7 @@ class Op:
         return cast(float, getattr(self, "p", 1.0))
 
     def out_size(self, size: Size, /) -> Size:
-        """Return (height, width) of what leaves for an image of `size`."""
+        """Return (height, width) of the result for an image of `size`."""
         return size
 
     def numbers(self, size: Size, /) -> list[float]:

@@ -54,7 +54,7 @@ def draw_table(
         counter: int64 `[seed, epoch, step, stream]`; changed in place.
         batch: Number of samples of one batch.
         num_batches: Number of batches.
-        ids: int64, the number of each image of all batches, for ops that know images from epoch to epoch.
+        ids: int64, the number of each image of all batches, for ops that depend on the image and the epoch.
         staged: float32 `(num_batches * batch, rows, 8)`; receives the uniforms of stages.
 
     Returns:
@@ -107,7 +107,7 @@ def fill_table(
         table: The table to fill.
         rows: The tape.
         drawn: Uniforms `(batch, num_ops, 8)`.
-        flips: By row of FLIP_BY_ID, which samples it flips.
+        flips: Index of each FLIP_BY_ID row -> bool `(batch,)`, the samples that it flips.
         staged: Receives the uniforms of stages.
     """
     matrix: torch.Tensor | None = None
@@ -145,7 +145,7 @@ Uniforms = Sequence[torch.Tensor]
 
 
 def _affine(a: Row, u: Uniforms, _gate: torch.Tensor) -> Entries:
-    """Invert, in turn: the shift, the rotation and the scale, the shear along y, the shear along x."""
+    """Return the inverse matrix: undo the shift, then rotation and scale, the shear along y, the shear along x."""
     angle = _within(a, 2, u[1])
     cosine, sine = torch.cos(angle), torch.sin(angle)
     # Snapped to 0 near 0, so that quarter turns move whole pixels.
@@ -162,7 +162,7 @@ def _affine(a: Row, u: Uniforms, _gate: torch.Tensor) -> Entries:
 
 
 def _resized_crop(a: Row, u: Uniforms, gate: torch.Tensor) -> Entries:
-    """Map the corners of the drawn rectangle to those of the result; not applied, take the whole image."""
+    """Map the corners of the drawn rectangle to those of the result; where `gate` is False, the whole image's."""
     width, height, out_width, out_height = a[:4]
     area = _within(a, 4, u[1])
     shape = torch.exp(_within(a, 6, u[2]))
@@ -226,7 +226,7 @@ def _tangent(angle: torch.Tensor) -> torch.Tensor:
 
 
 def _side(square: torch.Tensor, most: float) -> torch.Tensor:
-    """Return the nearest whole root of `square`, from 1 to `most`."""
+    """Return the square root of `square`, rounded to a whole number from 1 to `most`."""
     return torch.floor(torch.sqrt(square) + 0.5).clamp(1.0, most)
 
 

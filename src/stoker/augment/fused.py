@@ -4,7 +4,7 @@ Enters: what the torch backend takes (`stoker.augment.reference`), on a CUDA dev
 result to 1e-5 in float32 and one unit in the last place in half types. Costs: one launch to draw and
 one to apply, one more (two for kernels above 5 taps) for a blur, one more for contrast's mean beside a
 blur or in images of more tiles than `choose_held` allows; the result is the only allocation that grows
-with the batch, but for a blur's float32 image. No host
+with the batch, except for a blur's float32 image. No host
 synchronisation; all of it can be captured in a CUDA graph after one call outside of it.
 
 A pixel of three resampled channels takes about 130 instructions (counted in the code for sm_90), of
@@ -189,7 +189,7 @@ def _held_kernel() -> Any:
 
 
 class Turns:
-    """Keeps launches whose programs wait for each other from filling a GPU: `MOST_WAITING` streams at once, no more.
+    """Limits launches whose programs wait for each other to `MOST_WAITING` streams: more could fill a GPU and hang.
 
     A process with more streams, such as one with a thread for each of eight loaders, launches one after the other. A
     captured launch takes no turn, since a capture may not wait for other streams; a graph is replayed in one.
@@ -269,7 +269,7 @@ class _Plan:
     program: Program  # plans are found by its id: a reference keeps the id from being reused
     augment: _Launch
     sum_gray: _Launch | None
-    held: _Launch | None  # instead of both
+    held: _Launch | None  # replaces both
     num_partials: int  # per sample
     blurs: tuple[_Launch, ...]
 
@@ -540,7 +540,7 @@ def _plan_blurs(work: _Work, wide: bool) -> tuple[_Launch, ...]:
 
 
 def _norm(program: Program) -> tuple[float, ...] | None:
-    """Return mean and 1 / std of every channel, one after the other."""
+    """Return mean and 1 / std of every channel, in turn."""
     if program.mean is None or program.std is None:
         return None
     pairs = zip(program.mean, program.std, strict=True)

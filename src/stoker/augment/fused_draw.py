@@ -1,11 +1,11 @@
-"""The Triton kernel that draws, and nothing else.
+"""The Triton kernel that draws the parameters of each sample.
 
 Enters: the tape, the counter `[seed, epoch, step, stream]`, a batch size. Leaves: the parameter
 table; the counter's step is one higher. Costs: one launch, where the torch backend (`stoker.augment.draw`) takes
 some 150 small kernels. Importing this module needs triton.
 
 The numbers are those of `stoker.augment.draw`, in its order of operations: the uniforms bit for bit,
-the table but for the last bits of sine, cosine and exponential. `numbers` points at `a0` of an op.
+the table except for the last bits of sine, cosine and exponential. `numbers` points at `a0` of an op's row on the tape.
 """
 
 # Triton's language is typed by Triton: annotations other than constexpr have no meaning in it.
@@ -44,7 +44,7 @@ def _unit(word):
 
 @triton.jit
 def _side(square, most):
-    """Return the nearest whole root of `square`, from 1 to `most`."""
+    """Return the square root of `square`, rounded to a whole number from 1 to `most`."""
     side = tl.floor(tl.sqrt_rn(square) + 0.5)
     return tl.minimum(tl.maximum(side, 1.0), most)
 
@@ -62,7 +62,7 @@ def _snap(number):
 
 @triton.jit
 def _affine(numbers, u1, u2, u3, u4, u5, u6):
-    """Invert, in turn: the shift, the rotation and the scale, the shear along y, the shear along x."""
+    """Return the inverse matrix: undo the shift, then rotation and scale, the shear along y, the shear along x."""
     angle = _within(numbers, 2, u1)
     cosine, sine = _snap(tl.cos(angle)), _snap(tl.sin(angle))
     cx, cy = tl.load(numbers), tl.load(numbers + 1)
@@ -90,7 +90,7 @@ def _stretch(side, start, out_side):
 
 @triton.jit
 def _resized_crop(numbers, gate, u1, u2, u3, u4):
-    """Map the corners of the drawn rectangle to those of the result; not applied, take the whole image."""
+    """Map the corners of the drawn rectangle to those of the result; where `gate` is False, the whole image's."""
     width, height = tl.load(numbers), tl.load(numbers + 1)
     proportion = tl.load(numbers + 8)
     area = _within(numbers, 4, u1)
@@ -141,8 +141,8 @@ def draw(
     """Draw the table of each batch. Grid: (batches, programs of a batch, 1); a lane is a sample.
 
     With `COUNT` there is one program, which also counts its step: the counter is read by all programs and then
-    written, so two of them would race. `ids` and `staged` may be None: the numbers of the images, and
-    `(num_batches * batch, num_staged, 8)` for the uniforms of stages.
+    written, so two of them would race. `ids` has the number of each image. `staged`, of shape
+    `(num_batches * batch, num_staged, 8)`, receives the uniforms of stages. Both may be None.
     """
     seed = tl.load(counter)
     epoch = tl.load(counter + 1).to(tl.uint32)
@@ -237,6 +237,6 @@ def draw(
         tl.store(p + 14, y1, mask=keep)
         tl.store(p + 15, zero, mask=keep)
     if COUNT:
-        # Every warp reads the counter itself, and must do so before it is written.
+        # Every warp must have read the counter before one of them writes it.
         tl.debug_barrier()
         tl.store(counter + 2, step + 1)

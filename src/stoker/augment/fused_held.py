@@ -3,7 +3,7 @@
 Enters and leaves: as `fused_kernels.augment`, whose helpers it uses. Costs: every pixel is resampled once, where
 `sum_gray` and `augment` do it twice; 48 registers of a thread hold 16 pixels of three channels.
 
-A program resamples its tile, leaves the sum of its gray, and waits until all programs of its image have. They must be
+A program resamples its tile, stores the sum of its gray, and waits until all programs of its image have. They must be
 on the GPU together: programs start in the order of their numbers, so they are wherever one image has fewer tiles than
 the GPU has room for, and `fused.choose_held` asks for four times that room.
 """
@@ -43,9 +43,9 @@ ARRIVED = tl.constexpr((1 << 16) - 1)
 
 @triton.jit
 def _meet(counter, num_tiles):
-    """Return when every program of the image was here.
+    """Wait until every program of the image has arrived.
 
-    The counter has those that came in its lower half, those that left in its upper one; the last sets it to 0.
+    The lower 16 bits of the counter count arrivals, the upper 16 departures; the last program resets it to 0.
     """
     seen = tl.atomic_add(counter, 1, sem="acq_rel") + 1
     while (seen & ARRIVED) < num_tiles:

@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused backend that touch pixels, and nothing else.
+"""The Triton kernels of the fused backend that touch pixels.
 
 Enters: pointers, sizes, strides, and choices fixed at compile time (capitals). Leaves: results
 written through the pointers. Costs: see `stoker.augment.fused`, which launches them; importing this
@@ -6,7 +6,7 @@ module needs triton.
 
 Axes: b sample, c channel, y and x pixel. A *tile* is the pixels of one program; it is worked
 through in *steps* of `STEP_Y x STEP_X` pixels, so that a thread holds the taps of one or two pixels
-at a time, and what is paid per program (matrix, factors, the mean) is paid once per tile.
+at a time, and the cost per program (matrix, factors, the mean) occurs once per tile.
 
 Three rules keep the result equal to the torch reference. Coordinates are rounded after every
 multiplication and addition (the launcher turns contraction off); all else may use `tl.fma`, which
@@ -98,7 +98,7 @@ def _tap(p, keep, MODE: tl.constexpr):
 def _between(first, second, f, BYTES: tl.constexpr):
     """Return the value a fraction `f` of the way; exactly `first` where f is 0."""
     if BYTES:
-        # Differences of the biased bytes are exact, so the bias goes for nothing.
+        # Differences of the biased bytes are exact, so the bias cancels.
         return tl.fma(second - first, f, first - TWO_TO_23)
     else:
         return tl.fma(second, f, first * (1.0 - f))
@@ -205,8 +205,8 @@ def _locate(matrix, x, y):
 def _source(rows, sample, num_images):
     """Return the image of a sample, 1 (NaN for a row that does not exist), and whether it exists.
 
-    A row that does not reads another one instead of foreign memory, and its result is NaN all over:
-    the host cannot look at rows without waiting for the device.
+    For a missing row another one is read instead of foreign memory, and the result is all NaN:
+    the host cannot check rows without waiting for the device.
     """
     source = sample
     unit = 1.0
@@ -529,7 +529,7 @@ def augment(
     HINT: tl.constexpr, BLOCK_Y: tl.constexpr, BLOCK_X: tl.constexpr, STEP_Y: tl.constexpr,
     STEP_X: tl.constexpr,
 ):  # fmt: skip
-    """Do everything up to the blur, and what follows it for samples that are not blurred.
+    """Do everything up to the blur; for samples that are not blurred, also all that follows it.
 
     Grid: (tiles across, tiles down, samples). With `BLUR` the coloured image of samples to be
     blurred goes to `spare`, float32 and planar, and `blur` does the rest. `CHECK` looks at every

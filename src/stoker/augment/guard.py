@@ -34,9 +34,9 @@ def note_faults(values: Tensor, faults: Tensor) -> None:
 def find_missing(
     rows: Tensor | None, num_images: int, faults: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return rows clamped to those that exist, and bool `(B,)`, the missing ones; set the fault bit.
+    """Return rows clamped to those that exist, and bool `(B,)`, which were missing; set the fault bit.
 
-    The second is None if no row is missing and that is known without waiting, on a CPU.
+    The second is None on a CPU if no row is missing; on a GPU, finding that out would wait for the device.
     """
     if rows is None:
         return None, None
@@ -155,7 +155,7 @@ def check_images(images: object) -> Tensor:
 
 
 def _as_batch(shape: Sequence[int]) -> str:
-    """Return how to make a batch of images of what has another number of axes."""
+    """Return the expression that makes a batch of images of a tensor with another number of axes."""
     if len(shape) == 3 and shape[0] in (1, 3, 4):
         return "images.unsqueeze(0)"
     if len(shape) == 3 and shape[2] in (1, 3, 4):

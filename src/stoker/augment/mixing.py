@@ -28,7 +28,7 @@ _MOST_STREAMS = 0x2000
 
 
 class _Mixer(Positioned):
-    """Base of both: arguments, position, the drawn share, and the checks of images and targets."""
+    """Base of `MixUp` and `CutMix`: arguments, position, the drawn share, checks of images and targets."""
 
     _first_stream: int
 
@@ -101,7 +101,7 @@ class _Mixer(Positioned):
                 f"whole numbers ({batch},), or shares ({batch}, {self.num_classes})",
                 "one class per image: masks cannot be mixed this way",
             )
-        # On a GPU reading labels waits for the device, so only those of the first call are read.
+        # Reading labels waits for a GPU, so there only those of the first call are read.
         capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
         if targets.device.type == "cpu" or not (self._looked or capturing):
             self._looked = True

@@ -31,11 +31,11 @@ from stoker.augment.philox import FIELDS, check_counter, make_counter
 from stoker.errors import InputError
 
 _MIXED = "worker"
-"""Key of a state whose seed was hashed with a worker's: it is loaded as it is."""
+"""Key in a state saved in a worker: its seed is already hashed, and is loaded unchanged."""
 
 
 class _Process:
-    """This process: a random name, and whether another process made it as a copy of itself."""
+    """This process: a random name, and whether it was forked."""
 
     name = os.urandom(16)
     forked = False
@@ -164,7 +164,7 @@ class Position:
             held.copy_(counter, non_blocking=True)
 
     def _adopt(self, *, is_told: bool = False) -> None:
-        """Make the object this process's own; `is_told` if a position is about to be set."""
+        """Bind the object to this process; `is_told` if the caller sets a position next."""
         with _Process.adopting:
             if self._used_in is _Process.name:
                 return
@@ -226,7 +226,7 @@ class Positioned:
 
     @property
     def num_draws(self) -> int:
-        """Changes with every draw and every move of the position, so that a loader notices those of others."""
+        """Number of draws and moves of the position; by it a loader notices draws that it did not make."""
         return self._position.num_draws
 
     def seek(self, epoch: int, step: int = 0) -> None:

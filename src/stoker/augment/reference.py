@@ -2,8 +2,8 @@
 
 Enters: images `(N, C, H, W)` uint8 or float, masks, the table of `stoker.augment.draw`, the program.
 Leaves: new images and masks; boxes and keypoints by the same matrix. Costs: 0.6 of Kornia's time on a
-CPU for flip, rotation, colour and normalisation; beside the result, some six times a slice of the batch
-(100 MB on a CPU); no host synchronisation.
+CPU for flip, rotation, colour and normalisation; memory for the result and about six times a slice of the
+batch (100 MB on a CPU); no host synchronisation.
 
 This file defines what every op computes. Values are float32 in [0, 1] (float64 for float64 images):
 a uint8 v is v * (1/255). Geometry is one resample of the composed matrix:
@@ -12,7 +12,7 @@ a uint8 v is v * (1/255). Geometry is one resample of the composed matrix:
     top = v00*(1-fx) + v01*fx, bottom likewise, v = top*(1-fy) + bottom*fy; taps outside are 0
     masks take the pixel floor(s + 0.5); outside is the ignore index
 
-uint8 is interpolated first and scaled then. Colour follows, where its factor is not "untouched":
+uint8 is interpolated first, then scaled. Colour follows, where its factor is not "untouched":
 brightness clamp(v*b), contrast clamp(c*v + (1-c)*mean of grey), saturation clamp(s*v + (1-s)*grey),
 hue; then blur, erase, (v - mean) * (1/std), dtype. An untouched factor leaves every bit as it was.
 """
@@ -31,7 +31,7 @@ from stoker.augment.draw import BRIGHTNESS, CONTRAST, ERASE_X0, HUE, SATURATION,
 from stoker.augment.guard import find_missing, note_faults
 
 GREY = (0.299, 0.587, 0.114)
-# Of the float32 values; the intermediates of a slice are about six times that.
+# Limit of a slice's float32 values; its intermediates take about six times as much.
 CPU_SLICE_BYTES = 16 << 20
 GPU_SLICE_BYTES = 128 << 20
 
@@ -70,12 +70,12 @@ class TorchBackend:
         Args:
             images: `(N, C, H, W)`, any strides.
             masks: `(N, H, W)` or `(N, 1, H, W)` of an integer dtype, or None.
-            rows: int64 `(B,)` into N, or None where N == B. One that does not exist gives NaN, and
+            rows: int64 `(B,)` into N, or None where N == B. A row that does not exist gives NaN, and
                 the ignore index in masks.
             table: float32 `(B, 16)`.
             program: Made for this size and these channels.
-            faults: int32 `(1,)`; bits are set where values are not images or rows do not exist.
-                None skips the look.
+            faults: int32 `(1,)`; bits are set where values are no valid image or rows do not exist.
+                None skips the check.
         """
         shape = (table.shape[0], program.channels, *program.out_size)
         layout = torch.channels_last if program.channels_last else torch.contiguous_format
@@ -359,7 +359,7 @@ def move_points(points: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def move_keypoints(keypoints: Tensor, table: Tensor, program: Program) -> tuple[Tensor, Tensor]:
-    """Return keypoints `(B, N, 2)` after the geometry, and bool `(B, N)`: on a pixel of the result."""
+    """Return keypoints `(B, N, 2)` after the geometry, and bool `(B, N)`: whether they lie on the result."""
     height, width = program.out_size
     if not program.geometry:
         moved, solvable = keypoints.double(), torch.ones_like(keypoints[..., 0], dtype=torch.bool)
@@ -371,7 +371,7 @@ def move_keypoints(keypoints: Tensor, table: Tensor, program: Program) -> tuple[
 
 
 def move_boxes(boxes: Tensor, table: Tensor, program: Program) -> tuple[Tensor, Tensor]:
-    """Return boxes `(B, N, 4)` around the moved corners, cut at the border, and whether any is left.
+    """Return boxes `(B, N, 4)` around the moved corners, cut at the border, and whether any area is left.
 
     Boxes are x0 y0 x1 y1 in pixel edges: pixel i spans i to i + 1, so a flip maps x to width - x.
     """

@@ -57,7 +57,7 @@ def colour_mask(classes: Classes, ignore_index: int) -> Pixels:
 
 
 def class_colour(number: int) -> tuple[int, int, int]:
-    """Return the colour of a class; it depends on nothing else."""
+    """Return the colour of a class, the same in every sheet."""
     if number < len(_FIRST):
         return _FIRST[number]
     light = 0.55 + 0.35 * ((number * 7) % 3) / 2

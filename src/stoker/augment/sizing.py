@@ -1,4 +1,4 @@
-"""Pictures of different sizes brought to one: the first op of a `Compose`, drawn on the host, done in one resample.
+"""Resizes pictures of different sizes to one size: the first op of a `Compose`, drawn on the host, in one resample.
 
 Enters: decoded pictures, each of its own size, and a `RandomResizedCrop` or `Resize`. Leaves: uint8
 `(batch, channels, height, width)`, and masks. Costs: one resample for each picture: 1.0 ms on an ARM core for 224 x 224
@@ -29,14 +29,14 @@ from stoker.augment.philox import make_counter, uniforms
 from stoker.store.fields import Array
 
 _TOGETHER = 4  # taps in a row that the kernel reads
-_COLUMNS, _ROWS = 128, 8  # of the result, that one program of the kernel writes
+_COLUMNS, _ROWS = 128, 8  # pixels of the result that one program of the kernel writes
 
 
 class Sizing:
     """Draws the rectangle of each picture.
 
     Attributes:
-        size: (height, width) of what leaves.
+        size: (height, width) of the result.
     """
 
     def __init__(self, op: RandomResizedCrop | Resize, seed: int, stream: int) -> None:
@@ -53,7 +53,7 @@ class Sizing:
 
         Args:
             sizes: `(batch, 2)`: height and width of each picture.
-            epoch: Of the batch.
+            epoch: Epoch of the batch.
             step: Number of the batch in its epoch.
         """
         drawn = uniforms(make_counter(self._seed, epoch, step, self._stream), len(sizes), 1)
@@ -113,9 +113,9 @@ class Sizing:
     def resize_block(
         self, memory: torch.Tensor, starts: Array, sizes: Array, boxes: Array, channels: int
     ) -> torch.Tensor | None:
-        """Return what `resize_tensors` returns, of pictures that lie in one piece of memory; None where it cannot.
+        """Do as `resize_tensors`, for pictures in one piece of GPU memory; return None without a GPU and Triton.
 
-        On a GPU with Triton, without a tensor for each picture: the interpreter's lock is free for the training loop.
+        It makes no tensor per picture, so that the GIL stays free for the training loop.
 
         Args:
             memory: uint8.

@@ -1,4 +1,4 @@
-"""The Triton kernel that brings pictures of different sizes to one.
+"""The Triton kernel that resizes pictures of different sizes to one size.
 
 Enters: a table of addresses, rectangles and row lengths, one row for each picture. Leaves: uint8 written to the result.
 Costs: see `stoker.augment.sizing`, which launches it and defines the resample. Importing it needs triton.
@@ -19,9 +19,9 @@ _BIAS = tl.constexpr(256.0)  # in levels
 
 @triton.jit
 def _axis(place, side, out_side):
-    """Return the first tap, the tap after the last, how many lie between at most, and the triangle's start and step.
+    """Return the first tap, the tap after the last, the largest number of taps, and the triangle's start and step.
 
-    Its height at tap `first + n` is `1 - |start + step * n|`.
+    The triangle's height at tap `first + n` is `1 - |start + step * n|`.
     """
     shrink = side.to(tl.float32) / out_side
     reach = tl.maximum(shrink, 1.0)
@@ -63,7 +63,7 @@ def resample(
 ):  # fmt: skip
     """Write `BLOCK` columns of `ROWS` rows of one picture, all channels. Grid: (tiles across, tiles down, pictures).
 
-    What is the same in all columns (row, weight, address) is one number for the program. Taps are read in fours that
+    Values equal in all columns (row, weight, address) are scalars. Taps are read in fours that
     lie within the rectangle, without a check of each; `NARROW` is for rectangles of fewer columns, which need it.
     """
     sample = tl.program_id(2).to(tl.int64)

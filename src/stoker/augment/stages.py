@@ -117,7 +117,7 @@ class Function(Stage):
     def run(
         self, images: Tensor, masks: Tensor | None, uniforms: Tensor, _ignore: int, _apply: Apply
     ) -> Pair:
-        """Call the function, and keep the samples that it was not drawn for."""
+        """Call the function for all samples; those whose gate is closed keep their values."""
         gate, u = uniforms[:, 0, 0] < self.p, uniforms[:, 0, 1:]
         if self.phase == Phase.GEOMETRY and masks is not None:
             if self.masks is None:

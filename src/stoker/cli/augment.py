@@ -103,7 +103,7 @@ app.command("pictures", hidden=True, context_settings=PASS_ON)(augment_pictures)
 
 
 def _compose(preset: str | None, config: Path | None, seed: int, ignore_index: int) -> Compose:
-    """Return the augmentation that was asked for, without normalisation: it is to be looked at."""
+    """Return the requested augmentation without normalisation, whose result would not look right."""
     from stoker.augment.presets import PRESETS, make_preset
 
     if config is not None:

@@ -1,7 +1,7 @@
 """`stoker bench memory`: what a library of mass spectra takes in RAM, measured and projected.
 
 Enters: the library. Leaves: the documented lines, or one JSON document. Costs about 20 s. Not listed in
-`stoker --help`: docs/memory.md tells of it. The work is `compat/massspec_memory.py`.
+`stoker --help`: docs/memory.md describes it. The work is `compat/massspec_memory.py`.
 """
 
 from __future__ import annotations

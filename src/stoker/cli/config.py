@@ -56,7 +56,7 @@ def check(file: FileArgument, *, overrides: SetOption = None, as_json: JsonOptio
         raise typer.Exit(as_error(problems).exit_code)
     settings = resolve(config)
     if settings.recipe.name is not None:
-        # Costs the import of torch, and finds what would otherwise end a run at its start.
+        # Costs the import of torch, and finds errors that would otherwise end a run at its start.
         from stoker.recipes.catalogue import choose_recipe
 
         settings = choose_recipe(settings).noted_settings
@@ -94,7 +94,7 @@ def show(
 
 
 def _recipe_defaults(config: Config) -> dict[str, object]:
-    """Return the defaults that the config's recipe has of its own, by every key that asks for them."""
+    """Return the recipe's own defaults, by every key that may write the setting."""
     name = config.written().get("recipe.name")
     if name is None:
         return {}
@@ -164,7 +164,7 @@ def migrate(
         choose_recipe(settings)
     try:
         with new.open("x", encoding="utf-8") as file:
-            if masked(made.text) != made.text:  # a password: for its owner's eyes only
+            if masked(made.text) != made.text:  # it holds a password: only its owner may read it
                 new.chmod(0o600)
             file.write(made.text)
     except OSError as error:

@@ -38,7 +38,7 @@ Stride = Annotated[
 
 
 def split_names(text: str | None) -> tuple[str, ...]:
-    """Return the names of a list by commas."""
+    """Return the names of a comma-separated list."""
     return tuple(text.split(",")) if text else ()
 
 
@@ -66,7 +66,7 @@ class Packing:
 
         given = dict(vars(self))
         if self.on_bad == "stop" and self.bad_budget == type(self).bad_budget:
-            del given["bad_budget"]  # not asked for, and of no effect
+            del given["bad_budget"]  # not given, and without effect
         return PackOptions(**given, repairs=tuple(repairs))
 
 
@@ -100,7 +100,7 @@ class Chosen:
 
 
 def refuse_given(options: object, store: Path) -> None:
-    """Refuse options for raw files beside a store, which holds what they decided when it was packed."""
+    """Refuse options for raw files together with a store: packing has already applied them."""
     for field in fields(options):  # type: ignore[arg-type]
         if getattr(options, field.name) != field.default:
             option = f"--{field.name}"

@@ -128,7 +128,7 @@ def _print_training(console: Console, result: DemoResult) -> None:
 
 
 def _print_examined(console: Console, result: DemoResult) -> None:
-    """Print the doctor's findings, and what it predicted against what stoker gave."""
+    """Print the doctor's findings, and its prediction beside the measured rate."""
     from stoker.demo.story import OURS, USUAL
 
     examined = result.examined

@@ -165,7 +165,7 @@ def doctor(
     from stoker.doctor.job_config import JobConfig
 
     assert config is not None
-    # The profiler's library talks on stderr while it is loaded, unless it is told not to.
+    # Set before the profiler's library is loaded: it would log on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if how.trace is not None:  # costs the import of torch's profiler
         from stoker.doctor.trace import is_trace
@@ -211,7 +211,7 @@ def _examine_job(job: JobConfig, device: str | None, how: Examination, as_json: 
 
 
 def _record(job: JobConfig, device: str | None, steps: int, out: Path) -> Trace:
-    """Train for so many steps under torch's profiler."""
+    """Train for `steps` steps under torch's profiler."""
     from stoker.doctor.trace import Schedule, record
     from stoker.recipes.run import open_run
 
@@ -220,7 +220,7 @@ def _record(job: JobConfig, device: str | None, steps: int, out: Path) -> Trace:
 
 
 def _examine_script(command: list[str], how: Examination) -> int:
-    """Run somebody's script as it is; return the exit code to end with."""
+    """Run a user's script unchanged; return the exit code to end with."""
     from stoker.doctor.scripts import consult_script, suggest_patch, treat_script
 
     attached, found = consult_script(command, steps=how.steps, seconds=how.seconds)
@@ -253,7 +253,7 @@ def _examine_script(command: list[str], how: Examination) -> int:
 
 
 def _stdin_is_used_up() -> bool:
-    """Return whether a second run finds nothing on stdin that the first one has found."""
+    """Return whether the first run has consumed stdin, so that a second one would find it empty."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:

@@ -1,7 +1,7 @@
 """`stoker export CKPT OUT`: a trained model for other programs, or for a CPU.
 
 Enters: a checkpoint of `stoker train`. Leaves: an ONNX graph (`OUT.onnx`) that has been compared with torch,
-or the weights alone (`OUT.safetensors`), which every verb takes in the place of a checkpoint. With `--int8`: a
+or the weights alone (`OUT.safetensors`), which every verb takes instead of a checkpoint. With `--int8`: a
 checkpoint of int8 weights that `stoker predict` takes on a CPU, with size, latency and the recipe's metric before
 and after. Costs: seconds to a minute for a graph; two passes over a split for int8. Needs no network and no account.
 """
@@ -90,7 +90,7 @@ def export(
 def _check_options(
     checkpoint: Path, out: Path, int8: bool, of_graphs: list[str], of_int8: list[str]
 ) -> None:
-    """Refuse options that the kind of file would not use."""
+    """Refuse options that this kind of output file does not use."""
     from stoker.recipes.export.trained import ONNX_SUFFIX
     from stoker.recipes.export.weights_file import SUFFIX
 

@@ -89,7 +89,7 @@ def inspect(
         raise InputError(f"--as is {kind!r}.", "table or bars", "--as table")
     chosen = arrays.selection()
     require_output(html, "--html", [path])
-    # Before the plots and predictions in it are taken for data.
+    # First of all, so that a run's folder is refused: its plots and predictions would be taken for data.
     if (error := run_error(path)) is not None:
         raise error
     name = shown(path)
@@ -140,7 +140,7 @@ def _picture_or_spectrum_source(
     value_range: str | None,
     mol_dir: Path | None,
 ) -> Source | None:
-    """Return the source of pictures or spectra that lie at the path; None for anything else."""
+    """Return the source of pictures or spectra at the path; None for anything else."""
     from stoker.sources import images as pictures
     from stoker.sources.massspec import MassSpecSource, holds_spectra
     from stoker.store.manifest import MANIFEST_NAME
@@ -177,7 +177,7 @@ def _bars_source(
 
 
 def _array_or_table_source(path: Path, table: Source, chosen: Selection) -> Source | None:
-    """Return the source of arrays or of a table; None for a store and for what is opened in place."""
+    """Return the source of arrays or of a table; None for a store or a file that is opened in place."""
     from stoker.sources.arrays import ArraysSource
     from stoker.sources.tables.reading import is_table
     from stoker.store.manifest import MANIFEST_NAME

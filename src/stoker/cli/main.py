@@ -1,4 +1,4 @@
-"""The command `stoker`: its verbs, and what an error ends with.
+"""The command `stoker`: its verbs, and how errors end it.
 
 Importing this file loads typer and nothing heavy: every verb imports what it needs when it runs,
 so that `stoker --help` answers in well under half a second.
@@ -67,7 +67,7 @@ _ORDER = (
 
 
 class _Verbs(TyperGroup):
-    """The verbs in the order in which one meets them; typer alone puts groups such as `pack` last."""
+    """Lists the verbs in the order of use; typer alone puts groups such as `pack` last."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  as click calls it
         """Return the listed verbs, then those that are hidden."""
@@ -138,13 +138,13 @@ def _end_well() -> None:
     """End child processes and remove temporary files with this command."""
 
     def raise_signal(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # it ends already
+        signal.signal(number, signal.SIG_IGN)  # the command is ending already
         raise _EndedBySignal(number)
 
     lifetime.is_command = True
     lifetime.end_forked_children_with_this_process()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores SIGHUP, and that stays so
+        if signal.getsignal(number) == signal.SIG_DFL:  # under `nohup` SIGHUP stays ignored
             signal.signal(number, raise_signal)
 
 
@@ -175,8 +175,8 @@ def run() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):  # newer typers return 130 instead
         code = EXIT_INTERRUPTED
     except SystemExit:
-        # Without its standalone mode typer ends by itself in one case only: the reader of our
-        # output went away. That is not an error, and nobody is left to read one.
+        # Outside of its standalone mode typer exits in one case only: the reader of our output
+        # went away. That is not an error, and nobody is left to read one.
         code = EXIT_DONE
     except Exception as error:  # noqa: BLE001  the last line of defence: report, do not crash
         code = _usage(error, words)
@@ -184,7 +184,7 @@ def run() -> NoReturn:
             known = _known(error)
             code = _our_fault(error) if known is None else _tell(known)
     if code == EXIT_INTERRUPTED:
-        # It ends already: one more Ctrl-C would only change how (Python gives the signal back at its end).
+        # The process is ending: Python restores the signal at its exit, and one more Ctrl-C would change the exit code.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if not _other_rank():
             _complain("interrupted; what was finished is kept")
@@ -196,9 +196,9 @@ def run() -> NoReturn:
 
 
 def _open_missing_streams() -> None:
-    """Put /dev/null where a standard stream is closed: the next file that is opened would take its number.
+    """Open /dev/null for each closed standard stream: the next opened file would take its number.
 
-    What a child prints would then stand in that file.
+    The output of a child process would then go into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -211,7 +211,7 @@ def _open_missing_streams() -> None:
 
 
 def _command_line() -> Callable[..., object]:
-    """Return the whole command; each `--json` in it notes that a document is promised."""
+    """Return the whole command; each of its `--json` options sets `terminal.json_is_promised`."""
     whole = typer.main.get_command(app)
     waiting: list[Any] = [whole]
     while waiting:
@@ -226,7 +226,7 @@ def _command_line() -> Callable[..., object]:
 
 
 def _without_end_of_file(verb: Callable[..., object]) -> Callable[..., object]:
-    """Return `verb` with another error in the place of EOFError, which typer takes for Ctrl-D."""
+    """Return `verb` with RuntimeError instead of EOFError, which typer takes for Ctrl-D."""
 
     @functools.wraps(verb)
     def run_verb(*given: Any, **options: Any) -> object:
@@ -257,13 +257,13 @@ def _flush_output() -> None:
 
 
 def _typed() -> list[str]:
-    """Return the words behind `stoker`; those with passwords come by the environment where we start it."""
+    """Return the words after `stoker`; a stoker process passes words with passwords by the environment."""
     hidden = os.environ.pop(HIDDEN_WORDS, None)
     return sys.argv[1:] if hidden is None else list(parse_json(hidden))
 
 
 def _known(error: Exception) -> StokerError | None:
-    """Return the message for an error caused by the machine or the input; None for a fault of ours."""
+    """Return the message for an error caused by the machine or the input; None for a bug in stoker."""
     for found in with_causes(error):
         known: StokerError | None = None
         if isinstance(found, StokerError):
@@ -288,7 +288,7 @@ def _tell(error: StokerError) -> int:
 
 
 def _usage(error: Exception, typed: list[str]) -> int | None:
-    """Print a mistake in the command's words; None when `error` is something else."""
+    """Print an error in the typed command and return the exit code; None for any other error."""
     if isinstance(error, typer.Exit):
         return int(error.exit_code)
     # Newer typers carry a click of their own, so the base class is found by its name.

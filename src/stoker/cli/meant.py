@@ -1,4 +1,4 @@
-"""What was probably meant by words that no verb takes: the line "Try: ..." behind typer's own message.
+"""Suggests what was probably meant by words that no verb takes: the line "Try: ..." after typer's own message.
 
 Enters: the whole command, typer's error, the words as typed. Leaves: a command or an option to type, or "".
 Costs nothing until a mistake is made; then the paths among the words are looked at.
@@ -48,7 +48,7 @@ def _by_word(words: Mapping[str, str]) -> dict[str, str]:
 
 
 def advise(whole: Any, error: Any, typed: Sequence[str]) -> str:
-    """Return what to type instead of words that a verb does not take; "" where that is not known."""
+    """Return what to type instead of words that a verb does not take; "" if unknown."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     if context is None:
         return ""
@@ -62,7 +62,7 @@ def advise(whole: Any, error: Any, typed: Sequence[str]) -> str:
 
 
 def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> str:
-    """Return the option that was meant, the argument that it is, or the verb that has it."""
+    """Return the option that was meant, the argument in its place, or the verb that has the option."""
     from stoker.config.options import LAYOUTS, SYNONYMS
     from stoker.config.tree import key_schemas
 
@@ -91,7 +91,7 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
 
 
 def _for_words(context: Any, typed: Sequence[str]) -> str:
-    """Return the verb, the kind or the option that was meant by a word that is none."""
+    """Return the verb, the kind or the option that was meant by an unknown word."""
     here = [word for word in typed if _exists(word)]
     depth = len(context.command_path.split())
     if depth == 1:
@@ -154,7 +154,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _as_argument(option: str, typed: Sequence[str]) -> list[str]:
-    """Return the words with the value of an option behind all others, without the option's name."""
+    """Return the words with an option's value moved to the end, as an argument."""
     at = next(at for at, word in enumerate(typed) if word.partition("=")[0] == option)
     _, joined, value = typed[at].partition("=")
     rest = [*typed[:at], *typed[at + (1 if joined else 2) :]]
@@ -162,7 +162,7 @@ def _as_argument(option: str, typed: Sequence[str]) -> list[str]:
 
 
 def _with_option(lacks: str, typed: Sequence[str]) -> str:
-    """Return the command with the option that it lacks before the first file among its words; "" without a file."""
+    """Return the command with the missing option before its first existing file; "" without a file."""
     at = next((at for at, word in enumerate(typed) if _exists(word) and at > 1), 0)
     if not lacks.startswith("--") or not at or typed[at - 1].startswith("-"):
         return ""
@@ -170,7 +170,7 @@ def _with_option(lacks: str, typed: Sequence[str]) -> str:
 
 
 def _verbs(whole: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every verb that is listed, with the words to type for it."""
+    """Yield the words and the command of every listed verb."""
     for name, verb in whole.commands.items():
         if not verb.hidden:
             yield (name,), verb

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     History = Mapping[str, Iterable[float | None]]
 
 _MARKS = {"below": " ↓", "within": " ✓", "above": " ↑"}
-# A GPU that is busier than the target is no trouble; memory and heat are.
+# A GPU that is busier than the target is no problem; too much memory or heat is one.
 _STYLES = {
     ("busy", "below"): "yellow", ("busy", "above"): "cyan", ("memory", "below"): "yellow",
     ("memory", "above"): "bold red", ("temperature", "above"): "bold red",
@@ -97,7 +97,7 @@ def monitor(
 
 
 def _has_begun(run_dir: Path | None, begins_by: float) -> bool:
-    """Whether there is a run to watch, or none is asked for; one that has not begun by then is refused."""
+    """Return whether the run has begun, or none was named; raise if it has not begun by `begins_by`."""
     from stoker.runs.reading import lock_holder, run_folder_of
 
     holder = None if run_dir is None else lock_holder(run_dir)  # the lock comes before the log
@@ -114,7 +114,7 @@ def _has_begun(run_dir: Path | None, begins_by: float) -> bool:
 
 @contextlib.contextmanager
 def _shown(as_json: bool, history: History) -> Iterator[Callable[[Snapshot], None]]:
-    """Give a function that shows a snapshot: a redrawn table on a terminal, else one line each."""
+    """Yield a function that shows a snapshot: a redrawn table on a terminal, else one line each."""
     from rich.live import Live
 
     if as_json:
@@ -223,7 +223,7 @@ def _cells(gpu: GpuReading) -> list[Text]:
 
 
 def _bars(gpu: GpuReading, history: History) -> list[Text]:
-    """Return a GPU's share of time and memory as bars, and the last minute of the first."""
+    """Return a GPU's busy share and memory as bars, and the busy share of the last minute."""
     busy = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
     past = sparkline(history.get(f"busy {gpu.index}", ()), 100.0)
     return [

@@ -26,12 +26,12 @@ _ENTRY = re.compile(r"^    (\w+): (.+(?:\n        .+)*)", re.MULTILINE)
 
 
 def verb(run: Callable[..., None]) -> Callable[..., None]:
-    """Return a function as typer takes it: what its parameters mean is read from its docstring.
+    """Return a function as typer takes it, with help texts for its parameters from its docstring.
 
-    Parameters before `*` are arguments, those behind it options, each called like the parameter unless its annotation
-    has another name. Their help is the entry under "Options:" in the docstring. A parameter of a dataclass type stands
-    for one option per field, whose help is under "Attributes:" of that class; fields of the same name are one option,
-    and all of them get its value.
+    Parameters before `*` are arguments, those after it options. An option is named like its parameter unless its
+    annotation has another name. Their help is the entry under "Options:" in the docstring. A parameter of a dataclass
+    type stands for one option per field, whose help is under "Attributes:" of that class; fields of the same name are
+    one option, and all of them get its value.
     """
     own = inspect.signature(run, eval_str=True).parameters
     about, meanings = _read_docstring(run, "Options:")
@@ -73,7 +73,7 @@ def _read_docstring(described: Any, section: str) -> tuple[str, dict[str, str]]:
 
 
 def _parameter(given: inspect.Parameter, meaning: str | None) -> inspect.Parameter:
-    """Return a parameter as typer takes it: with its kind, its name and what it means."""
+    """Return a parameter as typer takes it: with its kind, its name and its help text."""
     kind, info = given.annotation, None
     if get_origin(kind) is Annotated:
         kind, info = get_args(kind)
@@ -128,7 +128,7 @@ def require_output(
     # whether an existing file may be replaced; by default one with stoker's signature
     is_ours: Callable[[Path], bool] | None = None,
 ) -> None:
-    """Refuse an output that is an input, a folder, in no folder, or somebody else's file."""
+    """Refuse an output that is an input, a folder, in a missing folder, or a file that stoker did not write."""
     if path is None:
         return
     if path.is_dir() or not path.resolve().parent.is_dir():
@@ -139,7 +139,7 @@ def require_output(
             else command("mkdir", "-p", path.parent)
         )
         raise InputError(f"{option}: {given}", "a file in a folder that exists", fix)
-    if not os.access(path.resolve().parent, os.W_OK):  # said now, not after the work
+    if not os.access(path.resolve().parent, os.W_OK):  # refused now, not after the work
         raise InputError(
             f"{option}: {path.parent} cannot be written.",
             "a folder with write permission",

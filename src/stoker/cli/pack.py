@@ -252,7 +252,7 @@ def series(
 
 @dataclass(frozen=True)
 class Library:
-    """A spectrum library, and what becomes of it: keywords of `MassSpecSource`, and the shares of its splits.
+    """A spectrum library and how it is packed: keywords of `MassSpecSource`, and the shares of its splits.
 
     Attributes:
         msp: Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.
@@ -296,7 +296,7 @@ def massspec(
 
 
 def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
-    """The last of the paths is the store, as with `cp`."""
+    """Split off the last path, which is the store, as with `cp`."""
     if len(files) < 2:
         raise InputError(
             f"only {files[0]} was given.",
@@ -351,7 +351,7 @@ def _pack(
 
 
 def _write_page(result: PackResult) -> dict[str, str]:
-    """Draw samples of a store that was just packed into its page; return the facts about them."""
+    """Write the page of samples of a store that was just packed; return the facts about them."""
     from stoker.packing.samples import sample_facts, samples_of, samples_page
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME
@@ -391,7 +391,7 @@ def _facts(result: PackResult) -> dict[str, object]:
 
 
 def print_result(result: PackResult) -> None:
-    """Draw the samples of what a pack made into its page, and print it as a table for people."""
+    """Print the result of a pack as a table; write the page of samples if the store is new."""
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME, REFUSED_NAME
     from stoker.store.reader import open_store

@@ -1,7 +1,7 @@
 """`stoker plan [STORE]`: what would live where, and why; nothing is loaded.
 
-Enters: a store and how much memory there is; what is not said is read from the machine. Leaves: a
-table with bytes and reasons, or one JSON document. Costs about 0.2 s; no data and no torch.
+Enters: a store and amounts of memory; those not given are read from the machine. Leaves: a
+table with bytes and reasons, or one JSON document. Costs about 0.2 s; loads no data and no torch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _model(budget: Budget) -> ModelCost | None:
 
     parameters, activations, optimizer = budget.parameters, budget.activations, budget.optimizer
     if parameters is None:
-        estimate_model(0, optimizer=optimizer)  # a name that is not known is refused all the same
+        estimate_model(0, optimizer=optimizer)  # refuses an unknown name
         if activations is not None:
             raise InputError(
                 "--activations without --parameters.", "both", "--parameters 1.8M --activations 2MB"

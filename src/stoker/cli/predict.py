@@ -1,9 +1,9 @@
-"""`stoker predict CKPT INPUT OUT`: a trained model's answer for every sample of a store or row of raw input.
+"""`stoker predict CKPT INPUT OUT`: a trained model's prediction for every sample of a store or row of raw input.
 
-Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and what there is: a store, or raw
-files like those that the training store was packed from. No targets are needed; where there are some, the answers are
-evaluated. Leaves: a file with the key of each sample or row and its answer. Costs one forward pass per sample, in
-constant memory.
+Enters: a checkpoint of `stoker train` (or an int8 one of `stoker export --int8`) and the input: a store, or raw
+files like those that the training store was packed from. No targets are needed; where there are some, the predictions
+are evaluated. Leaves: a file with the key of each sample or row and its prediction. Costs one forward pass per sample,
+in constant memory.
 """
 
 from __future__ import annotations

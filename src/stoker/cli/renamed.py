@@ -1,6 +1,6 @@
-"""Old spellings of the command line: they are not listed, and answer with what to type now.
+"""Old spellings of the command line: they are not listed, and raise an error with the new command.
 
-Enters: whatever was typed behind them. Leaves: an error with the command that does the same. Costs nothing.
+Enters: the words typed after them. Leaves: an error with the command that does the same. Costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stoker.display import command
 from stoker.errors import InputError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""Context settings of a verb that has left: its options are no error, so that the answer is always the same."""
+"""Context settings of a removed verb: any option is accepted, so that its error is always the same."""
 
 
 def quantize(context: typer.Context) -> NoReturn:

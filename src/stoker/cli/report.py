@@ -1,6 +1,6 @@
 """`stoker report RUN [RUN…]`: one page about a run, or about several side by side.
 
-Enters: folders of runs, also of runs that are going on or were cut. Leaves: one HTML page, PNG plots where
+Enters: folders of runs, also of runs in progress or cut short. Leaves: one HTML page, PNG plots where
 asked for; on stdout the page's path, or one JSON document. Costs under a second; a few with `--png`.
 """
 

@@ -4,8 +4,8 @@ Enters: lines and tables that hold names from files, and messages of servers. Le
 characters, without rich's markup, and without passwords, on stdout or stderr; JSON for `--json`. Costs the import
 of rich, where a table or a style is wanted.
 
-Every verb prints through here, so that one place decides. A string is one line: what it holds of line ends is
-shown escaped. Whoever wants two lines prints two.
+Every verb prints through here, so that one place decides. A string is one line: line ends in it are shown
+escaped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STDOUT, STDERR = "standard output", "standard error"
 
 @contextlib.contextmanager
 def _named(stream: str) -> Iterator[None]:
-    """Let the error of a stream that cannot be written name it."""
+    """Give an error of writing to a stream the stream's name."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def styled(text: str, style: str = "") -> Text:
 def make_console(*, stderr: bool = False, width: int = 160, soft_wrap: bool = False) -> Console:
     """Return a console that shows strings as they are.
 
-    `width` is for what is no terminal: a pipe has none, and lines should not be folded at 80.
+    `width` is for output that is no terminal: a pipe has no width, and rich would fold lines at 80.
     """
     kind = _console_kind()
     console: Console = kind(stderr=stderr, soft_wrap=soft_wrap)
@@ -110,7 +110,7 @@ def _console_kind() -> Any:
 
 
 def print_commands(console: Console, commands: Sequence[str]) -> None:
-    """Print commands to type next, and what to do where a password was left out of one."""
+    """Print commands to type next, with a hint if a password was left out of one."""
     for words in commands:
         console.print(f"  {words}", soft_wrap=True)
     if hint := secret_hint(" ".join(commands)):
@@ -177,7 +177,7 @@ def _make_bars() -> Any:
     )
 
     class Rate(ProgressColumn):
-        """Done, of how many, and how many a second."""
+        """Shows the count done, the total and the rate per second."""
 
         def render(self, task: Any) -> Text:
             total = f"/{task.total:,.0f}" if task.total else ""
@@ -266,7 +266,7 @@ def store_table(store: Store) -> Table:
 
 
 def print_evaluation(console: Console, made: Evaluation) -> None:
-    """Print what a model is worth: overall beside its baselines, per group, the confusion, the verdict last."""
+    """Print an evaluation: overall beside the baselines, per group, the confusion; the verdict last."""
     from stoker.runs.evaluation import spell_interval
 
     name, _ = made.compared_by

@@ -1,6 +1,6 @@
-"""`stoker train --config FILE`: a ready job from a packed store to judged weights.
+"""`stoker train --config FILE`: a ready job from a packed store to evaluated weights.
 
-Enters: a config and what is typed over it. Leaves: on stderr the choices with their reasons, a bar on a
+Enters: a config and options that override it. Leaves: on stderr the choices with their reasons, a bar on a
 terminal and a line per epoch; on stdout the tables of the run, or one JSON document; in the run's folder
 checkpoints and the log. Costs the training.
 
@@ -165,7 +165,7 @@ def _settle(
 
 
 def _pack_first(settings: Settings, msp: Path | None, mol_dir: Path | None, *, quiet: bool) -> None:
-    """Make the config's store of the files that were typed, or find that it is up to date."""
+    """Pack the given files into the config's store, unless it is up to date."""
     from stoker.cli.pack import print_result
     from stoker.packing import PackOptions, pack
     from stoker.recipes.catalogue import choose_recipe
@@ -192,7 +192,7 @@ def _typed(
     run_dir: Path | None,
     device: str | None,
 ) -> list[str | Path]:
-    """Return the command as it was typed, to be typed again."""
+    """Return the typed command as words, for messages that repeat it."""
     words: list[str | Path] = ["stoker", "train"]
     named = None if store is None else as_url(store) or store
     for name, value in (("--config", config), ("--store", named), ("--run-dir", run_dir)):

@@ -1,6 +1,6 @@
 """`stoker tune --config FILE`: the fastest settings of a ready job, found by running them.
 
-Enters: a config and what is typed over it. Leaves: on stderr each try; on stdout the curve, the result and
+Enters: a config and options that override it. Leaves: on stderr each try; on stdout the curve, the result and
 what to type next, or one JSON document; with `--out` the tuned config, with `--html` a page. Costs 3 to 5 s
 for each try: usually half a minute.
 """
@@ -79,7 +79,7 @@ def tune(
         )
     if not Ranks.current().is_first:
         return
-    # By the places that decide them in this config.
+    # At the keys that decide these settings in this config.
     changes = {job.key_of(key): value for key, value in tuned.changes.items()}
     if out is not None:
         job.with_changes(changes, _notes(config, tuned)).write(out, replace=force)

@@ -103,7 +103,7 @@ class StrongGPUAugmentation(Compose):
 def augmentation_from_settings(
     settings: AugmentOptions | None, **options: Any
 ) -> GPUAugmentation | None:
-    """Build what the config's section `gpu_augmentation` says; nothing where augmentation is off.
+    """Build the augmentation of the config's section `gpu_augmentation`; None where it is off.
 
     `options` are keywords of `GPUAugmentation`: mean, std, dtype, seed, ignore_index, backend.
     """

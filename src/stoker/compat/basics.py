@@ -1,7 +1,7 @@
 """Data loading from first principles (REQUIREMENTS S2), thin over torch and the loader's own rooms.
 
-Enters: arrays, datasets, batches. Leaves: the chapter's classes under the chapter's names, with what
-was wrong there done right. Costs: what torch's classes cost; nothing here is an engine of its own.
+Enters: arrays, datasets, batches. Leaves: the chapter's classes under the chapter's names, with
+their errors corrected. Costs: what torch's classes cost; nothing here is an engine of its own.
 
     Dataset, ImageDataset, CustomDataset      items by index, bounds checked
     Sampler, RandomSampler, BatchSampler      which index comes when, from a seed
@@ -240,8 +240,8 @@ class RandomSampler(Sampler):
 
 
 def _count_samples(source: Any) -> Any:
-    """Return a dataset's length, or the number that was given in its place."""
-    is_scalar = getattr(source, "ndim", None) == 0  # has a length in name only
+    """Return the length of a dataset, or `source` itself if it is a number."""
+    is_scalar = getattr(source, "ndim", None) == 0  # such an array has `__len__`, which raises
     if isinstance(source, Sized) and not is_scalar:
         return len(source)
     if hasattr(source, "__index__"):
@@ -254,7 +254,7 @@ def _count_samples(source: Any) -> Any:
 
 
 class _Drawn(Sampler):
-    """Somebody's sampler that has `sample(n)` and a length, and inherits nothing."""
+    """Adapts a user's sampler that has `sample(n)` and a length, but inherits nothing."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -354,7 +354,7 @@ class DataLoader:
         return self.iter()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `iter()` that of `epoch`; a sampler of your own may have no epochs."""
+        """Make the next `iter()` that of `epoch`; does nothing if a sampler of your own has no `set_epoch`."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -442,7 +442,7 @@ class ParallelDataLoader:
                     yield self._collate([future.result() for future in waiting.popleft()])
             while waiting:
                 yield self._collate([future.result() for future in waiting.popleft()])
-        finally:  # the receiver went away, a sample failed, or all is done
+        finally:  # the caller left the loop, a sample failed, or all is done
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -664,7 +664,7 @@ class PipelinedDataLoader:
 
 
 def _copy_to_host(leaf: Any) -> Any:
-    """Return a copy that shares no memory with `leaf`; `to` alone hands on what is there already."""
+    """Return a copy that shares no memory with `leaf`; `to` alone returns a tensor that is on the CPU already."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to("cpu", copy=True)
     return copy.deepcopy(leaf).to("cpu")

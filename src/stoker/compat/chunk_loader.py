@@ -6,8 +6,8 @@ batch is held; a few pinned slabs on the host.
 
 What fits is loaded once and stays. What does not fit passes through three slots of a third of the
 memory each (two of a half where a third is less than a batch), the next ones loading while this one
-trains; batches run across the edges, so the division shows in nothing but the shuffle: full when all
-fits, else by slots and within them. `stoker.make_plan` decides it, as for every loader; `reason` says why.
+trains; batches run across the edges, so the division affects only the shuffle: it is full when all
+fits, else by slots and within them. `stoker.make_plan` decides, as for every loader; `reason` says why.
 
 A training loop, complete:
 
@@ -130,7 +130,7 @@ class ChunkDataLoader:
         self.slot_ranges = list(even_chunks(self.num_samples, rows))
         self.reason = self._loader.reason
         self._resumed = False
-        self._taken_epoch: int | None = None  # the one whose last batch was taken
+        self._taken_epoch: int | None = None  # epoch whose last batch was taken
         self._uploader: Uploader | None = None
         self._process = os.getpid()
 
@@ -166,7 +166,7 @@ class ChunkDataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way; when an iteration has run to its end, the next one."""
+        """The current epoch; after an iteration has ended, the next one."""
         return self._loader.epoch
 
     @property
@@ -180,11 +180,11 @@ class ChunkDataLoader:
         self._resumed, self._taken_epoch = False, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place after the last batch, for `load_state_dict`."""
+        """Return the position after the last batch, for `load_state_dict`."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a place; the next iteration yields what came after it."""
+        """Restore a position; the next iteration yields the batches after it."""
         self._loader.load_state_dict(state)
         self._resumed, self._taken_epoch = True, None
 
@@ -193,7 +193,7 @@ class ChunkDataLoader:
         return self._loader.order_digest()
 
     def close(self) -> None:
-        """End the threads and give the memory back."""
+        """End the threads and release the memory."""
         self._loader.close()
         if self._uploader is not None:
             self._uploader.close()
@@ -212,7 +212,7 @@ class ChunkDataLoader:
                 f"a range within 0 to {self.num_samples}",
                 "loader._load_chunk_to_gpu(*loader.chunk_ranges[0])",
             )
-        if self._uploader is None or self._process != os.getpid():  # threads do not come along
+        if self._uploader is None or self._process != os.getpid():  # a fork copies no threads
             self._uploader = Uploader(self.device, self.store.threads)
             self._process = os.getpid()
         every = np.arange(self.num_samples)
@@ -224,7 +224,7 @@ class ChunkDataLoader:
         copies = [Copy(v, start, end, t) for v, t in zip(values, targets, strict=True)]
         free = None
         if self.device.type == "cuda":
-            # The memory may be that of a chunk which queued work still reads.
+            # The allocator may reuse a chunk's memory that queued work still reads: copy after that work.
             free = torch.cuda.Event()
             free.record(torch.cuda.current_stream(self.device))
         done = self._uploader.upload(copies, free)

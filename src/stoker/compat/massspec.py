@@ -8,11 +8,10 @@ CPU per molecule); later runs open the store. In memory only offsets and three n
 
 The documents trade memory for time: lazy graphs, or 5 GB of precomputed ones. Packed graphs need
 200 bytes a molecule, so there is nothing to trade; `precompute_graphs=True` keeps the packed ones in
-memory. The cache is a store (`stoker inspect` opens it), one for each `max_mz` and `max_samples`, rebuilt by
-itself when the library or the featuriser changes. For batches built on the GPU use `stoker.Loader` on `dataset.store`.
+memory. The cache is a store (`stoker inspect` opens it), one for each `max_mz` and `max_samples`, rebuilt
+when the library or the featuriser changes. For batches built on the GPU use `stoker.Loader` on `dataset.store`.
 
-The lines that the documents print go to the logger "stoker.massspec" at level INFO, or to whatever is
-given as `say`; sizes and counts in them are measured.
+The lines that the documents print go to `say`, by default to stdout; sizes and counts in them are measured.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
             max_samples=max_samples,
             structure_advice="LazyMassSpecDataset(msp_file, mol_files_dir)",
         )
-        # What lies in the store depends on both: another dataset must not take its place.
+        # The store's content depends on both: another dataset must not replace it.
         suffix = "" if max_samples is None else f"_n{max_samples}"
         suffix += "" if max_mz == _MAX_MZ else f"_mz{max_mz}"
         folder = Path(cache_dir) / f"spectra{suffix}"
@@ -127,7 +126,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
 
     @classmethod
     def from_store(cls, folder: str | Path, precompute_graphs: bool = False) -> Self:
-        """Open the dataset over a store that was built, without looking at the library again."""
+        """Open the dataset over an existing store, without reading the library."""
         dataset = cls.__new__(cls)
         dataset._say = _LOGGER.info
         max_mz = int(read_manifest(Path(folder)).attributes["max_mz"])
@@ -174,7 +173,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
 
     @property
     def _identity(self) -> str:
-        """What is in the store: its shards by checksum."""
+        """Identity of the store's content: the checksums of its shards."""
         return " ".join(shard.checksum for shard in self.store.manifest.shards)
 
     def __len__(self) -> int:
@@ -193,7 +192,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         return self._offset_bytes + columns + graphs
 
     def metadata(self, index: int) -> dict[str, str]:
-        """Return name, InChIKey, formula and identifier of a sample; empty where it has none."""
+        """Return name, InChIKey, formula and identifier of a sample; empty texts where the library has none."""
         index = self._check(index)
         return {name: self.store.read_text(name, index) for name in _TEXTS}
 
@@ -208,11 +207,11 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         return {**rows, **graph}
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Item]:
-        """Return items that are read when they are looked at, or all at once by the collate."""
+        """Return items that are read on access, or all at once by `collate_molecules`."""
         return _Chosen(self, indices)
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return a batch as `collate_molecules` makes it, unpacked in one go: 5 times as fast."""
+        """Return the batch that `collate_molecules` makes of these items, unpacked at once: 5 times as fast."""
         rows = [self._check(index) for index in indices]
         if not rows:
             raise InputError("a batch of no items.", "1 or more", "dataset.read_batch([0, 1])")
@@ -241,7 +240,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         return {name: torch.from_numpy(value) for name, value in batch.items()}
 
     def _join(self, name: str, rows: Sequence[int]) -> tuple[Array, Array]:
-        """Return the values of some samples one after the other, and their offsets."""
+        """Return the concatenated values of some samples, and their offsets."""
         if name in self._graphs:
             values, offsets = self._graphs[name]
             pieces = [values[offsets[row] : offsets[row + 1]] for row in rows]
@@ -284,13 +283,13 @@ class _Chosen(Sequence[Item]):
 
 
 def _print_line(line: str) -> None:
-    """Show a line, as the document's scripts do; a worker process that opens the dataset again shows none."""
+    """Print a line, as the document's scripts do. A worker that unpickles the dataset prints none."""
     sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
 
 class _BuildLines:
-    """Tells the documented lines while the packer reports its stages; where `is_again`, why the cache is built."""
+    """Turns the packer's progress into the documented lines; with `is_again`, also says why the cache is rebuilt."""
 
     def __init__(self, say: Say, is_again: bool) -> None:
         self._say = say

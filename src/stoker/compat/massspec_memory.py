@@ -6,10 +6,10 @@ Costs packing the samples once (0.8 ms of CPU each) and three small processes, a
 
 Nothing is assumed: every figure comes from a process of its own that opens the packed samples and reads what
 the kernel says it holds. A thousand samples are 70 kB, below what resident memory resolves; so bytes per
-sample are those of the arrays that the dataset keeps, and what a shard costs beside its arrays is found by
+sample are those of the arrays that the dataset keeps, and the cost of a shard besides its arrays is found by
 opening stores of few and of many shards many times. Projected:
 
-    dataset(n) = n * bytes per sample + shards(n) * bytes per shard + what the first opening cost besides
+    dataset(n) = n * bytes per sample + shards(n) * bytes per shard + the other cost of the first opening
     total(n)   = measured peak of a training + what n samples take more than the measured ones,
                  in the dataset and in the DataLoader's lists of indices
 
@@ -55,21 +55,21 @@ HALF, MOST = 0.5, 0.7
 
 @dataclass(frozen=True)
 class DatasetUse:
-    """What a dataset takes, in a process of its own."""
+    """Memory of a dataset, measured in a process of its own."""
 
-    num_samples: int  # in it
-    num_shards: int  # of its store
+    num_samples: int  # samples of the dataset
+    num_shards: int  # shards of its store
     before_bytes: int  # resident before it is made, libraries loaded
-    after_init_bytes: int  # when it is made
+    after_init_bytes: int  # after it is made
     after_access_bytes: int  # after reading `num_accessed` samples
     num_accessed: int  # samples read, drawn at random
-    resident_bytes: int  # of the arrays that it keeps
-    shard_bytes: float  # what one shard costs beside its arrays
-    loader_bytes: int  # of what a shuffled DataLoader over it keeps: lists of indices
+    resident_bytes: int  # bytes of the arrays that it keeps
+    shard_bytes: float  # cost of one shard besides its arrays
+    loader_bytes: int  # lists of indices that a shuffled DataLoader over it keeps
 
     @property
     def used_bytes(self) -> int:
-        """What the process gained by the dataset."""
+        """Memory that the process gained when the dataset was made."""
         return self.after_init_bytes - self.before_bytes
 
     def project(self, num_samples: int) -> float:
@@ -83,7 +83,7 @@ class DatasetUse:
 
 @dataclass(frozen=True)
 class TrainingUse:
-    """What training the recipe's student takes, in a process of its own, on the CPU, data in the lazy dataset.
+    """Memory of training the recipe's student on the CPU from the lazy dataset, in a process of its own.
 
     `peak_bytes` is the most that was resident: libraries, dataset, model, gradients, optimizer, batches.
     """
@@ -96,7 +96,7 @@ class TrainingUse:
 
 @dataclass(frozen=True)
 class Projection:
-    """One scenario."""
+    """The projected memory of one scenario, for one kind of dataset."""
 
     num_samples: int
     kind: Kind
@@ -107,7 +107,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """All that was measured and projected, for a machine with `ram_bytes`; what was not asked for is None or empty.
+    """All measurements and projections, for a machine with `ram_bytes`. Parts not asked for are None or empty.
 
     `is_of_public_data`: nothing was measured now, and the figures are those of a public library.
     """
@@ -133,7 +133,7 @@ _KNOWN_TRAINING = TrainingUse(668_233_728, 8_897_503, 32, 25)
 
 
 def estimate_memory(ram_bytes: int) -> MemoryReport:
-    """Return the projections without any data: from what was measured with a public library."""
+    """Return the projections without any data, from measurements with a public library."""
     found = project_all(_KNOWN, _KNOWN_TRAINING, ram_bytes)
     return MemoryReport(ram_bytes, dict(_KNOWN), _KNOWN_TRAINING, found, is_of_public_data=True)
 
@@ -219,7 +219,7 @@ def _pack(source: MassSpecSource, folder: Path) -> str:
 
 
 def measure_dataset(store: str, kind: Kind, in_parts: str | None = None) -> DatasetUse:
-    """Return what a packed dataset takes in a new process.
+    """Measure the memory of a packed dataset in a new process.
 
     `in_parts` is a store of the same kind with more shards, to learn what a shard costs.
     """
@@ -232,8 +232,8 @@ def measure_training(store: str, kind: Kind) -> TrainingUse:
 
 
 def _in_new_process(task: str, *arguments: str | None) -> dict[str, Any]:
-    """Run a task of this module where nothing else has touched the memory."""
-    # The arguments go through a pipe: everybody may read a command line.
+    """Run a task of this module in a fresh process, whose memory nothing else has used."""
+    # The arguments go through a pipe: all users of the machine can read a command line.
     code = (
         f"from stoker.lifetime import end_with_parent; end_with_parent({os.getpid()}); "
         f"from {__name__} import answer; answer()"
@@ -300,7 +300,7 @@ def _dataset(store: str, kind: Kind, in_parts: str | None) -> dict[str, Any]:
 
 
 def _overhead(store: str, kind: Kind) -> tuple[int, float]:
-    """Return a store's shards, and what opening it costs beside its arrays, when everything is warm."""
+    """Return a store's number of shards, and the cost of opening it besides its arrays, when all is warm."""
     from stoker.machine import rss_bytes
 
     first = _open(store, kind)
@@ -311,7 +311,7 @@ def _overhead(store: str, kind: Kind) -> tuple[int, float]:
 
 
 def _loader_bytes(dataset: Any) -> int:
-    """Return what Python keeps for loaders over a dataset: which samples, and this epoch's order."""
+    """Return the bytes that loaders over a dataset keep: the samples of each, and this epoch's order."""
     import tracemalloc
 
     from stoker.compat.massspec import NISTDataLoader

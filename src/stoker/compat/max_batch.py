@@ -4,7 +4,7 @@ Enters: a model, the shape of one sample, a device. Leaves: a number of samples 
 with the margin of memory left free; the model as it was. Costs about 2 log2(n) trial batches.
 
 The chapter's version counts neither the optimizer's state nor mixed precision, leaves gradients and changed
-batch norms behind, keeps what did not fit alive during the next trial, and answers 1 when 1 does not fit.
+batch norms behind, keeps the batch that did not fit alive during the next trial, and returns 1 when 1 does not fit.
 Here a trial is two whole training steps: the second runs beside the state that the first has made.
 
 The largest batch is seldom the fastest: `stoker tune` looks for that one.
@@ -45,7 +45,7 @@ def find_max_batch_size(
     make_inputs: Callable[[int], Any] | None = None,
     say: Callable[[str], object] = print,
 ) -> int:
-    """Return the largest batch whose training step fits into the device's memory; say it, too.
+    """Return the largest batch whose training step fits into the device's memory, and report it by `say`.
 
     Weights, gradients, buffers, optimizer state, random generators, train or eval mode and the model's
     device are afterwards what they were. Where torch.distributed is initialised, every rank must call it
@@ -54,16 +54,16 @@ def find_max_batch_size(
 
     Args:
         model: Called with one batch of inputs.
-        input_shape: Of one sample, without the batch: (3, 224, 224).
+        input_shape: Shape of one sample, without the batch: (3, 224, 224).
         device: "cuda", "cuda:0", "cpu".
-        make_loss: The model's outputs to a loss; by default the cross entropy of outputs with two or
+        make_loss: Turns the model's outputs into a loss; by default the cross entropy of outputs with two or
             more classes, and the mean square of others.
         optimizer: What the training will use: an optimizer over this model's parameters, or a function
             that makes one of parameters; AdamW by default.
         precision: As in `TrainSettings`: autocast and scaled gradients are counted.
         max_batch: The largest size of interest.
         margin: Share of the memory that must stay free.
-        make_inputs: Batch size to inputs on the device, for models that take something else than one
+        make_inputs: Makes inputs on the device for a batch size, for models that take something else than one
             float32 tensor.
         say: Gets the line "Max batch size: N", on the first rank.
 
@@ -157,8 +157,8 @@ def _train_twice(
             scaler.scale(loss).backward()
             if scaler.is_enabled():
                 scaler.unscale_(optimizer)
-            # Not by the scaler, which leaves the first updates out while it looks for its scale:
-            # the state would not be made, nor counted. The weights are put back anyway.
+            # Not by the scaler, which skips the first updates while it searches its scale: the
+            # optimizer's state would not be made, nor counted. The weights are restored anyway.
             optimizer.step()
             if scaler.is_enabled():
                 scaler.update()
@@ -167,7 +167,7 @@ def _train_twice(
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module, device: torch.device, optimizer: Any) -> Iterator[None]:
-    """Put the model on the device in train mode; give everything back as it was, kept in host memory."""
+    """Put the model on the device in train mode; afterwards restore everything from copies in host memory."""
     tensors = [*model.parameters(), *model.buffers()]
     homes = {tensor.device for tensor in tensors} or {device}
     if len(homes) > 1:
@@ -185,7 +185,7 @@ def _as_it_was(model: torch.nn.Module, device: torch.device, optimizer: Any) -> 
     generators = capture_rng()
     model.to(device).train()
     if state is not None and homes != {device}:
-        # Its tensors follow the parameters; copies, for loading does not copy on a CPU.
+        # Its tensors follow the parameters. Clones, because `load_state_dict` does not copy on a CPU.
         optimizer.load_state_dict(map_tensors(torch.clone, state))
     try:
         yield

@@ -1,12 +1,12 @@
-"""The documents' config files in the layout of this one: every key taken over, or dropped with its reason.
+"""Turns the documents' config files into today's layout: every key is taken over, or dropped with its reason.
 
 Enters: the text of an older YAML file. Leaves: the text of a sound config, in which each question is answered
 once, at its usual place; what was moved, corrected and dropped, and why. Costs a few milliseconds.
 
-Where the old file is accepted as it stands, the new one comes to the same `Settings`: who wins among several
-keys is decided by `resolve`, and only the winner is taken over. Comments beside a key and above it follow it.
-Values that YAML read as something else are corrected as `stoker config check` would tell its user to write them:
-`"32"` is a number, of `4-6` the smaller one is taken, `010` is ten.
+Where the old file is accepted as it stands, the new one results in the same `Settings`: `resolve` decides which of
+several keys wins, and only the winner is taken over. Comments beside a key and above it follow it.
+Values that YAML reads as another type are corrected as `stoker config check` would advise: `"32"` becomes a
+number, of `4-6` the smaller one is taken, `010` is ten.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from stoker.display import nearest, printable
 from stoker.errors import ConfigError, require_file
 
 NAME = "recipe.name"
-TYPED = "--recipe"  # where a recipe comes from that the old file does not name
+TYPED = "--recipe"  # origin of a recipe that the old file does not name
 Accepts = Callable[[str, str, Any], str | None]
 
 
 @dataclass(frozen=True)
 class Migration:
-    """What became of an old file: each of its keys is in `moved` (in the new order) or in `dropped` (the old one)."""
+    """Result for an old file: each of its keys is in `moved` (in the new order) or in `dropped` (in the old order)."""
 
     text: str
     moved: tuple[Moved, ...]
@@ -69,11 +69,11 @@ def migrate_config(
 ) -> Migration:
     """Return the text of an old config file in today's layout; `recipe` is named in it, and its options taken over.
 
-    `accepts` says why a recipe does not take a value for one of its options; None when it does.
+    `accepts` returns why a recipe refuses a value for one of its options; None when it takes it.
 
     Raises:
-        ConfigError: The text is not YAML, or says one thing twice: no guess is made about that; or there is
-            no such recipe.
+        ConfigError: The text is not YAML, or writes a key twice (no guess is made which one is meant); or there
+            is no such recipe.
     """
     if recipe is not None and recipe not in RECIPE_OPTIONS:
         known = ", ".join(RECIPE_OPTIONS)
@@ -103,7 +103,7 @@ def migrate_config(
 
 
 def find_target(path: KeyPath) -> str | None:
-    """Return the key of the tree that an old key is, or None."""
+    """Return the key of today's tree that an old key stands for, or None."""
     key = ".".join(path)
     if key in key_schemas():
         return key
@@ -133,7 +133,7 @@ def _leaves(tree: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyP
 
 @dataclass
 class _Work:
-    """The work of one migration: leaves of the old file in; what is taken and what is dropped out."""
+    """The work of one migration: takes the leaves of the old file, sorts them into taken and dropped ones."""
 
     document: Document
     comments: Comments
@@ -143,7 +143,7 @@ class _Work:
     dropped: list[Dropped] = field(default_factory=list)
     recipe: str | None = None
 
-    # -- one key after the other -------------------------------------------------------------------
+    # -- key by key ---------------------------------------------------------------------------------
 
     def take_all(self, recipe: str | None) -> None:
         """Find a key of the tree, an option or a reason for every leaf."""
@@ -236,7 +236,7 @@ class _Work:
     # -- all of them together ----------------------------------------------------------------------
 
     def settle(self) -> tuple[Moved, ...]:
-        """Return one answer per question, at its usual key; drop the keys that have no say."""
+        """Return one entry per setting, at its usual key; drop the keys that have no effect."""
         while problems := find_clashes(self._config()):
             first = problems[0]
             loser = first.loser or first.key
@@ -283,7 +283,7 @@ _COMMENT = re.compile(r"\s#")
 class Moved:
     """A key that was taken over, by its dotted names in the old and the new file, with the comments around it.
 
-    `note` says what was corrected, and why; it is empty where nothing was.
+    `note` says what was corrected, and why; empty without a correction.
     """
 
     old: str
@@ -310,12 +310,12 @@ class Dropped:
 
 
 class Comments:
-    """Which comment belongs to which key."""
+    """Finds the comments that belong to a key."""
 
     def __init__(self, text: str, document: Document) -> None:
         self._lines = text.removeprefix("\ufeff").splitlines()
         self._places = document.places
-        # Lines of comment that the file begins with.
+        # Comment lines at the beginning of the file.
         self.header = tuple(takewhile(lambda line: line.startswith("#"), self._lines))
 
     def of(self, path: KeyPath) -> tuple[tuple[str, ...], str]:
@@ -339,7 +339,7 @@ class Comments:
         return found
 
     def _beside(self, place: Place, line: int) -> str:
-        """Return the comment behind a value; a '#' inside the value begins none."""
+        """Return the comment behind a value, not a '#' inside the value."""
         text = self._lines[line - 1]
         for mark in _COMMENT.finditer(text):
             try:
@@ -385,7 +385,7 @@ _FORMATS |= {"float32": "fp32", "32": "fp32"}
 
 @dataclass(frozen=True)
 class Corrected:
-    """A value for a key, with a note where it was corrected; or the reason why there is none."""
+    """The value to write for a key, with a note if it was corrected; or the reason why there is none."""
 
     value: Any = None
     note: str = ""
@@ -393,7 +393,7 @@ class Corrected:
 
 
 def correct(key: str, value: Any, place: Place, unreadable: bool = False) -> Corrected:
-    """Return what was meant by a value. `unreadable`: YAML 1.1 reads another number than its text shows."""
+    """Return the intended value. `unreadable`: YAML 1.1 reads another number than the text shows."""
     schema = key_schemas()[key]
     if not unreadable and fits(key, value):
         return Corrected(value)
@@ -414,7 +414,7 @@ def fits(key: str, value: Any) -> bool:
 
 
 def _guesses(schema: Mapping[str, Any], value: Any, place: Place) -> Iterator[tuple[Any, str]]:
-    """Yield what may have been meant, the likeliest first, and what was wrong about it."""
+    """Yield possible intended values, the likeliest first, each with the mistake in the given one."""
     options = schema.get("anyOf", [schema])
     kinds = {option.get("type") for option in options}
     text = value.strip() if isinstance(value, str) else ""
@@ -453,7 +453,7 @@ def _numbers(text: str, place: Place, whole: bool) -> Iterator[tuple[Any, str]]:
 
 
 def _spelt(text: str) -> int | float | None:
-    """Return the number that a text spells, whole where it has neither point nor exponent."""
+    """Return the number that a text spells: an int without point and exponent; None for no number."""
     if _NUMBER.fullmatch(text) is None:
         return None
     plain = text.replace("_", "")
@@ -477,7 +477,7 @@ _TOO_GENERAL = frozenset({"name", "dir", "store", "options", "enabled"})
 
 
 def _find_names() -> dict[str, str]:
-    """Return every name that means one key: those of the tree, then synonyms."""
+    """Return every name that stands for one key: those of the tree, then synonyms."""
     homes = {place.rpartition(".")[2]: home for home, places in PLACES.items() for place in places}
     found = {name: home for name, home in homes.items() if name not in _TOO_GENERAL}
     found |= SYNONYMS
@@ -493,7 +493,7 @@ AUGMENT_NAMES: Mapping[str, str] = {
     "rotation": f"{AUGMENT}.rotation_degrees",
     "degrees": f"{AUGMENT}.rotation_degrees",
 }
-"""A name in the section `gpu_augmentation`, and its key."""
+"""A name in the section `gpu_augmentation` -> its key."""
 
 _HEADS, _LAYERS, _PATCH = (
     "heads num_heads n_heads",
@@ -513,7 +513,7 @@ RECIPE_OPTIONS: Mapping[str, Mapping[str, str]] = {
         "tabular": ("d_model", _HEADS, _LAYERS, _PATCH, "stride", "dropout", "weight_decay", "channels"),
     }.items()
 }  # fmt: skip
-"""Per recipe, a name in one of `SECTIONS`, and the option it is."""
+"""Per recipe: a name in one of `SECTIONS` -> the recipe's option."""
 
 MODELS: Mapping[str, str] = {
     "microsegformer": "segmentation",
@@ -521,7 +521,7 @@ MODELS: Mapping[str, str] = {
     "unifiedpatchtst": "tabular",
     "patchtst": "tabular",
 }
-"""A model of the documents, and the recipe that trains its like."""
+"""A model of the documents -> the recipe that trains a similar model."""
 
 _REASONS = {
     "the order belongs to the recipe (forex: recipe.options.order); the others shuffle": "shuffle",
@@ -544,4 +544,4 @@ _REASONS = {
 REASONS: Mapping[str, str] = {
     word: reason for reason, words in _REASONS.items() for word in words.split()
 }
-"""A name, or a section, and why it has no place in a config."""
+"""A name or section -> why a config has no such key."""

@@ -34,7 +34,7 @@ class CardRow:
 
 @dataclass(frozen=True)
 class CountRow:
-    """How many samples of a kind fit into a number of bytes."""
+    """How many samples of one kind fit into a memory budget."""
 
     what: str
     sample_bytes: float
@@ -44,7 +44,7 @@ class CountRow:
 
 
 def published_cards() -> tuple[CardRow, ...]:
-    """S0-10: what data may take and the batch size, by card; from `make_plan` itself."""
+    """S0-10: the memory for data and the batch size, by card; computed by `make_plan`."""
     facts, rows = one_series_windows(_PLENTY), []
     for memory in (size * GIB for size in CARDS_GB):
         plans = [
@@ -121,7 +121,7 @@ def published_json() -> dict[str, Any]:
 
 
 def describe_cards() -> str:
-    """Return what the first table assumes, in words."""
+    """Return the assumptions of the first table, in words."""
     sample = format_bytes(one_series_windows(1).sample_bytes)
     return (
         f"as if all of the card were free; {GPU_SHARE:.0%} for data, {FALLBACK_SHARE:.0%} after an "

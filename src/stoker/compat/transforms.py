@@ -1,8 +1,8 @@
-"""The chapter's transforms: `apply(image_CHW)` for one image, of torch or numpy, of any range, and of your own.
+"""The chapter's transforms: `apply(image_CHW)` for one image, torch or numpy, of any range; also the user's own.
 
 Enters: an image `(channels, height, width)`. Leaves: one of the same kind. Costs: a batch of images in the usual range
-goes through `stoker.augment`, many at once on the device; what only the chapter has (values outside 0 to 1, numpy,
-transforms of your own) is done image by image on the host, with torch's random numbers.
+goes through `stoker.augment`, many at once on the device; everything else (values outside 0 to 1, numpy,
+the user's transforms) is done image by image on the host, with torch's random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Transform(ABC):
         """Return the transformed image."""
 
     def __call__(self, image: Any) -> Any:
-        """The same as `apply`: torch's datasets call their transforms."""
+        """Do as `apply`: torch's datasets call their transforms."""
         return self.apply(image)
 
     @classmethod
@@ -51,7 +51,7 @@ class ToTensor(Transform):
 
 
 def _is_usual(image: Any) -> bool:
-    """Whether `stoker.augment` takes it: a tensor of bytes, or of floats from 0 to 1."""
+    """Return whether `stoker.augment` takes the image: a tensor of bytes, or of floats from 0 to 1."""
     if not isinstance(image, torch.Tensor):
         return False
     if image.dtype == torch.uint8 or not image.is_floating_point() or not image.numel():
@@ -60,7 +60,7 @@ def _is_usual(image: Any) -> bool:
 
 
 def _host_apply(image: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the changed image, as numpy where it came as numpy."""
+    """Apply `change` to a tensor of the image; return numpy if the image is numpy."""
     if isinstance(image, np.ndarray):
         return change(torch.from_numpy(np.ascontiguousarray(image))).numpy()
     return change(image)
@@ -145,7 +145,7 @@ class Compose(FusedCompose):
     """
 
     def __new__(cls, ops: Sequence[Any] = (), **_named: Any) -> Any:
-        """Return a chain where a transform is not ours; a copy is made without ops."""
+        """Return a chain if a transform is not ours. `copy` and pickle call this without ops."""
         is_list = isinstance(ops, Sequence) and not isinstance(ops, str)
         foreign = [op for op in ops if not isinstance(op, Op)] if is_list else []
         usable = [op for op in foreign if isinstance(op, Transform) or callable(op)]

@@ -216,11 +216,11 @@ def _without_empty_sections(values: Mapping[str, Any], prefix: str = "") -> dict
 
 
 def _section_of(values: dict[str, Any], path: KeyPath) -> dict[str, Any] | None:
-    """Return the section that a key stands in, made where it is missing; None where something else stands there."""
+    """Return the section of a key, made where it is missing; None where a value that is no section stands there."""
     for name in path[:-1]:
         below: Any = values.setdefault(name, {})
         if not isinstance(below, dict):
-            return None  # the file's own problem there is reported by the types
+            return None  # the check of types reports it
         values = below
     return values
 
@@ -418,7 +418,7 @@ def _nearest_bound(text: str, schema: Mapping[str, Any]) -> str:
 
 
 def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:
-    """Return how to spell the number that was probably meant, or both; "" where it is not known or not allowed."""
+    """Return the number that was probably meant, or two joined by "or"; "" if unknown or not allowed."""
     span, found = _RANGE.fullmatch(text), _NUMBER.match(text.replace(",", "."))
     words = [] if found is None else [found[0]]
     if span is not None:
@@ -432,8 +432,8 @@ def _suggest_number(text: str, schema: Mapping[str, Any]) -> str:
 
 
 # -- some keys changed, comments and order kept -----------------------------------------------------
-# Where a text cannot be edited in place (aliases, merges, an empty section), a clean YAML without comments takes its
-# place. The edit is checked by reading it: what comes back is never another config than the one asked for.
+# Where a text cannot be edited in place (aliases, merges, an empty section), a clean YAML without comments replaces
+# it. The edit is checked by reading it, so the result is never another config than the one asked for.
 
 
 _STEP = 2
@@ -463,7 +463,7 @@ def rewrite_config(
 
 
 def find_key(config: Config, key: str) -> str:
-    """Return the place that decides a key in a config: where it is written, else its usual one.
+    """Return the place whose value a key gets: the most specific one that is written, else the usual one.
 
     A value written at a less specific place would have no effect.
     """

@@ -142,7 +142,7 @@ def options(kind: type[T]) -> type[T]:
 
 
 def read_docstring(kind: type[Any]) -> tuple[str, dict[str, str]]:
-    """Return what the docstring of a class says before its attributes, and of each of them."""
+    """Return a class's docstring up to its attributes, and the meaning of each attribute."""
     about, _, entries = (inspect.cleandoc(kind.__doc__ or "")).partition("\n\nAttributes:\n")
     return about, {name: " ".join(text.split()) for name, text in _ENTRY.findall(entries)}
 
@@ -189,7 +189,7 @@ def describe_allowed(
     if kind in kinds:
         return kinds[kind]
     noun = "a whole number" if kind == "integer" else "a number"
-    # A bound that only guards against overflow would confuse whoever is below it.
+    # A bound that only guards against overflow would confuse a user whose value is far below it.
     most = schema.get("maximum", float("inf"))
     bounded = bounds or most < 1_000_000
     shown = f"{most:,}" if most < 1e15 else f"{most:g}"
@@ -334,7 +334,7 @@ class JobOptions(TrainOptions):
             gradient outside the bound is zero and hides divergence.
     """
 
-    # A job has a seed and a log; a Trainer of one's own begins with as little as possible.
+    # A job always has a seed and a log; a Trainer made in Python begins with as little as possible.
     epochs: Count = _key(10, "epochs")
     seed: int = _key(0, ge=0, le=2**53)
     log_gpu_stats_every_n_batches: Count = _key(100, "batches")

@@ -5,7 +5,7 @@ line it comes from, and every written key that lost, or that a job does not read
 microseconds; pure.
 
 Precedence when several sections write the same key (docs/config.md says why): `--set` before the file, then the
-most specific section, by `names.SECTION_RANKS`. Two names in one section that disagree are an error.
+most specific section, by `options.SECTION_RANKS`. Two names in one section that disagree are an error.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ UNREAD: Mapping[str, str] = {
 class Origin:
     """Where a value comes from."""
 
-    key: str = ""  # the dotted key, or the option of a command, that says it; "" when nobody does
+    key: str = ""  # dotted key or command option that sets the value; "" for a default
     place: Place | None = None  # where that key is written, if it is known
-    default: str = "default"  # whose default it is; not empty exactly when `key` is
+    default: str = "default"  # which default it is; used only if `key` is ""
 
     def __str__(self) -> str:
         """Format as `key (file:line:column)`, or name the default that was used."""
@@ -166,7 +166,7 @@ class Settings:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return a value by a name that it had before settings had sections."""
+            """Return a value by its name from the time before settings had sections."""
             key = as_key(name)
             if key == name:
                 raise AttributeError(f"'Settings' object has no attribute {name!r}")
@@ -205,7 +205,7 @@ class _Answers:
         return f"{key}: {exact_text(self.written[key])}" + (f" ({place})" if place else "")
 
     def answer(self, home: str, places: tuple[str, ...]) -> None:
-        """Settle one key: --set before the file, then the most specific place that was written."""
+        """Decide the value of one key: --set wins over the file, then the most specific place wins."""
         told = [
             (not _is_override(self.config.place_of(key)), _rank(key), key)
             for key in places
@@ -328,7 +328,7 @@ def _settle_augmentation(answers: _Answers) -> None:
 
 
 def _settle_precision(answers: _Answers) -> None:
-    """Make one answer of `precision` and `use_amp`: 16 bits, or not, must mean the same in both."""
+    """Reconcile `precision` and `use_amp`: both must agree on whether 16 bits are used."""
     values, origins = answers.values, answers.origins
     about = as_amp, as_format = "training.use_amp", "training.precision"
     amp, precision = answers.winners.get(as_amp), answers.winners.get(as_format)
@@ -408,7 +408,7 @@ def describe_choices(settings: Settings) -> list[str]:
 
 
 def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> list[Problem]:
-    """Return the problems of keys that are right alone and wrong together.
+    """Return the problems of keys that are each valid, but contradict each other.
 
     `unreadable` keys have problems of their own; a clash that one of them might have settled is not reported.
     """
@@ -426,7 +426,7 @@ def resolve(config: Config) -> Settings:
     """Return the settings of a config, with the reason of each value.
 
     Raises:
-        ConfigError: When written keys cannot stand together; names them and their lines.
+        ConfigError: Written keys contradict each other; it names them and their lines.
     """
     answers = _answer_all(config)
     if answers.clashes:

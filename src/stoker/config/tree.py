@@ -4,8 +4,8 @@ Enters: plain values. Leaves: a `Config`, which is what was written and where; t
 microseconds.
 
 A section is a model, and each of its fields is a key. `stoker.config.options.LAYOUTS` adds the other places where
-files already have a key; `stoker.config.resolve` says who wins. A key that is not written says nothing,
-whatever its default.
+files already have a key; `stoker.config.resolve` decides which one wins. A key that is not written never
+wins, whatever its default.
 
 `recipe.options` is the one open leaf: its names are those of the recipe, which checks them.
 """
@@ -119,7 +119,7 @@ def key_schemas() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def open_leaves() -> frozenset[str]:
-    """Return the leaves that hold names of their own, which are not checked here."""
+    """Return the leaves that hold free names, which are not checked here."""
     return frozenset(key for key, schema in key_schemas().items() if schema.get("type") == "object")
 
 
@@ -130,7 +130,7 @@ def default_of(key: str) -> Any:
 
 
 def home_of(key: str) -> str:
-    """Return the key that a key is another place of; itself where it is none."""
+    """Return the usual key of `key`, which may be another place of it."""
     return LAYOUTS.get(key, key)
 
 

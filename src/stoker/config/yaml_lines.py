@@ -37,7 +37,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Its counterpart: text that `Loader` would read as a number is written in quotes."""
+    """PyYAML's safe dumper; text that `Loader` would read as a number is written in quotes."""
 
 
 for _kind in (Loader, Dumper):
@@ -120,7 +120,7 @@ _LOOK = "check quotes, indents, and that a space stands behind each colon"
 
 
 def decode(raw: bytes, file: str) -> str | Problem:
-    """Return the text of a file, or the problem that keeps it from being text."""
+    """Return the text of a file, or the problem that prevents reading it as text."""
     if len(raw) > MAX_TEXT_BYTES:
         given = f"the file has {len(raw):,} bytes"
         return Problem(Place(file), "", given, f"up to {MAX_TEXT_BYTES:,} bytes", "a config file")
@@ -218,7 +218,7 @@ class _Reader:
             self.open.pop()
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        # Merges first, so that the places of the section's own keys are the ones that stay.
+        # Merges first, so that the section's own keys override them, and their places.
         merges = [value for key, value in node.value if key.tag == _TAG + "merge"]
         found = self._merge(merges, path) if merges else {}
         lines: dict[str, int] = {}

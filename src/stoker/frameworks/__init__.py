@@ -1,5 +1,5 @@
-"""stoker inside the frameworks people already use: a Loader in their loops, their runs in our reports.
+"""stoker inside other training frameworks: a Loader in their loops, their runs in our reports.
 
-One file per framework; each needs its package and says so. `adapted.py` is what they share. Importing this
-room loads none of them.
+One module or family per framework; each raises if its package is missing. They share `adapted.py`. Importing
+this room loads none of them.
 """

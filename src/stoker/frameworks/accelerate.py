@@ -4,10 +4,10 @@ Enters: an `Accelerator`, and a Loader or what makes one. Leaves: a loader that 
 `accelerator.prepare` as it is: the same batches in the same order, on the process's device, its own share; and
 `capture`, which is `stoker.capture` for prepared models. Costs nothing beside `AdaptedLoader`.
 
-Accelerate wraps torch's DataLoader and hands everything else on. What its own wrapper would have told the
-`Accelerator` is told here: when the last batch of an epoch is out (so that a short window of accumulated
-gradients still ends in an update), how many samples that one holds (so that `gather_for_metrics` counts
-right), and how to leave out the first batches of an epoch (`skip_first_batches`) without loading them.
+Accelerate wraps torch's DataLoader and passes all other loaders on unchanged. This loader reports to the `Accelerator`
+what Accelerate's wrapper would: when the last batch of an epoch is out (so that a short window of accumulated
+gradients still ends in an update), how many samples it holds (so that `gather_for_metrics` counts correctly),
+and how to leave out the first batches of an epoch (`skip_first_batches`) without loading them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AccelerateLoader(AdaptedLoader):
         self.dataset = _BatchesByNumber(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the epoch that comes, or the rest of one whose state was loaded."""
+        """Yield the batches of the next epoch, or the rest of one whose state was loaded."""
         self.end_of_dataloader, self.remainder = False, self._samples_of_last_step()
         self._gradients._add_dataloader(self)
         try:
@@ -68,11 +68,11 @@ class AccelerateLoader(AdaptedLoader):
 
     @property
     def sampler(self) -> AccelerateLoader:
-        """What is told the epoch."""
+        """The object whose `set_epoch` frameworks call."""
         return self
 
     def _samples_of_last_step(self) -> int:
-        """Return the samples that all processes take in the last step; 0 where they are as many as ever."""
+        """Return the samples of all processes in the last step; 0 if it is as large as the others."""
         order = self.loader._order
         return order.num_used % (order.batch_size * order.world_size)
 
@@ -83,7 +83,7 @@ class AccelerateLoader(AdaptedLoader):
 
 
 class _BatchesByNumber:
-    """An epoch's batches by number, read one after the other; as long as the loader has samples."""
+    """An epoch's batches by number, read in order; its length is the number of samples."""
 
     def __init__(self, loader: AccelerateLoader) -> None:
         self._loader = loader
@@ -160,7 +160,7 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 
 def find_refusal(accelerator: Accelerator) -> str | None:
-    """Return why steps under this accelerator are not captured, and what to type instead; None if they may be."""
+    """Return why steps under this accelerator are not captured, and what to type instead; None if they can be."""
     if accelerator.num_processes > 1:
         return (
             f"{accelerator.num_processes} processes train together: one process, or stoker.Trainer"

@@ -1,15 +1,13 @@
-"""A stoker `Loader` as other people's training loops take one.
+"""A stoker `Loader` in a form that the loops of other frameworks accept.
 
-Enters: a `Loader`, or what makes one. Leaves: `AdaptedLoader`: the same batches in the same order, nothing
+Enters: a `Loader`, or a function that makes one. Leaves: `AdaptedLoader`: the same batches in the same order, nothing
 copied. Costs a few µs per batch.
 
-A Loader has one place and goes on from it; these loops expect what torch's DataLoader does:
+A Loader has one position and continues from it; these loops expect what torch's DataLoader does:
 
-- they stop asking after `len(loader)` batches, so an epoch is over with its last batch, not with the
-  question after it;
-- an iteration begins an epoch, whatever became of the one before; only a loaded state makes it go on;
-- a batch is handed around as it is: moving it to the device it is on leaves it alone, with everything it
-  knows of its samples.
+- they request exactly `len(loader)` batches, so an epoch is over with its last batch, not with a further request;
+- an iteration begins a new epoch, even if the one before was left early; only a loaded state is continued;
+- a batch keeps its type: moving it to the device that it is on returns it unchanged, with its positions.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class MakesLoader(Protocol):
 
 
 def check_makes(make: object, what: str) -> None:
-    """Refuse a loader in the place of what makes one."""
+    """Refuse a loader where a function that makes one is expected."""
     if make is not None and not callable(make):
         raise InputError(
             f"{what} is a {type(make).__name__}.",
@@ -44,7 +42,7 @@ def check_makes(make: object, what: str) -> None:
 
 
 class PlacedBatch(Batch):
-    """A batch that is where it belongs: `to` checks that, and copies nothing."""
+    """A batch on its device: `to` checks the device, and copies nothing."""
 
     def to(self, device: str | int | torch.device, **_: Any) -> Self:
         """Return the batch itself."""
@@ -61,7 +59,7 @@ class PlacedBatch(Batch):
 
 
 def count_samples(batch: Any) -> int:
-    """Return the samples of any batch: a stoker one knows, others have a row for each; 0 without tensors."""
+    """Return the number of samples of any batch, by its positions or by its first tensor; 0 without tensors."""
     if isinstance(batch, Batch) and len(batch.positions):
         return len(batch.positions) if batch.valid is None else int((batch.positions >= 0).sum())
     return next((len(one) if one.dim() else 1 for one in iterate_tensors(batch)), 0)
@@ -97,7 +95,7 @@ class AdaptedLoader:
 
     @property
     def batch_sampler(self) -> BatchNumbers:
-        """The batches of an epoch by number; frameworks tell its `sampler` which epoch comes."""
+        """The batches of an epoch by number; frameworks set the epoch on its `sampler`."""
         return BatchNumbers(self)
 
     @property
@@ -133,9 +131,9 @@ class AdaptedLoader:
     # -- iteration -------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of the epoch that comes, or the rest of one whose state was loaded.
+        """Yield the batches of the next epoch, or the rest of one whose state was loaded.
 
-        Nothing happens before the first batch is asked for: frameworks make iterators to look at them.
+        Nothing happens before the first batch is requested: frameworks make iterators that they never use.
         """
         if not self._is_placed:
             self._go_to(self._next_epoch, 0)
@@ -169,19 +167,19 @@ class AdaptedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or that comes next."""
+        """The current epoch, or the next one between epochs."""
         is_over = self._taken >= len(self)
         return self.loader.epoch if self._taken and not is_over else self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch's; where a state of this epoch was loaded, its place stays."""
+        """Make the next iteration that of `epoch`; if a state of this epoch was loaded, its position stays."""
         if self._is_placed and epoch == self.loader.epoch:
             return
         self._go_to(epoch, 0)
         self._next_epoch, self._is_placed = epoch, False
 
     def seek(self, epoch: int, batch: int) -> None:
-        """Let the next iteration go on at batch number `batch` of `epoch`."""
+        """Make the next iteration begin at batch number `batch` of `epoch`."""
         if not 0 <= batch <= len(self):
             raise InputError(f"batch {batch}.", f"0 to {len(self)}", "loader.seek(epoch, 0)")
         if batch == len(self):
@@ -194,11 +192,11 @@ class AdaptedLoader:
         self._taken = batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is; every rank may load what one has saved."""
+        """Return the position of the loader; every rank may load the state of any rank."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where a `state_dict` was taken.
+        """Make the next iteration continue where a `state_dict` was taken.
 
         Raises:
             InputError: The state is of another store or order, or the rest of its epoch has another number
@@ -236,12 +234,12 @@ class BatchNumbers:
         return ([number] for number in range(len(self.sampler)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is meant."""
+        """Set the epoch of the loader."""
         self.sampler.set_epoch(epoch)
 
 
 def check_share(loader: Loader, rank: int, world_size: int) -> None:
-    """Refuse a loader that is not of this process's share: samples would be trained on several times."""
+    """Refuse a loader of another process's share: samples would be trained on several times."""
     order = loader._order
     if (order.rank, order.world_size) != (rank, world_size):
         raise InputError(

@@ -6,7 +6,7 @@ Costs: `_prepare_inputs` of the Trainer looks at every tensor and copies none.
 
 Batch size and `drop_last` are those of the `TrainingArguments`, per device; order and seed are the Loader's
 own. Epochs, gradient accumulation, evaluation and `resume_from_checkpoint` are the Trainer's: it asks for an
-epoch by number and leaves out the batches that were trained on, and the loader goes straight there.
+epoch by number and skips the batches that were trained on, without the loader reading them.
 
 With `capture=True` the graph holds forward, backward, the clipping of `max_grad_norm`, the optimizer's step and
 `zero_grad`. It is run where the Trainer calls `training_step`; what the Trainer does after it (clipping, the
@@ -119,7 +119,7 @@ class StokerTrainerMixin(_Base):
         return loss
 
     def _end_capture(self) -> None:
-        """Give the optimizer its own step back."""
+        """Restore the optimizer's own step."""
         self._norm = None
         if self._update is not None:
             self.optimizer.step, self._update = self._update, None
@@ -171,7 +171,7 @@ class StokerTrainerMixin(_Base):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _get_learning_rate(self) -> Any:
-        # A captured step reads the rate on the device; to bring it to the host at every step would wait for it.
+        # A captured step keeps the rate on the device; reading it at every step would wait for the device.
         scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if self._norm is None or not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
             return super()._get_learning_rate()
@@ -184,7 +184,7 @@ class StokerTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def close_loaders(self) -> None:
-        """Give the loaders' memory and threads back; the next training or evaluation makes them anew."""
+        """Release the loaders' memory and threads; the next training or evaluation makes new loaders."""
         while self._made:
             self._made.popitem()[1].close()
 
@@ -227,10 +227,10 @@ class StokerTrainerMixin(_Base):
 
 
 def _do_nothing(closure: Any = None) -> None:
-    """Stand in for the optimizer's step, which the captured step has done."""
+    """Replace the optimizer's step, which the captured step has done."""
 
 
-# Schedulers warn of a step that they have not wrapped.
+# Marked as wrapped, because schedulers warn about an optimizer's step that they have not wrapped.
 vars(_do_nothing)["_wrapped_by_lr_sched"] = True
 
 

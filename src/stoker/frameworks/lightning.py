@@ -84,12 +84,12 @@ class StokerData(pl.LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """Leave a batch of ours alone: it is there."""
+        """Return a batch of ours unchanged: it is on the device already."""
         to = getattr(batch, "to", None)
         return to(device) if to else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def teardown(self, stage: str) -> None:
-        """Give the loaders' memory and threads back."""
+        """Release the loaders' memory and threads."""
         while self.loaders:
             self.loaders.popitem()[1].close()
 
@@ -174,7 +174,7 @@ class ScheduleCallback(pl.Callback):
         self._updates = int(expected)
         factor, self.reason = self._scale(trainer)
         self._full = [
-            # As torch's schedulers do: a checkpoint keeps it with the group.
+            # `initial_lr` as in torch's schedulers: a checkpoint keeps it with the group.
             [factor * float(group.setdefault("initial_lr", float(group["lr"]))) for group in groups]
             for groups in (optimizer.param_groups for optimizer in trainer.optimizers)
         ]
@@ -201,7 +201,7 @@ class ScheduleCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Set the rate of the update that comes."""
+        """Set the rate of the next update."""
         share = cosine_factor(trainer.global_step, self._updates, self._warmup_share)
         for optimizer, full in zip(trainer.optimizers, self._full, strict=True):
             for group, rate in zip(optimizer.param_groups, full, strict=True):

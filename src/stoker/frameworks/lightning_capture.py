@@ -1,4 +1,4 @@
-"""Two callbacks that stand in for a part of Lightning's training loop: steps as one CUDA graph, steps with less memory.
+"""Two callbacks that replace a part of Lightning's training loop: steps as one CUDA graph, steps with less memory.
 
 Enters: a Lightning `Trainer` with automatic optimization, in one process.
 
@@ -8,7 +8,7 @@ holds `training_step`, the backward pass, the clipping of `gradient_clip_val` an
 Python, so that
 
     self.log        is called after the step, with the values that the graph has computed
-    progress        is counted after the step: `global_step` and schedulers go on as they do without
+    progress        is counted after the step: `global_step` and schedulers behave as without capture
     hooks           within the step (`on_after_backward` and the like) would not be called: where a callback or the
                     module has one, the step runs eagerly, with the reason
     current_epoch   is read at the time of capture: a step that reads it is captured anew in every epoch
@@ -56,7 +56,7 @@ _HOOKS = (
 )
 """Called by Lightning within a step, of callbacks and of the module."""
 _METHODS = (*_HOOKS, "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
-"""Of the module: a replay would repeat what they decided at the time of capture."""
+"""Methods of the module: a replay would repeat what they decided at the time of capture."""
 
 
 class _StandIn(pl.Callback):
@@ -65,11 +65,11 @@ class _StandIn(pl.Callback):
     _replaced: str
 
     def __init__(self) -> None:
-        self.notes: list[str] = []  # what was told
+        self.notes: list[str] = []  # texts of the notes so far
         self._loop: Any = None
 
     def _replace(self, trainer: pl.Trainer, make: Callable[[Any], Any]) -> None:
-        """Put what `make` returns for the plain method in its place."""
+        """Replace the method `_replaced` of the loop by what `make` returns for it."""
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         setattr(self._loop, self._replaced, make(getattr(self._loop, self._replaced)))
 
@@ -117,7 +117,7 @@ class CaptureCallback(_StandIn):
         return self._step is not None and self._step.is_captured
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the captured step in the place of Lightning's, where this trainer allows it."""
+        """Replace Lightning's step by the captured one, where this trainer allows it."""
         self._step = CapturedFunction(
             self._train,
             None,
@@ -134,16 +134,16 @@ class CaptureCallback(_StandIn):
             self._replace(trainer, lambda plain: self._run)  # noqa: ARG005  which `_run` finds by the type
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Capture a step anew that reads the epoch's number."""
+        """Capture the step again if it reads the epoch's number."""
         if self._step is not None and "current_epoch" in self._read:
             self._step.forget()
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Stand in for `run` of Lightning's loop: train on a batch, count, log; return what `training_step` did."""
+        """Replace `run` of Lightning's loop: train on a batch, count, log; return the output of `training_step`."""
         loop, step = self._loop, self._step
         assert step is not None
         output: dict[str, Any]
-        # A scheduler of accumulation may have changed it. A module may iterate its batches itself.
+        # GradientAccumulationScheduler may have changed the first. A module may iterate its batches itself.
         if (
             loop.trainer.accumulate_grad_batches > 1
             or "batch" not in kwargs
@@ -155,7 +155,7 @@ class CaptureCallback(_StandIn):
         before = counts.zero_grad.state_dict()
         counts.step.increment_ready()
         result = step(kwargs["batch"])
-        # A replay has counted nothing, a comparison of both ways several times.
+        # A replay has counted nothing; the comparison of graph and eager steps has counted several times.
         counts.zero_grad.load_state_dict(before)
         counts.zero_grad.increment_ready()
         counts.zero_grad.increment_started()
@@ -185,7 +185,7 @@ class CaptureCallback(_StandIn):
             step.refuse("training_step returned None: a graph cannot leave an update out")
 
     def _train(self, batch: Any) -> dict[str, Any]:
-        """Train on a batch as Lightning does; what it logs is part of the result, for after the step."""
+        """Train on a batch as Lightning does; the logged values are part of the result, and logged after the step."""
         loop, (batch_idx, kwargs) = self._loop, self._arguments
         trainer, module = loop.trainer, loop.trainer.lightning_module
         values: list[Any] = []
@@ -199,7 +199,7 @@ class CaptureCallback(_StandIn):
         closure = loop._make_closure({**kwargs, "batch": batch}, trainer.optimizers[0], batch_idx)
         closure._step_fn = partial(self._watched, closure._step_fn)
         own = vars(trainer.optimizers[0])
-        # Lightning refuses to clip for an optimizer that could unscale gradients, also where nothing scales them.
+        # Lightning refuses to clip for an optimizer that could unscale gradients, even if none are scaled.
         could_unscale = own.pop("_step_supports_amp_scaling", False)
         module.log = keep
         try:
@@ -246,7 +246,7 @@ def _uses(method: Any, argument: str) -> bool:
 
 
 def _find_refusal(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Return why a trainer's steps are not captured, and what to type instead; None if they may be."""
+    """Return why a trainer's steps are not captured, and what to type instead; None if they can be."""
     if not module.automatic_optimization:
         return "the module optimizes by hand: a loop of your own with stoker.capture"
     if not isinstance(trainer.strategy, pl.strategies.SingleDeviceStrategy):
@@ -331,7 +331,7 @@ class OomLadderCallback(_StandIn):
             self._update.finish()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put Lightning's own method back, and let go of the update."""
+        """Put Lightning's own method back, and drop the update."""
         super().teardown(trainer, pl_module, stage)
         self._update = None
 
@@ -442,7 +442,7 @@ class _SurvivingClosure(Closure):
         batch = call.kwargs["batch"]
         own = batch if isinstance(batch, Batch) else None
         positions = None if own is None else own.positions
-        # The call is not a tensor, so every part of the batch gets it as it is.
+        # The call is not a tensor, so every part of the batch gets it unchanged.
         work = Work(batch, (call,), count_samples(batch), positions, own)
         loss = self._update.add(work)
         output = call.output

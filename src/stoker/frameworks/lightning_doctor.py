@@ -1,12 +1,12 @@
-"""The doctor inside a Lightning run: what its steps wait for, and what a remedy would bring.
+"""The doctor inside a Lightning run: what its steps wait for, and the predicted gain of a remedy.
 
-Enters: a Lightning `Trainer` that fits. Leaves: a `Consultation` by the doctor's own rules, said at the end and
-written to `doctor.json` where a run folder is named. Costs about 0.25 ms of the host per step.
+Enters: a Lightning `Trainer` that fits. Leaves: a `Consultation` by the doctor's own rules, logged at the end and
+written to `doctor.json` if a run folder is given. Costs about 0.25 ms of the host per step.
 
-The measuring is the probe's of `stoker doctor -- python train.py`, in this process: DataLoaders and their
-workers, backward passes and updates, `.item()` and pageable copies, by file and line. It is put in when the
-fit begins and taken out when it ends. A stoker loader is seen by its waits. What the probe can only do from
-outside (torch's profiler over some steps, h5py, workers that are spawned) is left to the command.
+The probe of `stoker doctor -- python train.py` measures, in this process: DataLoaders and their workers,
+backward passes and updates, `.item()` and pageable copies, by file and line. Its hooks are in torch from the
+begin of the fit to its end. Of a stoker loader the waits are measured. What the probe can only do from outside
+(torch's profiler over some steps, h5py, workers that are spawned) only the command does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from stoker.train.batches import iterate_tensors
 
 @contextlib.contextmanager
 def probing(folder: Path) -> Iterator[recorder.Recorder]:
-    """Lend a recorder of this process, with the probe's hooks in torch as long as it lasts."""
+    """Yield a recorder of this process; the probe's hooks are in torch inside the block."""
     seen = recorder.Recorder(str(folder))
     before, recorder._RECORDER = recorder._RECORDER, seen
     handles = [
@@ -69,7 +69,7 @@ def probing(folder: Path) -> Iterator[recorder.Recorder]:
             handle.remove()
         seen.finish()
         sampling._pid = 0  # ends the thread that looks at what is loaded
-        recorder._RECORDER = before if before is not None else seen  # a thread may still ask for it
+        recorder._RECORDER = before if before is not None else seen  # a thread may still read it
 
 
 class DoctorCallback(pl.Callback):
@@ -111,7 +111,7 @@ class DoctorCallback(pl.Callback):
             self._stack = stack.pop_all()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See what feeds the run."""
+        """Find out which kind of loader feeds the run."""
         require_adapted(trainer)
         loader = trainer.train_dataloader
         self._stoker = loader if isinstance(loader, AdaptedLoader) else None
@@ -134,7 +134,7 @@ class DoctorCallback(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count the samples of such a loader."""
+        """Count the samples of a loader that is no DataLoader."""
         if self._seen is not None and self._facts:
             self._seen.batches += 1
             self._seen.samples += count_samples(batch)
@@ -143,20 +143,20 @@ class DoctorCallback(pl.Callback):
         self._delay = clocks.run_delay()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """The time queued for a core from here on belongs to the wait."""
+        """Count the time queued for a core from now on as part of the wait."""
         self._delay = clocks.run_delay()
 
     def on_validation_start(self, *_: Any) -> None:
-        """A step with a validation in it tells nothing."""
+        """Leave this step and the next one out of the measurement: they include the validation."""
         if self._seen is not None:
             self._seen.disturb(2)
 
     def on_train_end(self, *_: Any) -> None:
-        """Judge, and say it."""
+        """Report the findings."""
         self._judge()
 
     def on_exception(self, *_: Any) -> None:
-        """Judge what was seen until then."""
+        """Report the findings of the steps before the error."""
         self._judge()
 
     def _judge(self) -> None:
@@ -178,7 +178,7 @@ class DoctorCallback(pl.Callback):
             self._say(printable(line))
 
     def _with_loader(self, measured: Measurements) -> Measurements:
-        """Return the measurements with what a stoker loader says of itself."""
+        """Return the measurements with the facts of a stoker loader."""
         if self._stoker is None or measured.loader is None:
             return measured
         loader = self._stoker.loader
@@ -193,7 +193,7 @@ class DoctorCallback(pl.Callback):
 
 
 def _facts_of(loader: Any) -> dict[str, Any]:
-    """Return what the probe notes of a DataLoader, for another kind of loader."""
+    """Return the facts that the probe records of a DataLoader, for another kind of loader."""
     return {
         "number": 0,
         "workers": 0,
@@ -208,7 +208,7 @@ def _facts_of(loader: Any) -> dict[str, Any]:
 
 
 def describe(consultation: Consultation) -> list[str]:
-    """Return what the doctor says, in lines."""
+    """Return the doctor's report as lines."""
     measured = consultation.measurements
     if measured.step_seconds is None:
         return [f"doctor: {line}" for line in (consultation.verdict, *measured.notes)]

@@ -4,8 +4,8 @@ Enters: a Lightning `Trainer` that fits. Leaves: in a run folder `run.jsonl` (co
 epochs, notes) and `telemetry.jsonl` (GPU, process, samples/s, waits). Costs 0.15 ms of the host per step,
 where a step of Lightning's own costs 1.4; losses are read in blocks, nothing waits for the device in between.
 
-How long the loop waits for batches is taken from Lightning's own profiler hook around the question for one,
-so it holds for any loader.
+The time that the loop waits for batches comes from Lightning's own profiler hook around the request for a
+batch, so it is known for any loader.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _QUESTION, _CLOCKS = "train_dataloader_next", "_stoker_clocks"
 UNTOLD = (
     "how long the loop waits for batches is not known: Lightning's profiler was never told of it"
 )
-"""Said where another version of Lightning names the question otherwise: no wait that was seen is no 0."""
+"""Note for a version of Lightning that names the request otherwise: a wait that was not seen is not 0."""
 
 
 class WaitClock:
-    """How long a Lightning loop waits for training batches. Use as a context manager around the fit.
+    """Measures how long a Lightning loop waits for training batches. Use as a context manager around the fit.
 
     Args:
-        trainer: Whose profiler is listened to; it keeps its type, and is left as it was found.
+        trainer: Its profiler gets hooks; it keeps its type, and is restored at the end.
         told: Called after every wait with its begin and end.
     """
 
@@ -79,11 +79,11 @@ class WaitClock:
                 del own[name]
 
     def begin(self) -> None:
-        """A batch is asked for."""
+        """Note that a batch is requested."""
         self._since = time.perf_counter()
 
     def end(self) -> None:
-        """It has come, or there is none."""
+        """Note that the batch has come, or that there is none."""
         if self._since is not None:
             began, self._since = self._since, None
             now = time.perf_counter()
@@ -94,7 +94,7 @@ class WaitClock:
 
 
 def _listen(profiler: Any) -> None:
-    """Let a profiler tell its clocks of every question for a training batch."""
+    """Hook a profiler: its clocks are called at every request for a training batch."""
     start, stop = profiler.start, profiler.stop
 
     def telling_start(name: str) -> None:
@@ -113,7 +113,7 @@ def _listen(profiler: Any) -> None:
 
 
 def require_adapted(trainer: pl.Trainer) -> None:
-    """Refuse a plain Loader, whose place Lightning's checkpoints would not hold, and another rank's."""
+    """Refuse a plain Loader, whose position Lightning's checkpoints would not hold, and one of another rank."""
     loader = trainer.train_dataloader
     if isinstance(loader, AdaptedLoader):
         check_share(loader.loader, trainer.global_rank, trainer.world_size)
@@ -127,7 +127,7 @@ def require_adapted(trainer: pl.Trainer) -> None:
 
 
 def tell(trainer: pl.Trainer, note: Note) -> None:
-    """Say a note on the first rank, and write it to the run's log where there is one."""
+    """Log a note on the first rank, and write it to the run's log where there is one."""
     rank_zero_info(note.text)
     for callback in trainer.callbacks:
         if isinstance(callback, TelemetryCallback):
@@ -165,8 +165,8 @@ class TelemetryCallback(pl.Callback):
         self._num_steps = self._num_samples = self._epoch = 0
         self._loss: float | None = None
         self._was_training = False
-        # Seconds of finished stretches, and since when the current one goes on: one value, so that a
-        # thread that looks in never sees half of a change.
+        # Seconds of finished stretches, and the begin of the current one: one value, so that the telemetry
+        # thread never sees half of a change.
         self._trained: tuple[float, float | None] = (0.0, None)
         self._begin_epoch()
 
@@ -198,7 +198,7 @@ class TelemetryCallback(pl.Callback):
     # -- the run ---------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the folder."""
+        """Open the run folder: lock, log and telemetry."""
         if not trainer.is_global_zero:
             return
         self._forget()
@@ -227,7 +227,7 @@ class TelemetryCallback(pl.Callback):
         return known | self._settings
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write down the plan of a stoker loader; the loaders are known by now."""
+        """Write the plan of a stoker loader to the log; the loaders are known by now."""
         require_adapted(trainer)
         self._num_steps = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         loader = trainer.train_dataloader
@@ -238,10 +238,10 @@ class TelemetryCallback(pl.Callback):
             self._epoch = trainer.current_epoch
             text = f"resumed at epoch {self._epoch}, step {self._num_steps}"
             self.note(Note(text, Topic.RESUMED))
-            self._go_on()  # in the middle of an epoch, whose beginning nobody tells
+            self._go_on()  # in the middle of an epoch, for which `on_train_epoch_start` is not called
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Close the folder."""
+        """Close the run folder."""
         self._close(RunEnd())
 
     def on_exception(
@@ -250,7 +250,7 @@ class TelemetryCallback(pl.Callback):
         pl_module: pl.LightningModule,
         exception: BaseException,
     ) -> None:
-        """Write down how the run ended, and close the folder."""
+        """Write how the run ended, and close the run folder."""
         self._close(RunEnd.by(exception))
 
     def _close(self, end: RunEnd) -> None:
@@ -292,17 +292,17 @@ class TelemetryCallback(pl.Callback):
             self._keep(self._book.note(step, whole, count, None, (self._epoch, batch_idx)))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validation is no training time."""
+        """Stop the clock: validation is no training time."""
         self._was_training = self._trained[1] is not None
         self._pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What comes after it is."""
+        """Start the clock again, unless this was the check before training."""
         if self._was_training:
             self._go_on()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the epoch down, with the metrics that the module has logged."""
+        """Write the epoch to the log, with the metrics that the module has logged."""
         if self._log is None or self._book is None:
             return
         self._pause()
@@ -343,7 +343,7 @@ class TelemetryCallback(pl.Callback):
         self._trained = (self.trained_seconds, None)
 
     def count(self) -> RunCounters:
-        """Return what was done so far; for the thread that writes telemetry."""
+        """Return the counters of the run so far; called by the telemetry thread."""
         on_gpu = self._device.type == "cuda"
         return RunCounters(
             self._num_samples,

@@ -1,6 +1,6 @@
-"""What people give to a `Loader`: data of many kinds, keywords of torch's DataLoader, names with a slip.
+"""Arguments of a `Loader`: data of many kinds, keywords of torch's DataLoader, misspelt names.
 
-Enters: the arguments as they were typed. Leaves: a `Store`, sample numbers, names; or an error that says what to type.
+Enters: the arguments as typed. Leaves: a `Store`, sample numbers, names; or an error that says what to type.
 Costs: nothing for stores and files; arrays in memory are used as they are, and a Dataset is read once.
 """
 
@@ -114,7 +114,7 @@ def tell_once(text: str) -> None:
 
 
 def tell_of_ranks() -> None:
-    """Tell the user of several ranks that each of them gets all samples, because no `world_size` was given."""
+    """Warn once if several ranks run and no `world_size` was given: each rank then gets all samples."""
     if distributed.is_available() and distributed.is_initialized():
         size = distributed.get_world_size()
         if size > 1:
@@ -126,9 +126,9 @@ def tell_of_ranks() -> None:
 
 
 def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: Any) -> None:
-    """Answer keywords that a Loader does not have: a note where they are needless, else an error.
+    """Check keywords that a Loader does not have: warn if they are needless, else raise.
 
-    `batch_size` is looked at too: it is the second of two arrays in `Loader(x, y, 64)`.
+    `batch_size` is checked too: in `Loader(x, y, 64)` it is an array.
     """
     if getattr(batch_size, "shape", ()):
         raise InputError(
@@ -159,7 +159,7 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: A
 
 
 def _typed(value: Any) -> str:
-    """Return a value as it is typed, three dots for what is long."""
+    """Return the `repr` of a value, or "..." if it is long."""
     shown = repr(value)
     return shown if len(shown) <= _LONGEST_TYPED else "..."
 
@@ -179,7 +179,7 @@ def _instead(name: str, value: Any) -> str:
 
 
 class FixedOption:
-    """An option of a Loader that is decided when it is made: to set it later would change nothing."""
+    """An option that a Loader reads only in its constructor: setting it later raises, as it would change nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -191,12 +191,12 @@ class FixedOption:
         raise no_attribute(self._name)
 
     def __set__(self, loader: Any, value: Any) -> None:
-        """Raise, with how to go on with another value."""
+        """Raise; the error says how to make a Loader with another value."""
         raise fixed_option(self._name, value)
 
 
 class Habits:
-    """What other loaders are asked for, and a `Loader` answers; it inherits this."""
+    """Base class of `Loader`: attributes that users know from other loaders."""
 
     _batch_size: int
     _augment: Augments | None
@@ -212,7 +212,7 @@ class Habits:
 
     @property
     def augment(self) -> Augments | None:
-        """What augments the images on the device, or None. Another one augments from the next batch on."""
+        """The augmentation of the images on the device, or None. A new one applies from the next batch on."""
         return self._augment
 
     @augment.setter
@@ -237,7 +237,7 @@ class Habits:
 
 
 def fix_options(loader: type[Habits], names: Iterable[str]) -> None:
-    """Let a loader's options that it has no attribute for be refused when they are set later."""
+    """Make options without an attribute of their own raise when they are set on an existing loader."""
     has = {"store", "device", "samples", "as_tuple", "plan"}
     for name in names:
         if name not in has and not hasattr(loader, name):
@@ -245,7 +245,7 @@ def fix_options(loader: type[Habits], names: Iterable[str]) -> None:
 
 
 def fixed_option(name: str, value: Any) -> InputError:
-    """Return the error for an option that is set on a loader that exists."""
+    """Return the error for an option that is set on an existing loader."""
     return InputError(
         f"{name} was set on a Loader that exists.",
         "options that are given when a Loader is made",
@@ -256,7 +256,7 @@ def fixed_option(name: str, value: Any) -> InputError:
 
 
 def no_attribute(name: str) -> AttributeError:
-    """Return the error for an attribute that a Loader does not have, with what it has instead."""
+    """Return the error for an attribute that a Loader does not have; it names the substitute, if any."""
     instead = _ATTRIBUTES.get(name) or _NEEDLESS.get(name)
     return AttributeError(
         f"a Loader has no attribute {name!r}" + (f": {instead}" if instead else "")
@@ -269,9 +269,9 @@ def check_names(
     """Return the names of `as_tuple`, or raise.
 
     Args:
-        names: As given.
-        known: What a batch holds; None checks only that they are names.
-        example: Names to suggest where none were given.
+        names: The value of `as_tuple`, as given.
+        known: Names of a batch's tensors; None checks only that `names` are names.
+        example: Names to suggest if none were given.
     """
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
     if not is_list or not names or not all(isinstance(name, str) for name in names):
@@ -290,7 +290,7 @@ def check_names(
 
 
 class Opened(NamedTuple):
-    """Data as a store, and how its batches are handed out: these fields as a tuple, one alone, or by name."""
+    """Data as a store, and the form of its batches: a tuple of these fields, one field alone, or a `Batch`."""
 
     store: Store
     as_tuple: tuple[str, ...] | str | None = None
@@ -304,13 +304,13 @@ def open_data(
     rows: int | None = None,
     fields: Sequence[str] | None = None,
 ) -> Opened:
-    """Return anything that a Loader can be given as a store.
+    """Open any data that a Loader accepts as a store.
 
     Args:
         data: A store, a path or URL, arrays or tensors (one, a tuple, or a dict of them), or a Dataset.
-        group: Of a plain HDF5 file: the group that holds the arrays.
-        rows: Of a plain HDF5 file: the number of samples.
-        fields: Those to load, which decide where a plain file alone does not.
+        group: Group that holds the arrays, in a plain HDF5 file.
+        rows: Number of samples, in a plain HDF5 file.
+        fields: Fields to load. They decide what counts samples if a plain file alone does not tell.
     """
     if isinstance(data, str | Path):
         named = None if not fields or isinstance(fields, str) else fields
@@ -321,7 +321,7 @@ def open_data(
                 raise
             return Opened(open_store(data, group=group, rows=rows, fields=named))
         if named and any(store.left_aside(name) for name in named):
-            with suppress(StoreError):  # `make_columns` says why a field is none
+            with suppress(StoreError):  # `make_columns` reports why this is not a field
                 chosen = open_store(data, group=group, rows=rows, fields=named)
                 store.close()
                 return Opened(chosen)
@@ -355,7 +355,7 @@ def open_data(
 
 
 def _tell_of_text(store: Store) -> None:
-    """Tell once which fields of the user's own samples no batch has. Packed files have names, which nobody misses."""
+    """Warn once which text fields of the user's own samples batches leave out. Nobody misses packed files' names."""
     text = [name for name, info in store.fields.items() if info.encoding == "utf8"]
     if text:
         tell_once(
@@ -416,7 +416,7 @@ def _from_memory(data: Any) -> Opened:
 
 
 def _check_list(data: Sequence[Any]) -> None:
-    """Tell that a list of a few long arrays is taken for samples, or refuse it where these could be none."""
+    """Warn that a list of a few long arrays is read as samples; raise if their kinds differ, so that they cannot be."""
     few = 1 < len(data) <= _FEW_ARRAYS
     if not few or not all(
         isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in data

@@ -1,4 +1,4 @@
-"""Background threads: one that works ahead of its consumer, and the end of all of them.
+"""Background threads: a worker that runs ahead of its consumer, and the end of all threads.
 
 Enters: a function that makes the next result. Leaves: its results, in order, made before they are asked for.
 Costs: one thread and `ahead` results in memory.
@@ -145,7 +145,7 @@ class Background(Generic[T]):
 
 
 class _Janitor:
-    """A thread that does the waiting for finalizers, and permutes coming epochs.
+    """A thread that waits on behalf of finalizers, and permutes the next epochs.
 
     A finalizer runs in any thread, under any lock: it must not wait, nor take a lock that is not reentrant.
     `SimpleQueue.put` is safe there; this thread then calls what was handed over.
@@ -173,7 +173,7 @@ class _Janitor:
         self._dropped.put(end)
 
     def finish(self, seconds: float) -> None:
-        """Call what was handed over, then end the thread. Later calls are left to the end of the process."""
+        """Run the calls that were handed over, then end the thread. Calls handed over later do not run."""
         if self._thread is not None and self._process == os.getpid():
             self._dropped.put(None)
             with contextlib.suppress(

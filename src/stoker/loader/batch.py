@@ -91,7 +91,7 @@ class Batch(dict[str, torch.Tensor]):
 
     @property
     def sample_ids(self) -> Array:
-        """Samples of the store, on the host, in row order; -1 for a lane that has ended."""
+        """Sample numbers in the store, on the host, in row order; -1 for a lane that has ended."""
         found = self._samples[np.maximum(self.positions, 0)]
         return cast(Array, np.where(self.positions < 0, -1, found))
 
@@ -111,8 +111,8 @@ class IndexTable:
 
     Args:
         indices: `(rows, samples)` int64 on the device; or `(1, samples)` if all rows are the same.
-        sizes: Samples of each batch; an attribute too.
-        num_rows: Rows.
+        sizes: Samples of each batch; also an attribute.
+        num_rows: Rows of the table, also if `indices` has one row for all.
     """
 
     def __init__(self, indices: torch.Tensor, sizes: list[int], num_rows: int) -> None:
@@ -126,11 +126,11 @@ class IndexTable:
 
     @cached_property
     def batches(self) -> Sequence[torch.Tensor]:
-        """Every batch's `(rows, batch)`."""
+        """Indices of every batch, `(rows, batch)` each."""
         return torch.split(self._indices, self.sizes, dim=1)
 
     def row(self, row: int) -> Sequence[torch.Tensor]:
-        """Every batch's indices in one row."""
+        """Return every batch's indices in one row."""
         if (batches := self._by_row.get(row)) is None:
             batches = self._by_row[row] = self._indices[row].split(self.sizes)
         return batches
@@ -149,9 +149,9 @@ class IndexBatch:
     """The indices of one batch.
 
     Attributes:
-        table: Its indices and those of its neighbours.
-        number: Of the batch in the table.
-        totals: From a ragged field to its number of values in the batch.
+        table: Table with the indices of this batch and its neighbours.
+        number: Number of the batch in the table.
+        totals: Number of values in the batch, by ragged field.
         planned: The batch in the epoch's order.
         ring_number: Number of the loader's ring that the indices refer to; see `Loader.shrink`.
     """

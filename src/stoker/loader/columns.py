@@ -38,9 +38,9 @@ class Values:
     Attributes:
         name: Name in the batch: "features", "M5", "M5/gap", "mz".
         num_rows: Rows over all shards.
-        shape: Of one row.
-        dtype: Native.
-        pieces: The shards' arrays and the row each begins at, opened when first read.
+        shape: Shape of one row.
+        dtype: Type of a value, in native byte order.
+        pieces: `(first row, end row, open)` per shard; `open()` returns its array and opens the shard if needed.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Values:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[StoredArray, int, int, int]]:
-        """Yield `(array, first row in it, last row in it, row of the range)` per shard touched."""
+        """Yield `(array, first, end, offset)` per shard touched: rows of the array, and their place in the range."""
         for low, high, array in self.pieces:
             first, last = max(start, low), min(stop, high)
             if first < last:
@@ -67,9 +67,9 @@ class Column:
     """One field of a loader.
 
     Attributes:
-        field: Its name.
-        kind: As in the store.
-        values: Its datasets; they share `starts`.
+        field: Name of the field.
+        kind: Kind of the field in the store.
+        values: Datasets of the field; all use the same `starts`.
         starts: First row of each position's range.
         lengths: Rows of each position's range; one number when all are equal.
         is_encoded: Whether the rows are bytes of pictures, which are decoded on the way into a batch.
@@ -83,7 +83,7 @@ class Column:
     is_encoded: bool = False
 
     def extent(self, start: int, stop: int) -> tuple[int, int]:
-        """Rows that positions `start` to `stop` need: from the first to one past the last."""
+        """Return the first row that positions `start` to `stop` need, and one past the last."""
         starts = self.starts[start:stop]
         if len(starts) == 0:
             return 0, 0
@@ -93,7 +93,7 @@ class Column:
         return int(starts.min()), int(ends.max())
 
     def extents(self, chunks: Sequence[tuple[int, int]]) -> Array:
-        """Return `(chunks, 2)`: the rows that each chunk of positions needs, as `extent` says."""
+        """Return `(chunks, 2)`: the first row that each chunk of positions needs, and one past the last."""
         if not self._is_rising:
             return np.array([self.extent(*chunk) for chunk in chunks], np.int64).reshape(-1, 2)
         edges = np.array(chunks, np.int64).reshape(-1, 2)
@@ -103,18 +103,18 @@ class Column:
 
     @cached_property
     def _is_rising(self) -> bool:
-        """Whether a range's first and last sample say where its rows begin and end."""
+        """Whether starts and ends both ascend, so that the first and last sample of a range bound its rows."""
         ends = self.starts + self.lengths
         return bool((np.diff(self.starts) >= 0).all() and (np.diff(ends) >= 0).all())
 
     @cached_property
     def counts_samples(self) -> bool:
-        """Whether position i has row i alone."""
+        """Whether position i is exactly row i."""
         if self.kind != "dense" or not len(self.starts):
             return False
         return bool(
             self.starts[-1] == len(self.starts) - 1
-        )  # they rise from 0 or more, without repeats
+        )  # starts ascend from 0 or more, without repeats
 
     @property
     def row_bytes(self) -> int:
@@ -123,7 +123,7 @@ class Column:
 
 
 def column_facts(store: Store, columns: Sequence[Column], num_samples: int) -> StoreFacts:
-    """Return the facts of what a loader loads, exact to the byte, because every sample's rows are known."""
+    """Return the facts of a loader's data. Sizes are exact, because the rows of every sample are known."""
     estimated = store_facts(store.manifest, [column.field for column in columns], num_samples)
 
     def exact(column: Column, facts: FieldFacts) -> FieldFacts:
@@ -138,11 +138,11 @@ def column_facts(store: Store, columns: Sequence[Column], num_samples: int) -> S
 
 
 def check_samples(samples: Array | str | slice | None, store: Store) -> Array:
-    """Return the samples as rising int64; all of the store's when None.
+    """Return sample numbers as ascending int64; None selects all samples of the store.
 
     Args:
         samples: Sample numbers, one bool per sample, a slice, or the name of a split.
-        store: That they are samples of.
+        store: Store that holds the samples.
     """
     if samples is None and store.num_samples:
         return np.arange(store.num_samples, dtype=np.int64)
@@ -204,14 +204,14 @@ def digest_samples(samples: Array) -> str:
 
 
 def default_fields(fields: Mapping[str, FieldInfo]) -> list[str]:
-    """Return the fields that are loaded when none are named: all but text, and what lies beside encoded pictures."""
+    """Return the default fields: all except text and, if pictures are encoded, `BESIDE_PICTURES`."""
     is_encoded = any(info.encoding == "picture" for info in fields.values())
     beside = BESIDE_PICTURES if is_encoded else ()
     return [name for name, info in fields.items() if info.encoding != "utf8" and name not in beside]
 
 
 def make_columns(store: Store, fields: Sequence[str] | None, samples: Array) -> list[Column]:
-    """Return the columns of `fields` (all but text when None) for the given samples, in order."""
+    """Return the columns of `fields` for the given samples, in order; None selects `default_fields`."""
     if fields is None:
         fields = default_fields(store.fields)
     if isinstance(fields, str):
@@ -246,7 +246,7 @@ def batch_names(columns: Sequence[Column]) -> list[str]:
 
 
 def left_aside(store: Store, names: Sequence[str]) -> str:
-    """Return why these datasets are not fields, to append to a sentence; "" if that is not known."""
+    """Return why these datasets are not fields, as text to append to a sentence; "" if unknown."""
     return "".join(f" ({note})" for note in map(store.left_aside, names) if note)
 
 

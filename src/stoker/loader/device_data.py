@@ -35,7 +35,7 @@ _BLOCK_SAMPLES, _BLOCK_BATCHES = 1 << 16, 512
 """Most samples and batches whose indices are uploaded together: 512 kB per column. More would delay the host."""
 
 _FIRST_BATCHES, _GROWTH = 2, 8
-"""Of chunks: batches of an epoch's first block, and by how much each later block is longer. The device waits for
+"""For chunked data: batches in an epoch's first block, and the growth factor of later ones. The device waits for
 the first block; it trains on each block while the host computes the next."""
 
 
@@ -43,19 +43,19 @@ class DeviceData:
     """The ring, the threads that fill it, and the indices of batches in it.
 
     Args:
-        store: The columns' store.
-        columns: What is loaded.
-        num_samples: Positions, 0 to n - 1.
+        store: Store of the columns.
+        columns: Columns to load.
+        num_samples: Number of positions.
         chunks: Ranges of positions that are loaded together; None for resident data.
         num_slots: Chunks on the device at the same time.
-        device: Where the ring is.
-        plan: Its staging is used where the ring is on a GPU.
-        loads_ahead: Whether the next epoch's first chunks are loaded before this one has ended.
-        least_rows: Rows of each column that a slot holds at least; for batches of scattered samples.
+        device: Device of the ring.
+        plan: Gives the number and size of pinned slabs if the ring is on a GPU.
+        loads_ahead: Whether the next epoch's first chunks are loaded before the current epoch ends.
+        least_rows: Least number of rows of each column in a slot; for batches of scattered samples.
 
     Attributes:
-        ring: Its tensors hold the chunks.
-        ring_number: Counts the rings, because `replace_ring` invalidates indices.
+        ring: The current ring, whose tensors hold the chunks.
+        ring_number: Number of the current ring; indices into an earlier ring are invalid.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DeviceData:
         self._start_in_this_process()
 
     def _start_in_this_process(self) -> None:
-        """Make the uploader; its threads, and the feeder's, exist in the process that made them only."""
+        """Make the uploader. Its threads and the feeder's exist only in the process that started them."""
         self._process = os.getpid()
         JANITOR.start()
         plan, threads, once = self._plan, self._store.threads, self.is_resident
@@ -101,7 +101,7 @@ class DeviceData:
         self._promised: tuple[tuple[int, int], list[Visit]] = ((-1, 0), [])
 
     def settle_after_fork(self) -> bool:
-        """Make new threads in a forked child, where the parent's do not exist; return whether it is one."""
+        """Make new threads in a forked child, which has none of the parent's; return whether this is one."""
         is_child = self._process != os.getpid()
         if is_child:
             if torch.get_num_threads() > 1:
@@ -155,7 +155,7 @@ class DeviceData:
                     if position == begun:  # not earlier: the device waits for the first batch
                         progress.get(epoch.epoch + 1).prepare()
                     position += 1
-                    if self.ring is not ring:  # what was computed ahead refers to the old ring
+                    if self.ring is not ring:  # indices computed ahead refer to the old ring
                         is_stale = True
                         break
                 if is_stale:
@@ -200,7 +200,7 @@ class DeviceData:
             return self._feeder, 0, Loads([self._everything], {0: 0})
         loads = plan_loads(epoch, position, self.ring)
         is_promised = self._promised == ((epoch.epoch, position), loads.visits)
-        # An epoch that was left early has visits that nobody waits for: they would be read first.
+        # After an epoch that was left early, its visits that nobody needs would be loaded first.
         if self._feeder is None or not is_promised or not self._feeder.has_taken(len(loads.visits)):
             self._stop_feeder()
             self._start_feeder(loads.visits)
@@ -283,7 +283,7 @@ class DeviceData:
     def _shifts(
         self, column: int, positions: Array, visits: Sequence[Visit], slots: Sequence[int]
     ) -> Array | int:
-        """Return what to add to row numbers of the store to get those of the ring's tensors."""
+        """Return the shift from row numbers of the store to those of the ring's tensors."""
         if len(slots) == 1 and not isinstance(visits[0], ScatteredBatch):
             return self.ring.shift(column, visits[0].chunk, slots[0])
         shifts = np.zeros(len(positions), dtype=np.int64)
@@ -298,7 +298,7 @@ class DeviceData:
 
 
 def _blocks(batches: Iterator[PlannedBatch], most: int) -> Iterator[list[PlannedBatch]]:
-    """Group consecutive batches that touch the same chunks, into blocks of growing size; `most` is the first's."""
+    """Group consecutive batches that touch the same chunks into growing blocks, the first of at most `most`."""
     block: list[PlannedBatch] = []
     samples = 0
     for batch in batches:

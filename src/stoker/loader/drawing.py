@@ -4,11 +4,11 @@ Enters: one weight per sample, or shares of classes or stores. Leaves: which sam
 several times and some not at all. Costs: about the time of three permutations, in the thread that prepares the next
 epoch (10 million samples: 2 s); 8 bytes per sample. No torch.
 
-An epoch of N draws holds sample i exactly floor or ceil of N * weight[i] / sum(weights) times: the samples are laid one
-behind the other in an order that is shuffled for the epoch, each as long as its expected number, and every whole
-number that lies in a sample, counted from a random start, is a draw of it (systematic sampling). On average each sample
-comes as often as its weight says, with less noise than independent draws. With equal weights and N = n an epoch is a
-plain shuffled one: every sample once.
+An epoch of N draws holds sample i exactly floor or ceil of N * weight[i] / sum(weights) times (systematic sampling).
+The samples are put on a line, in an order that is shuffled for the epoch, each as an interval as long as its expected
+number. Points at distance 1 from a random start are the draws: a point in an interval draws its sample. On average
+each sample comes as often as its weight says, with less noise than independent draws. With equal weights and N = n an
+epoch is a plain shuffled one: every sample once.
 
 The draws are numbered in ascending order of their samples. Orders, ranks, chunks and elastic resume work on these
 numbers, as they work on positions elsewhere, so all their guarantees hold: each draw is trained on once.
@@ -65,7 +65,7 @@ class Draws:
 
     @property
     def digest(self) -> str:
-        """Of what is drawn from; a function is known by the weights of epoch 0."""
+        """Digest of weights, strata and number of draws; a weights function is identified by its weights of epoch 0."""
         weights = self.weights(0) if callable(self.weights) else self.weights
         state = xxhash.xxh3_64(np.ascontiguousarray(weights, dtype="<f8").data)
         state.update(f"{self.num_draws} {self.per_batch}".encode())
@@ -74,7 +74,7 @@ class Draws:
         return state.hexdigest()
 
     def positions(self, seed: int, epoch: int) -> Array:
-        """Return the samples of an epoch, ascending, `(num_draws,)`; those of the last few epochs are kept."""
+        """Return the samples of an epoch, ascending, `(num_draws,)`; the last few epochs are cached."""
         with self._drawing:
             if (found := self._known.get((seed, epoch))) is None:
                 weights = self.weights
@@ -105,12 +105,12 @@ def draw(
         return np.arange(num_draws)
     shuffled = generator.permutation(len(weights))
     if strata is not None:
-        # One stratum behind the other, so that its number of draws is floor or ceil of what is expected.
+        # Strata one after another, so that each gets floor or ceil of its expected number of draws.
         small = strata.astype(np.uint16 if strata.max(initial=0) < 1 << 16 else np.int64)
         shuffled = shuffled[np.argsort(small[shuffled], kind="stable")]
     sums = np.cumsum(weights[shuffled])
     ends = sums * (num_draws / sums[-1])
-    # Exactly all draws by the last sample with a weight: rounding must give none to samples without one.
+    # All draws end at the last sample with a weight: rounding must give none to samples without weight.
     ends[np.searchsorted(sums, sums[-1]) :] = num_draws
     ends += generator.random()
     reached = np.minimum(ends, num_draws, out=ends).astype(np.int64)  # rounds down: none is below 0
@@ -128,8 +128,8 @@ def spread(rows: Array, strata: Array, generator: np.random.Generator) -> Array:
     """Return rows in an order in which every stretch has the shares of the strata, within one of each.
 
     Args:
-        rows: Shuffled.
-        strata: The stratum of each of them.
+        rows: Shuffled rows.
+        strata: The stratum of each row.
         generator: Draws where each stratum begins.
     """
     _, strata, sizes = np.unique(strata, return_inverse=True, return_counts=True)
@@ -180,7 +180,7 @@ def class_weights(classes: Array, name: str) -> tuple[Array, Array]:
 
     Args:
         classes: `(n,)` whole numbers: the class of each sample.
-        name: Of the field, for errors.
+        name: Name of the field, for errors.
     """
     if classes.ndim != 1 or classes.dtype.kind not in "iub":
         raise InputError(
@@ -213,15 +213,15 @@ def choose_draws(
     epoch_samples: int | None,
     mixture: Mixture | None,
 ) -> Draws | None:
-    """Return how a loader draws; None where every sample comes once.
+    """Return how a loader draws samples; None if every sample comes once.
 
     Args:
-        store: Of the samples.
-        samples: That are loaded.
+        store: Store of the samples.
+        samples: Samples to load.
         weights: As given to the loader: one per sample of the store, or of `samples`.
         balance: A field of classes, each of which is to be equally likely.
         epoch_samples: Samples of an epoch; as many as there are by default.
-        mixture: Of several stores.
+        mixture: Several stores with their shares, as `mix` returns them.
     """
     given = {"weights": weights, "balance": balance, "a mixture of stores": mixture}
     several = [name for name, value in given.items() if value is not None]
@@ -278,9 +278,9 @@ class Mixture:
     """Several stores as one, with a share of each. Made by `mix`; give it to a `Loader`.
 
     Attributes:
-        store: All samples, one store behind the other.
-        names: Of the stores.
-        shares: Of each store, adding up to 1.
+        store: All samples, one store after another.
+        names: Names of the stores.
+        shares: Share of each store; they add up to 1.
         per_batch: Whether every batch holds the shares, within one sample of each.
     """
 
@@ -322,12 +322,12 @@ def mix(shares: Mapping[str | Store, float], *others: Any, per_batch: bool = Fal
     """Join stores with the same fields, so that a `Loader` draws a share of its samples from each.
 
     `Loader(mix({"wiki/": 0.7, "code/": 0.3}), 64)` is an epoch of as many samples as there are, 70 % of them from
-    `wiki/`, whose samples come again once all were there. The shares hold over an epoch; with `per_batch` they hold in
+    `wiki/`, whose samples repeat after all were drawn. The shares hold over an epoch; with `per_batch` they hold in
     every batch, within one sample of each store, if all data is resident.
 
     Args:
-        shares: Store, or its path, to its share; they are divided by their sum.
-        *others: Shares beside a list of stores, as others' functions take them, are refused with what to type.
+        shares: Share of each store, given as a store or its path; shares are divided by their sum.
+        *others: Always refused with what to type: other libraries take a list of stores, then a list of shares.
         per_batch: Whether every batch holds the shares.
     """
     given: Any = shares  # code without types hands over a list, or one path

@@ -1,4 +1,4 @@
-"""The position in a run, and elastic resume: going on in the middle of an epoch with other ranks or batch sizes.
+"""The position in a run, and elastic resume: continuing within an epoch with other ranks or batch sizes.
 
 Enters: a saved state, and the order of a rank that continues from it. Leaves: the epoch and batch to
 continue at, and an order for the remaining samples of that epoch: each once, and none that was trained on
@@ -45,8 +45,8 @@ class ElasticEpoch(BlockEpoch):
     """The remaining samples of an epoch, shared in blocks of chunks; see the module's text.
 
     Args:
-        order: Of the ranks that share them.
-        epoch: Its number.
+        order: Order of the ranks that share the samples.
+        epoch: Number of the epoch.
         left: Samples that no rank has trained on.
         first_step: Number of the first batch.
     """
@@ -72,7 +72,7 @@ class ElasticEpoch(BlockEpoch):
 
 @dataclass(frozen=True)
 class Cut:
-    """Ranks of this number, with this batch size, trained on an epoch up to batch `batch`."""
+    """A part of an epoch: `world_size` ranks with this batch size trained on it up to batch `batch`."""
 
     batch_size: int
     world_size: int
@@ -122,9 +122,9 @@ class ResumePoint:
     """The position at which a loader continues.
 
     Attributes:
-        epoch: Its epoch.
-        batch: The next batch of that epoch.
-        cuts: Of the epoch so far.
+        epoch: Epoch to continue.
+        batch: Next batch of that epoch.
+        cuts: Cuts of that epoch so far.
         begun: Order of the remaining samples; None for a whole epoch.
         words: A sentence for the user if other ranks began the epoch.
     """
@@ -332,9 +332,9 @@ class Progress:
     Attributes:
         order: What all epochs depend on.
         epoch: The current epoch.
-        batch: Its next batch.
-        is_begun: Whether iterating has taken a batch since the position was set.
-        is_over: Whether that was the epoch's last batch.
+        batch: Next batch of that epoch.
+        is_begun: Whether a batch was taken since the position was set.
+        is_over: Whether the epoch's last batch was taken.
     """
 
     def __init__(self, order: Order) -> None:

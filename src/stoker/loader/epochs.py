@@ -27,7 +27,7 @@ _PIECE = 1 << 20
 """Positions per call when a digest is computed: 8 MB."""
 
 _LEAST_FOR_THREAD = 1 << 14
-"""Samples from which on another thread permutes the next epoch: it would take the loop 0.3 ms."""
+"""From this many samples on, another thread permutes the next epoch: here it would take the loop 0.3 ms."""
 
 _Take = Callable[[int, int], Array]
 
@@ -61,7 +61,7 @@ class _Block:
 
 
 class BlockEpoch(EpochOrder):
-    """A rank has one block of the sequence: parts of chunks, one after the other."""
+    """An epoch in which each rank has one block of the sequence: parts of chunks, one after another."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class BlockEpoch(EpochOrder):
         return *rest, chunk, start
 
     def _taker(self, block: _Block, part: int) -> _Take:
-        """Return a function for samples i to j of a part; it keeps the part's permutation, if there is one."""
+        """Return a function that gives samples i to j of a part; it keeps the part's permutation, if any."""
         start = int(block.starts[part])
         if self.order.mode != "shuffled":
             return lambda low, high: self._at(start + low, start + high)
@@ -192,7 +192,7 @@ class BlockEpoch(EpochOrder):
             yield PlannedBatch(step, positions, tuple(touched), counts, self._together(step))
 
     def stream(self, start: int, stop: int) -> Iterator[Array]:
-        """As `EpochOrder.stream`."""
+        """See `EpochOrder.stream`."""
         low, end = self._sample(start), self._sample(stop)
         part = self._own.part(low)
         while low < end:
@@ -203,7 +203,7 @@ class BlockEpoch(EpochOrder):
             low, part = high, part + 1
 
     def untaken(self, step: int) -> PositionSet:
-        """As `EpochOrder.untaken`: whole parts as ranges, one part of every rank by its positions."""
+        """See `EpochOrder.untaken`. Whole parts are ranges; one part of each rank is a set of positions."""
         self._checked(step)
         over = self._cut(self.num_used, self.num_offered)
         starts, stops, halves = [over.starts], [over.stops], []
@@ -267,7 +267,7 @@ class Deck:
 
     @cached_property
     def positions(self) -> Array:
-        """The permuted positions; of draws, those that were drawn."""
+        """The permuted positions; with draws, the positions that were drawn."""
         rows, order = self.rows, self._order
         if order.draws is None:
             return rows
@@ -276,7 +276,7 @@ class Deck:
 
 
 class DealtEpoch(EpochOrder):
-    """One permutation, shared by the ranks step by step, from index `begin` on."""
+    """An epoch of one permutation, which the ranks share step by step, from index `begin` on."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class DealtEpoch(EpochOrder):
         return first + count * rank // ranks, first + count * (rank + 1) // ranks
 
     def untaken(self, step: int) -> PositionSet:
-        """As `EpochOrder.untaken`: the rest of the deck, sorted."""
+        """See `EpochOrder.untaken`. These are the rest of the deck, sorted."""
         first = self.dealt(self._checked(step))
         return PositionSet.of(self.deck.rows[first : self.begin + self.num_offered])
 
@@ -323,7 +323,7 @@ class DealtEpoch(EpochOrder):
         full = self.order.batch_size * ranks
         first = self.dealt(start)
         for step in range(start, self.num_batches):
-            # As `_share`, without its arithmetic for all steps but the last two, which are full.
+            # As `_share`, but cheaper: all steps except the last two are full.
             last = first + full if step < self.num_batches - 2 else self.dealt(step + 1)
             together = last - first
             low, high = first + together * rank // ranks, first + together * (rank + 1) // ranks
@@ -331,7 +331,7 @@ class DealtEpoch(EpochOrder):
             first = last
 
     def stream(self, start: int, stop: int) -> Iterator[Array]:
-        """As `EpochOrder.stream`."""
+        """See `EpochOrder.stream`."""
         rows = self.deck.positions
         if self.order.world_size == 1:
             yield rows[self.dealt(start) : self.dealt(stop)]
@@ -345,11 +345,11 @@ class LaneEpoch(EpochOrder):
     """Batch k holds the k-th sample of every lane of the rank.
 
     Args:
-        order: With as many lanes as the plan.
-        epoch: Its number.
+        order: Order with as many lanes as the plan.
+        epoch: Number of the epoch.
         plan: The lanes.
         layout_ranks: Number of ranks that the lanes were laid out for; those of the order by default.
-        first_step: Of a partial epoch.
+        first_step: First step of a partial epoch.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class LaneEpoch(EpochOrder):
         return int((self._all_lengths > step).sum())
 
     def untaken(self, step: int) -> PositionSet:
-        """As `EpochOrder.untaken`: the rest of every lane."""
+        """See `EpochOrder.untaken`. These are the rest of every lane."""
         gone = np.minimum(self._checked(step), self._all_lengths)
         tiles = PositionSet.of(
             starts=self._all_starts + gone, stops=self._all_starts + self._all_lengths
@@ -413,7 +413,7 @@ class LaneEpoch(EpochOrder):
             yield PlannedBatch(step, positions, (chunk,), (len(positions),), together, reset)
 
     def stream(self, start: int, stop: int) -> Iterator[Array]:
-        """As `EpochOrder.stream`."""
+        """See `EpochOrder.stream`."""
         for step in range(start, stop):
             where, valid = self._at(step)
             yield self._plan.positions[where[valid]]
@@ -429,5 +429,5 @@ def _generator(seed: int, *key: int) -> np.random.Generator:
 
 
 def _first_of_step(step: int, num_steps: int, count: int, full: int, least: int) -> int:
-    """Return the first of `count` items of a step: `full` per step, but `least` are kept for each later one."""
+    """Return the first item of a step: `full` items per step, but `least` of the `count` remain for each later step."""
     return min(step * full, count - (num_steps - step) * least)

@@ -27,11 +27,11 @@ from stoker.loader.staging import restore_sign
 from stoker.loader.straight import Recycled
 
 AHEAD_BYTES, RESIDENT_AHEAD_BYTES = 2 << 20, 128 << 20
-"""Most bytes made ahead; the second from data that is resident on a GPU, where memory is not short, and at most as
-much as the data takes. A tensor that the user keeps keeps its neighbours' memory too."""
+"""Most bytes made ahead. The second limit is for data that is resident on a GPU, where memory is not short; the size of
+the data limits it too. A tensor that the user keeps keeps its neighbours' memory too."""
 
 _LEAST_BATCHES, _MOST_BATCHES = {"cpu": 32, "cuda": 8}, 64
-"""A field is small if so many batches of it fit. Splitting more than `_MOST_BATCHES` delays the host."""
+"""A field is small if at least this many of its batches fit. Splitting more than `_MOST_BATCHES` delays the host."""
 
 _ALIGNMENT = 16
 """Bytes. Kernels use wide loads only at aligned addresses, and a compiled model copies unaligned inputs."""
@@ -67,7 +67,7 @@ def gather_ranges(
     Args:
         values: All values.
         starts: First value of each sample.
-        offsets: Where each sample's values go, from `ragged_offsets`.
+        offsets: Place of each sample's values in the result, from `ragged_offsets`.
         total: Values to return: their exact number, known to the host; or a capacity.
         exact: Whether `total` is exact. With a capacity the values past `offsets[-1]` are zero.
     """
@@ -132,10 +132,10 @@ class Augments(Protocol):
 
 
 class Draws:
-    """Keeps the draws of an augmentation those of (epoch, batch), also where others draw from the same object.
+    """Keeps an augmentation at the draws of (epoch, batch), even if other code draws from the same object.
 
-    Two loaders, or a loader and the user's own loop, may share an augmentation. It has one position; `num_draws` tells
-    whether it was moved since the draw before, and then it is set again. Not for two threads at once.
+    Two loaders, or a loader and the user's own loop, may share an augmentation. It has one position. If its
+    `num_draws` shows that it moved since the last draw, the position is set again. Not thread-safe.
     """
 
     def __init__(self, augment: Any) -> None:
@@ -183,11 +183,11 @@ class MadeAhead:
     made it only; on another stream, in inference mode or inside a CUDA graph it is made anew.
 
     Fields are thread safe: a race costs one more gather. Images are for one thread that takes every batch in turn.
-    Their draws are those of a call for each batch. The augmentation counts a step for each batch when it is made,
+    Their draws equal those of one call per batch. The augmentation counts a step for each batch when it is made,
     not when it is handed out; so its position is set again when batches that were made are not used.
 
     Args:
-        fields: Gathered ahead where they are small.
+        fields: Fields to gather ahead if they are small.
         room_bytes: Most bytes of batches that are made at once.
         draws: Images are made ahead if its augmentation has `batches`, as `Compose` has.
         images: Images, then masks if there are any.
@@ -212,12 +212,12 @@ class MadeAhead:
         self._made = _NOTHING
 
     def forget_images(self) -> None:
-        """Drop the images that were made: the augmentation was told another position."""
+        """Drop the images made ahead, because the augmentation's position was set."""
         if self._draws is not None:
             self._made = _NOTHING
 
     def pop(self, rows: IndexBatch, in_turn: bool) -> Batch:
-        """Return what was made of a batch; empty if it is out of turn or was handed out before.
+        """Return the tensors made ahead for a batch; empty if it is out of turn or was handed out before.
 
         Args:
             rows: The batch.
@@ -308,9 +308,9 @@ class Assembler:
     """Builds batches from one tensor per dataset.
 
     Args:
-        columns: What a batch holds.
+        columns: Columns of a batch.
         tensors: Values on the device by dataset.
-        augment: Applied to `images` and `masks`.
+        augment: Augmentation of `images` and `masks`.
         is_resident: Whether the tensors hold all data.
     """
 
@@ -365,7 +365,7 @@ class Assembler:
                 those of earlier batches.
             totals: Exact number of values of each ragged field; None pads them to a static shape.
             in_turn: Whether this is an `IndexBatch` and all batches of the iteration are asked for in turn. Only
-                then may images be augmented ahead: a captured step draws by itself in between.
+                then may images be augmented ahead: a captured step makes draws of its own in between.
         """
         known = rows if isinstance(rows, IndexBatch) else None
         ready = Batch() if known is None else self._ahead.pop(known, in_turn)
@@ -412,7 +412,7 @@ class Assembler:
         return found
 
     def augment(self, tensors: Mapping[str, torch.Tensor], step: int) -> Batch:
-        """Augment what `gather` has returned for batch number `step`, possibly decoded or copied to another device."""
+        """Augment the result of `gather` for batch number `step`, perhaps decoded or copied to another device since."""
         batch = Batch(tensors)
         if self._augment is not None:
             self._draws.begin(step)
@@ -471,7 +471,7 @@ def _plan_gathers(
 
 
 def check_augment(augment: Augments | None, tier: str) -> None:
-    """Raise for what is no augmentation, and for one that has to know images where rows do not tell them."""
+    """Raise if `augment` is no augmentation, or must identify images by row and the data is not resident."""
     if augment is not None and not (callable(augment) and hasattr(augment, "seek")):
         raise InputError(
             f"augment is {getattr(augment, '__name__', repr(augment))}.",

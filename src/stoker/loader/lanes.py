@@ -51,8 +51,8 @@ class LanePlan:
         positions: `(tiles,)` int64, positions of the taken samples, ascending.
         begins: `(tiles,)` bool, state begins anew at this tile.
         left_out: Reason to number of samples that are not taken.
-        samples_digest: Of the samples of a store that were offered; "" where they are not known.
-            A loader over others would carry state over holes, so an `Order` refuses the plan.
+        samples_digest: Digest of the samples of a store that were offered; "" if they are not known.
+            A loader over others would carry state over missing samples, so an `Order` refuses the plan.
     """
 
     num_samples: int
@@ -69,7 +69,7 @@ class LanePlan:
 
     @property
     def reason(self) -> str:
-        """The plan in words: what is taken, what is not, and why."""
+        """The plan in words: samples taken, samples left out, and why."""
         kept = f"{len(self.positions):,} of {self.num_samples:,} windows follow each other"
         lanes = f"in {self.num_lanes:,} lanes over {self.num_segments:,} segments"
         out = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items() if count)
@@ -142,13 +142,13 @@ def plan_store_lanes(
     """Plan lanes over the series of a store: never across gaps, shards or splits.
 
     Args:
-        store: With at least one series.
+        store: Store with at least one series.
         num_lanes: `batch_size * world_size`.
         fields: Series whose states are carried; all of them by default. Their windows must cover
             the same stretch of time, or they cannot all tile.
-        samples: Samples of the store, rising; all by default. Give the loader's: it refuses a plan
-            over others.
-        max_gap_rows: Rows that may be missing in a row without breaking the state.
+        samples: Samples of the store, ascending; all by default. Pass the loader's samples: it
+            refuses a plan over others.
+        max_gap_rows: Consecutive rows that may be missing without breaking the state.
     """
     names = list(fields) if fields is not None else _series_of(store)
     if not names:
@@ -167,7 +167,7 @@ def plan_store_lanes(
     if "split" in store.fields:
         split = store.read_rows("split", 0, store.num_samples)
         breaks[1:] |= split[1:] != split[:-1]
-    # A number per segment of the whole store: what a selection skips still breaks it.
+    # A number per segment of the whole store: samples that a selection skips still break it.
     segments = np.cumsum(breaks)[chosen]
     breaks = np.concatenate([[True], segments[1:] != segments[:-1]])[: len(chosen)]
     plan = plan_lanes(ends[chosen], windows, breaks, num_lanes, over_gap=over_gap[chosen])
@@ -209,7 +209,7 @@ def _next_tile(ends: Array, windows: Array, segments: Array) -> Array:
     of_segment = np.cumsum(first) - 1
     after = np.zeros(len(ends), np.int64)
     for column, window in zip(ends.T, windows.tolist(), strict=True):
-        # One ascending key for one search: the segments are placed one behind the other, a window apart.
+        # One ascending key for one search: the segments are placed one after another, a window apart.
         tails = np.append(heads[1:], len(ends)) - 1
         bases = offsets_of(column[tails] - column[heads] + window)[:-1]
         key = column - column[heads][of_segment] + bases[of_segment]
@@ -235,7 +235,7 @@ def _share(total: int, num_shares: int) -> Array:
 
 
 def _lengths(share: int, num_lanes: int, num_steps: int) -> Array:
-    """Lengths of a rank's lanes; the longest has `num_steps`, so that no batch is empty."""
+    """Return the lengths of a rank's lanes; the longest has `num_steps`, so that no batch is empty."""
     lengths = _share(share, num_lanes)
     if lengths.max() < num_steps:
         lengths[0] += 1
@@ -281,7 +281,7 @@ def _look_at_shard(
 
 
 def _broken_rows(store: Store, name: str, shard: int, max_gap_rows: int) -> Array:
-    """Rows before which too many are missing."""
+    """Return, for each row, whether too many rows are missing before it."""
     duration = store.fields[name].duration_ns
     if duration is None:  # no times, and so no gaps
         return np.zeros(len(store.read_series(name, "rows", shard)), bool)

@@ -257,7 +257,7 @@ class Loader(Habits):
         self._assembler = self._make_assembler()
         self._turn: object = None
 
-    # -- what it is ------------------------------------------------------------------------
+    # -- facts -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Batches of a whole epoch, the same on all ranks."""
@@ -341,7 +341,7 @@ class Loader(Habits):
             self.store.close()
 
     def __del__(self) -> None:
-        """End the threads of a loader that nobody refers to: they would keep the ring's memory.
+        """End the threads of an unreferenced loader: they would keep the ring's memory.
 
         Another thread waits for them, because the garbage collector may run in one of them.
         """
@@ -356,7 +356,7 @@ class Loader(Habits):
             )
 
     def _tolerate_damage(self) -> None:
-        """Read through a store of our own, in which a picture may fail its checksum: others may read the given one."""
+        """Open the store again, so that pictures may fail their checksums; the given store stays strict for others."""
         encoded = [name for name, info in self.store.fields.items() if info.encoding == "picture"]
         again = self.store.tolerating(encoded) if encoded else None
         if again is not None:
@@ -410,10 +410,10 @@ class Loader(Habits):
                     "leave plan out",
                 )
             return given
-        # Not a whole `probe`, which starts NVML and looks torch up: 30 to 100 ms for every loader, and cyclic garbage.
+        # Not `probe`, which starts NVML and looks for torch: 30 to 100 ms for every loader, and cyclic garbage.
         from stoker.machine import available_memory
 
-        # Decoders read encoded pictures from host memory, so that is where they are kept.
+        # Encoded pictures stay in host memory, because decoders read them there.
         cuda = self.device.type == "cuda" and self._pictures is None
         return make_plan(
             column_facts(self.store, self.columns, len(self.samples)),
@@ -585,9 +585,9 @@ class Loader(Habits):
         """Build a batch on the device. No host synchronisation: safe to capture in a CUDA graph.
 
         Args:
-            indices: `(rows, batch)` from `index_batches`; or, when everything is resident, a 1-D
-                tensor of positions on the device; or what `index_batches` yielded last, for a batch
-                that knows its samples, also after `shrink`.
+            indices: `(rows, batch)` from `index_batches`; or, if everything is resident, a 1-D
+                tensor of positions on the device; or the `IndexBatch` that `index_batches` yielded last. Only then
+                does the batch know its samples, and `shrink` may come in between.
             totals: Number of values per ragged field. Without it the shapes are static: ragged
                 values are padded with zeros to the most that any batch can have.
         """
@@ -738,7 +738,8 @@ class Loader(Habits):
         and `num_batches` says where the epoch ends. See `stoker.loader.elastic`.
 
         Returns:
-            How the epoch continues, in words, if other ranks began it; and that a plain file was written to since.
+            A sentence on how the epoch continues if other ranks began it, and a note if a plain file was written to
+            or copied since; else None.
 
         Raises:
             InputError: The state belongs to other samples, other data, another order or another number of lanes;
@@ -764,7 +765,7 @@ class Loader(Habits):
 
     @cached_property
     def _data_identity(self) -> dict[str, Any] | None:
-        """Which data this is; looked up when the first state is saved or loaded."""
+        """Identity of the data; computed when the first state is saved or loaded."""
         return identify(self.store)
 
 

@@ -5,11 +5,11 @@ on the GPU, queued on the current stream. Costs: in a trial of these calls alone
 500 x 375, without a look at their headers; torchvision, which calls the same library, took 17 ms.
 Pinned memory for the bytes was tried: nothing is gained, and copying keeps cores busy.
 
-The library is the one that came with torchvision, or NVIDIA's own wheel; nothing is linked, so the first decoder of a
-process has to decode two known pictures as Pillow does. Engines decode baseline
-JPEG only, and only some GPUs have them (A100, H100, H200, B200): `open_decoder` returns None elsewhere.
+The library comes with torchvision or NVIDIA's own wheel. Nothing is linked and versions may differ, so the first
+decoder of a process must decode two known pictures as Pillow does. Engines decode baseline JPEG only, and only some
+GPUs have them (A100, H100, H200, B200): `open_decoder` returns None elsewhere.
 
-Contract: one thread at a time for one decoder. A file that is no JPEG, or of another size than was said, is refused
+Contract: one thread at a time for one decoder. A file that is no JPEG, or of another size than was given, is refused
 before anything is decoded, since the engines write as many pixels as a file claims. Bytes and results must be kept
 until the stream has passed.
 """
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
     Attributes:
         memory: uint8, on the GPU.
-        starts: Where each picture begins in it.
+        starts: First byte of each picture in `memory`.
         sizes: `(batch, 2)`: height and width of each.
         channels: Planes of each.
     """
@@ -70,11 +70,11 @@ class Block(NamedTuple):
 
 
 class DecoderError(RuntimeError):
-    """nvJPEG refused a batch; another decoder may take it."""
+    """nvJPEG refused a batch; another decoder may accept it."""
 
 
 def open_decoder(device: torch.device, channels: int) -> Decoder | None:
-    """Return a decoder for one thread, a used one where there is one; None where there are no engines."""
+    """Return a decoder for one thread, an idle one if possible; None if the GPU has no JPEG engines."""
     index = torch.cuda.current_device() if device.index is None else device.index
     idle = _idle.setdefault((index, channels), [])
     if idle:
@@ -125,8 +125,8 @@ class Decoder:
     """One handle of nvJPEG with its buffers.
 
     Args:
-        path: The library.
-        device_index: The GPU, which is the current one.
+        path: Path of the library.
+        device_index: Index of the GPU, which must be the current one.
         channels: 3 for RGB, 1 for grey.
     """
 
@@ -156,7 +156,7 @@ class Decoder:
 
         Args:
             data: uint8 of each file, in host memory.
-            sizes: `(batch, 2)`: height and width of each, as it lies in the file.
+            sizes: `(batch, 2)`: height and width of each, as in the file, before its EXIF orientation.
             unknown: Rows whose headers are compared with `sizes`; all when None.
 
         Raises:

@@ -4,16 +4,16 @@ Enters: the bytes of each picture of a batch, in host memory. Leaves: uint8 imag
 and masks `(batch, height, width)` on the device. Costs: on a CPU one decode and one resample for each picture, in
 threads (Pillow releases the interpreter's lock); on a GPU one call of nvJPEG and one kernel for each batch.
 
-On a GPU a batch is decoded by one of three threads, on a stream of its own, while another batch is trained on; several,
-so that the Python work of one is done while the decoder works for another. nvJPEG has fourteen streams of its own, and
-a GPU takes work from eight queues unless it is told otherwise: what shares a queue with the training waits behind all
-of it (measured on an H200: a decoder of 15,097 pictures/s came to 140 beside a replayed graph). So 32 queues are asked
-for, when this module is imported before CUDA is used, two decoders serve the three threads (28 streams), and the
-consumer is held back to one step ahead of the GPU. Training resnet18 on photographs of 500 x 375, as a share of a held
-batch's rate, and loading alone: three decoders 0.78 and 17,000 pictures/s, two 0.89 and 24,100, one 0.86 and 16,800.
-What is left is the GPU's own work for a batch of 256: nvJPEG's conversion to RGB 1.3 ms, the resample 0.36, the
-augmentation 0.1, beside a step of 19.6 ms; and queues that the step still shares. A step of high priority shares none:
-0.89 of a held batch instead of 0.82 at full size, 0.96 as a graph. `stoker.train.graphs` captures at high priority.
+On a GPU three threads decode, each a batch on a stream of its own, while another batch is trained on. The Python work
+of one thread overlaps with the decoding of another. A decoder of nvJPEG has fourteen streams, and a GPU takes work from
+eight queues by default. Work that shares a queue with the training waits behind all of it (measured on an H200: a
+decoder of 15,097 pictures/s came to 140 beside a replayed graph). So 32 queues are requested, if this module is
+imported before CUDA is used, two decoders serve the three threads (28 streams), and the consumer is at most one step
+ahead of the GPU. Training resnet18 on photographs of 500 x 375, as a share of a held batch's rate, and loading alone:
+three decoders 0.78 and 17,000 pictures/s, two 0.89 and 24,100, one 0.86 and 16,800. What is left is the GPU's own work
+for a batch of 256: nvJPEG's conversion to RGB 1.3 ms, the resample 0.36, the augmentation 0.1, beside a step of 19.6
+ms; and queues that the step still shares. A step of high priority shares none: 0.89 of a held batch instead of 0.82 at
+full size, 0.96 as a graph. `stoker.train.graphs` captures at high priority.
 
 nvJPEG and libjpeg-turbo round differently and interpolate subsampled colours differently; `benchmarks/pictures.py`
 prints by how much.
@@ -112,7 +112,7 @@ class Work(NamedTuple):
 
 
 class Made(NamedTuple):
-    """One batch with its pictures decoded; `positions` differ from the plan's after a fault."""
+    """One batch with its pictures decoded; `positions` differ from the plan's if a picture was broken."""
 
     planned: PlannedBatch
     tensors: dict[str, torch.Tensor]
@@ -161,7 +161,7 @@ class Engines:
             try:
                 _wait()  # a decoder's buffers are in use until its batch is done
             finally:
-                self._free.put(decoder)  # else another thread waits for it without end
+                self._free.put(decoder)  # else another thread would wait for ever
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Policy:
         on_broken: "stop" raises; "skip" leaves the sample out of its batch; "replace" puts another sample of the same
             batch in its place, with all its fields.
         most: Different samples that may be broken before an error is raised all the same.
-        ledger: Of the last two epochs: (epoch, step, sample).
+        ledger: Broken samples of the last two epochs: (epoch, step, sample).
         samples: All samples that were found broken, with the reason.
     """
 
@@ -230,11 +230,11 @@ class Pictures:
     """Decodes the encoded pictures of a store for one loader.
 
     Args:
-        store: With encoded `images`, and `masks` where it has them.
+        store: Store with encoded `images`, and perhaps `masks`.
         names: Encoded fields to load.
-        samples: Of the loader; positions count in them.
-        device: Where batches are wanted.
-        policy: For pictures that cannot be decoded.
+        samples: Samples of the loader; positions are indices into them.
+        device: Device of the batches.
+        policy: Policy for pictures that cannot be decoded.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Pictures:
         # Kept from epoch to epoch: torch's allocator keeps memory for each stream.
         self._streams: queue.SimpleQueue[torch.cuda.Stream] = queue.SimpleQueue()
         self._engines: Engines | None = None
-        # A picture's bytes stay what they are, or fail their checksum: one look at its header is enough.
+        # A picture's bytes never change without failing their checksum: one look at its header is enough.
         self._ways = np.full(len(samples), _UNKNOWN, dtype=np.uint8)
         self._store, self._samples = store, samples
         num = store.num_samples
@@ -262,15 +262,15 @@ class Pictures:
         self._decode_batch, self.reason = choose_decoder(device, self.channels)
 
     def use(self, augment: Any) -> Any:
-        """Bring pictures to one size by the first op of an augmentation; return the rest of it."""
+        """Resize pictures by an augmentation's first op, if it does that; return the rest of the augmentation."""
         split = getattr(augment, "split_sizing", lambda: None)()
         self.sizing, rest = split or (None, augment)
         return rest
 
     def _check_sizing(self) -> None:
-        """Raise where pictures have several sizes and nothing gives them one.
+        """Raise if pictures differ in size and no op resizes them.
 
-        Not before batches are asked for: a `Trainer` may give the loader its augmentation.
+        Not called before batches are requested: a `Trainer` may set the loader's augmentation.
         """
         low, high = self.sizes.min(axis=0), self.sizes.max(axis=0)
         if self.sizing is None and (low != high).any():
@@ -350,7 +350,7 @@ class Pictures:
 
     @property
     def out_size(self) -> tuple[int, int]:
-        """(height, width) of what leaves."""
+        """(height, width) of the pictures in a batch."""
         height, width = self.sizes[0].tolist() if self.sizing is None else self.sizing.size
         return height, width
 
@@ -375,7 +375,7 @@ class Pictures:
         return finish
 
     def _one(self, one: Work, made: dict[str, Array], box: list[int], row: int) -> str | None:
-        """Decode one sample into its row; return what is wrong with it, if anything is."""
+        """Decode one sample into its row; return what is wrong with it, or None."""
         position = int(one.planned.positions[row])
         try:
             if row in one.damaged:
@@ -419,12 +419,12 @@ class Pictures:
                 return self._batch_on_stream(one, epoch)
         finally:
             # The files' bytes, and pictures that torchvision decodes on a stream of its own, must not be freed before
-            # they were read.
+            # the GPU has read them.
             try:
                 with torch.cuda.stream(stream):
                     _wait()
             finally:
-                self._streams.put(stream)  # else another thread waits for it without end
+                self._streams.put(stream)  # else another thread would wait for ever
 
     def _batch_on_stream(self, one: Work, epoch: int) -> Made:
         planned = one.planned
@@ -474,7 +474,7 @@ class Pictures:
     def _upright(
         self, one: Work, ways: Array, block: nvjpeg.Block | None
     ) -> tuple[list[torch.Tensor], dict[int, str]]:
-        """Return the images of a batch apart, upright, on the GPU, and what is wrong with those that failed."""
+        """Return the images of a batch one by one, upright, on the GPU, and what is wrong with those that failed."""
         data, positions = one.pictures["images"], one.planned.positions
         images: dict[int, torch.Tensor] = {}
         jpegs = np.flatnonzero(ways == _BY_NVJPEG).tolist()
@@ -489,7 +489,7 @@ class Pictures:
             images = dict(zip(jpegs, decoded, strict=True))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # one that is broken fails them all: Pillow tells which
+        except RuntimeError as error:  # one broken file fails the batch: Pillow finds it
             tell_once(f"nvJPEG refused a batch, which Pillow decoded instead: {error}")
         for row in np.flatnonzero(turns != 1).tolist():
             if row in images:
@@ -521,7 +521,7 @@ class Pictures:
         """Return the masks of a batch: PNG, decoded on the host."""
         made = {"masks": np.zeros((len(boxes), *self.out_size), dtype=np.uint8)}
         for row, box in enumerate(boxes.tolist()):
-            if row in one.damaged:  # known by its image
+            if row in one.damaged:  # its image reports it
                 continue
             position = int(one.planned.positions[row])
             try:
@@ -546,7 +546,7 @@ class Pictures:
     def _settle(
         self, planned: PlannedBatch, tensors: dict[str, torch.Tensor], reasons: Mapping[int, str]
     ) -> Made:
-        """Leave broken samples out, or put others in their place; all fields alike."""
+        """Drop broken samples, or replace them by others, in all fields."""
         positions = planned.positions
         broken = tuple((int(positions[row]), why) for row, why in sorted(reasons.items()))
         if not reasons:
@@ -573,7 +573,7 @@ class Pictures:
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """Let torch use one thread on a CPU: the others decode, and threads that wait for each other spin.
+    """Limit torch to one thread on a CPU: other threads decode, and torch's threads spin while they wait.
 
     Measured on two cores: 5.3 ms of CPU time for a photograph instead of 7.0.
     """
@@ -589,9 +589,9 @@ def one_thread(device: torch.device) -> Iterator[None]:
 
 
 def measure_decoding(store: Store, seconds: float = 0.5) -> float | None:
-    """Return how many pictures of a store are decoded here in a second: by a GPU where there is one, else by threads.
+    """Return how many encoded pictures of a store this machine decodes per second: by a GPU if any, else by threads.
 
-    None for a store without pictures, or one of them is broken.
+    None if the store is empty or a picture is broken.
     """
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     channels = int(store.manifest.attributes.get("channels", 3))
@@ -635,12 +635,12 @@ def open_bytes(data: torch.Tensor, channels: int, size: tuple[int, int] | None =
     """Return the bytes of one picture as Pillow's image, grey or RGB, as it lies in the file.
 
     Args:
-        data: Of a file.
+        data: Bytes of a file.
         channels: 1 or 3.
         size: (width, height) that it must have; None takes any.
 
     Raises:
-        PictureError: They are no intact picture of that size.
+        PictureError: The bytes are no intact picture of that size.
     """
     raw = data.numpy().tobytes()
     try:

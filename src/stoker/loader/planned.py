@@ -39,8 +39,8 @@ class PlannedBatch:
         chunk_rows: How many rows come from each of `chunks`; they lie together, in this order.
         num_together: Samples of this step over all ranks; a data-parallel trainer weights its rows by
             `world_size / num_together`, so that a short batch counts for what it holds.
-        reset: Lanes only: `(rows,)` bool, the row begins anew: at a lane's or segment's start, and
-            where there is no sample.
+        reset: Lanes only: `(rows,)` bool, the row's state begins anew: at a lane's or segment's start, and
+            without a sample.
     """
 
     step: int
@@ -81,7 +81,7 @@ class OrderFacts:
             resident. With lanes they are ranges of *steps*: a chunk holds the samples of all of a
             rank's lanes at these steps, so its edge breaks no lane.
         lanes: From `plan_lanes`, for "lanes" only.
-        samples_digest: Of the samples that the positions stand for; states of others are refused.
+        samples_digest: Digest of the samples behind the positions; states of other samples are refused.
         draws: Which samples an epoch holds, some of them several times, for "shuffled" only; None is all, once.
             Batches then share out the numbers of the draws; see `drawing.py`.
     """
@@ -134,7 +134,7 @@ class OrderFacts:
 
     @property
     def _chunked(self) -> tuple[int, str]:
-        """Return how many things the chunks divide, and what they are."""
+        """Return the number of items that the chunks divide, and what they are called."""
         if self.lanes is None:
             return self.num_samples, "samples"
         return len(self), "steps (lanes are chunked by step, so that an edge breaks no lane)"
@@ -158,11 +158,11 @@ class Share(NamedTuple):
 class EpochOrder(ABC):
     """The batches of one rank in one epoch, or in the remaining part of one. Thread safe.
 
-    With `Order.draws` the numbers of the draws are what is shuffled, cut into chunks and shared by ranks, and
-    `_drawn` turns them into positions at the very end.
+    With `Order.draws` the numbers of the draws are shuffled, cut into chunks and shared by ranks. `_drawn` turns them
+    into positions at the very end.
 
     Attributes:
-        order: Of the ranks that share the epoch.
+        order: Order of the ranks that share the epoch.
         epoch: Number of the epoch.
         first_step: Number of the first batch; 0 for a whole epoch.
         num_batches: One past the number of the last batch, the same on all ranks.
@@ -200,7 +200,7 @@ class EpochOrder(ABC):
         return [visit.chunk for visit in self.visits(start)]
 
     def visits(self, start: int | None = None) -> Sequence[Visit]:
-        """Return these chunks with the part of each that belongs to this rank."""
+        """Return the chunks that batches `start` on need, with the part of each that belongs to this rank."""
         start = self._checked(start)
         return self._visits(start) if start < self.num_batches else []
 
@@ -222,13 +222,13 @@ class EpochOrder(ABC):
 
     @abstractmethod
     def untaken(self, step: int) -> PositionSet:
-        """Return what no rank has before batch `step`, including what `drop_last` leaves out: positions, or draws.
+        """Return positions, or draws, that no rank has before batch `step`, including those that `drop_last` omits.
 
         The same on every rank. Costs a permutation of one chunk per rank, or the one of all samples.
         """
 
     def prepare(self) -> None:
-        """Start a thread that computes a long permutation before the first batch needs it."""
+        """Let another thread compute a long permutation before the first batch needs it."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A set of positions: what is left of an epoch that other ranks began.
+"""A set of positions: the rest of an epoch that other ranks began.
 
 Enters: ranges, single positions, and *subsets* whose members are computed when they are first needed. Leaves:
 the positions in ascending order, by their index in the set, and back. Costs: 16 bytes per range, not per position,
@@ -78,7 +78,7 @@ class PositionSet:
         return int(self._offsets[-1])
 
     def positions(self) -> Array:
-        """Return all of them, ascending."""
+        """Return all positions, ascending."""
         return self.slice(0, len(self))
 
     def slice(self, low: int, high: int) -> Array:

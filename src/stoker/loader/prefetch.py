@@ -162,8 +162,8 @@ class Prefetcher:
         engine = self._engine()
         stager = self._idle.pop() if self._idle else Stager()
         stager.engine = engine
-        # In the caller's thread, not in ours: worker processes are forked and seeds are drawn where they
-        # would be without the prefetcher.
+        # In the caller's thread: worker processes are forked and seeds are drawn in the thread where they would be
+        # without the prefetcher.
         course = _Course()
         source = _Source(self.loader, iter(self.loader), stager, self.depth, course)
         # Before the first batch, the state is that of this iteration's start, not of an earlier iteration.
@@ -212,7 +212,7 @@ class Prefetcher:
     def close(self) -> None:
         """End all iterations; waits for the batches that are being fetched.
 
-        Going on with one of them raises, unless it had no batch left; a new one may begin.
+        Continuing a closed iteration raises, unless it had no batch left. A new iteration may begin.
         """
         for fetcher, _, course in self._busy:
             course.is_closed = True
@@ -238,8 +238,8 @@ class StatefulPrefetcher(Prefetcher):
     def state_dict(self) -> Any:
         """Return the wrapped loader's state after the last batch that *you* have seen.
 
-        The wrapped loader itself is up to `depth + 1` batches further; to go on after a `break`
-        without losing those, `load_state_dict(state_dict())` first.
+        The wrapped loader itself is up to `depth + 1` batches further. To continue after a `break`
+        without losing those, call `load_state_dict(state_dict())` first.
         """
         return self.loader.state_dict() if self._state is None else self._state
 
@@ -270,7 +270,7 @@ class _Course:
     Attributes:
         used: Marks of the consumer's work on its batches, oldest first.
         num_pulled: Batches that were fetched.
-        is_over: The wrapped loader has no more.
+        is_over: The wrapped loader has no more batches.
         is_closed: `Prefetcher.close` was called.
     """
 
@@ -304,7 +304,7 @@ class _Batches(Iterator[Any]):
         weakref.finalize(self, fetcher.stop)  # after a `break` nobody calls close()
 
     def __next__(self) -> Any:
-        # Asking for the next batch says that the last one is used: what is queued until now is the work on it.
+        # The consumer asks for the next batch, so all its work on the last one is queued: mark the end of it.
         if self._holding:
             self._holding = False
             self._course.used.append(self._engine.mark_user())
@@ -361,7 +361,7 @@ class _Source:
         Raises:
             StopIteration: There is none.
         """
-        # Before the loader goes on: it may fill the memory again that it had pinned and lent.
+        # Before the loader continues: it may overwrite pinned memory whose copy is still queued.
         self._stager.settle()
         course = self._course
         try:
@@ -375,7 +375,7 @@ class _Source:
                 f"raised while stoker.prefetch took batch {course.num_pulled} from {name}"
             )
             raise
-        # Now, and not when the consumer takes the batch: by then the loader is further.
+        # Now, and not when the consumer takes the batch: by then the loader has advanced.
         state = self.take_state()
         if course.num_pulled >= self._depth + 2:
             # Wait for the consumer's work on an old batch, whose memory this one can then reuse. Otherwise a

@@ -54,7 +54,7 @@ def bin_spectra(
     bins = (floor + (mz - floor >= 0.5) if rounding == "nearest" else floor).to(torch.int64)
     owner = owners(offsets, len(mz))
     kept = (bins < num_bins) & (owner < num_spectra)
-    # What is dropped goes to one spare cell, so that the shapes stay static.
+    # Dropped values go to one spare cell, so that the shapes stay static.
     cell = torch.where(kept, owner * num_bins + bins, num_spectra * num_bins)
     flat = torch.zeros(num_spectra * num_bins + 1, dtype=torch.float32, device=mz.device)
     flat.scatter_reduce_(0, cell, intensity.to(torch.float32), reduce="amax", include_self=True)
@@ -72,14 +72,14 @@ def dense_rows(
 ) -> torch.Tensor:
     """Return `(batch, num_columns)` float32 rows of a sparse matrix, such as `X` of an AnnData file.
 
-    Values of the same row and column are added. A column outside of the matrix makes its row NaN: the device is not
-    waited for, so nothing can be raised here.
+    Values of the same row and column are added. A column outside of the matrix makes its row NaN: raising here would
+    have to wait for the device.
 
     Args:
-        values: Of all rows of the batch, `batch["X/data"]`.
-        columns: Of the values, `batch["X/indices"]`.
-        offsets: Where each row begins, `batch["X/data/offsets"]`.
-        num_columns: Of the matrix.
+        values: Values of all rows of the batch, `batch["X/data"]`.
+        columns: Column of each value, `batch["X/indices"]`.
+        offsets: First value of each row, `batch["X/data/offsets"]`.
+        num_columns: Columns of the matrix.
         keep: Numbers of the columns to return, in this order (a gene subset); all by default. Each at most once.
     """
     num, width = len(offsets) - 1, num_columns if keep is None else len(keep)
@@ -92,7 +92,7 @@ def dense_rows(
         table = torch.full((num_columns,), -1, dtype=torch.int64, device=place.device)
         table[keep.to(place.device)] = torch.arange(width, device=place.device)
         place = torch.where(outside, 0, table[place])
-    # What is dropped goes to one spare cell, so that the shapes stay static.
+    # Dropped values go to one spare cell, so that the shapes stay static.
     used = (owner < num) & (place >= 0)
     cell = torch.where(used, owner * width + place, num * width)
     flat = torch.zeros(num * width + 1, dtype=torch.float32, device=values.device)
@@ -136,7 +136,7 @@ def batch_graphs(
     """Join the graphs of a batch, with node numbers that run over the whole batch.
 
     Args:
-        batch: With exact ragged fields (as iterating a Loader gives them).
+        batch: Batch with exact ragged fields, as iterating a Loader gives them.
         atoms: Field of atom words.
         bonds: Field of bond words.
     """
@@ -158,14 +158,14 @@ def batch_graphs(
 
 
 def owners(offsets: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the sample of each of `count` values; values past the last offset get one more."""
+    """Return the sample of each of `count` values; values past the last offset get the number of samples."""
     return torch.searchsorted(offsets[1:], torch.arange(count, device=offsets.device), right=True)
 
 
 def _plain(words: torch.Tensor) -> torch.Tensor:
     """View wide unsigned words as their signed twins, which every kernel knows.
 
-    The bits above the sign are masked off by whoever looks at a field; uint16 values are widened.
+    Callers mask off the sign bits when they extract a field; uint16 values are widened.
     """
     if words.dtype == torch.uint16:
         return words.view(torch.int16).to(torch.int32) & 0xFFFF

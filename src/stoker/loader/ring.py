@@ -44,7 +44,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one column lies in a slot: chunk i has the store's rows `lows[i]` to `highs[i]`.
+    """Layout of one column in a slot: chunk i has the store's rows `lows[i]` to `highs[i]`.
 
     Every slot has room for `capacity` rows.
     """
@@ -58,11 +58,11 @@ class Ring:
     """Memory for `num_slots` chunks on the device, allocated once.
 
     Args:
-        columns: What is loaded.
+        columns: Columns to load.
         chunks: Ranges of positions.
         num_slots: Chunks on the device at the same time.
-        device: Where.
-        least_rows: Rows of each column that a slot holds at least, where the chunks need fewer.
+        device: Device of the slots.
+        least_rows: Least number of rows of each column in a slot, also if the chunks need fewer.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Ring:
 
         Args:
             visit: A chunk, or the part of it that this rank needs.
-            slot: Its number. The copies wait for the last reader of the slot (`release`).
-            uploader: Reads and copies.
+            slot: Number of the slot. The copies wait for its last reader (`release`).
+            uploader: Uploader that reads and copies.
             when_done: Called once, from a reader thread, with success or failure.
         """
         copies: list[Copy] = []
@@ -160,7 +160,7 @@ class Feeder:
         # is Python code, has acquired the lock and before the block begins. Nobody would release it then.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # Held while there is nothing new; released to wake the consumer. A lock, because acquiring it with a
+        # Locked until there is a notification; released to wake the consumer. A lock, because acquiring it with a
         # timeout is one C call that a signal handler cannot interrupt halfway.
         self._news = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="stoker-feeder", daemon=True)

@@ -30,7 +30,7 @@ class ScatteredBatch(Visit):
     A batch that does not fit into one slot has several of these. `chunk` is -1.
 
     Attributes:
-        positions: Of the samples, ascending; `start` and `stop` enclose them.
+        positions: Positions of the samples, ascending; `start` and `stop` enclose them.
     """
 
     positions: tuple[int, ...]
@@ -41,9 +41,9 @@ class Loads:
     """The visits that the batches of an epoch need.
 
     Attributes:
-        visits: In the order of loading.
-        visit_of: From a chunk to its number in `visits`.
-        scattered_of: From the step of a scattered batch to the numbers of its visits.
+        visits: Visits in the order of loading.
+        visit_of: Number in `visits` by chunk.
+        scattered_of: Numbers of the visits of a scattered batch, by its step.
     """
 
     visits: list[Visit] = field(default_factory=list)
@@ -61,7 +61,7 @@ class ScatteredRing(Ring):
     def load(
         self, visit: Visit, slot: int, uploader: Uploader, when_done: Callable[[Upload], None]
     ) -> Upload:
-        """See `Ring.load`; a scattered batch is copied run by run, one behind the other."""
+        """See `Ring.load`; the runs of a scattered batch are copied one after another."""
         if not isinstance(visit, ScatteredBatch):
             return super().load(visit, slot, uploader, when_done)
         copies: list[Copy] = []

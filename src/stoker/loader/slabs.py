@@ -6,8 +6,8 @@ the size of a batch. Measured reasons for not pinning per batch: docs/loading.md
 
 Contract of `Stager.stage`:
 
-    success   every copy is queued; the batch is complete for whoever waits for all its marks. The source
-              may be overwritten, unless its owner had pinned it: then after `settle`
+    success   every copy is queued; the batch is complete after all its marks. The source may be
+              overwritten at once, or after `settle` if its owner had pinned it
     failure   the error is raised; slabs that were filled stay valid, because each is reused only after the
               mark of its last copy
     cancel    nothing runs in the background: there is nothing to cancel
@@ -37,7 +37,7 @@ _ALIGNMENT = 256
 
 
 def usable_device(device: str | int | torch.device | None = None) -> torch.device:
-    """Return a CPU or CUDA device that exists here, with its index; of None the first GPU, else the CPU."""
+    """Return a CPU or CUDA device that exists here, with its index. None: torch's current GPU, else the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(device, bool):  # as `DataLoader(dataset, 64, True)`
@@ -82,7 +82,7 @@ class Mark(Protocol):
 
 
 def wait_for(mark: Mark) -> None:
-    """Wait on the host. Asks first: a thread that sleeps and is woken loses 50 µs."""
+    """Wait on the host. Queries first: a thread that sleeps and is woken loses 50 µs."""
     if not mark.query():
         mark.synchronize()
 
@@ -92,7 +92,7 @@ class CudaEngine:
 
     Args:
         device: A CUDA device.
-        copies: Its stream for copies.
+        copies: Stream for the copies.
     """
 
     def __init__(self, device: torch.device, copies: torch.cuda.Stream) -> None:
@@ -169,7 +169,7 @@ class _Slab:
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """A batch whose copies are queued: complete for whoever waited for the marks."""
+    """A batch whose copies are queued; it is complete after all marks."""
 
     batch: Any
     tensors: list[torch.Tensor]
@@ -385,7 +385,7 @@ def _with_items(
         held = dict(made.items())
     except Exception:  # noqa: BLE001  a user's class may raise anything
         return moved
-    # Looked at once more: a class that computes its items would hand out the old ones, on the wrong device.
+    # Checked again: a class that computes its items would return the old ones, on the wrong device.
     changed = [key for key, value in moved.items() if value is not items[key]]
     is_right = held.keys() == moved.keys() and all(held[key] is moved[key] for key in changed)
     return made if is_right else moved
@@ -432,7 +432,7 @@ def _constructed(kind: type[tuple[Any, ...]], parts: list[Any]) -> tuple[Any, ..
     plain = tuple(parts)
     try:
         made = kind(plain)
-    except Exception:  # noqa: BLE001  a class of others may raise anything
+    except Exception:  # noqa: BLE001  a user's class may raise anything
         return plain
     return made if len(made) == len(plain) and _all_same(made, plain) else plain
 
@@ -456,7 +456,7 @@ def _own_copy(batch: Any) -> Any | None:
     """Return a shallow copy with attributes of its own; None if the class does not allow one."""
     try:
         clone = copy.copy(batch)
-    except Exception:  # noqa: BLE001  a class of others may raise anything
+    except Exception:  # noqa: BLE001  a user's class may raise anything
         return None
     own = getattr(clone, "__dict__", None)
     is_shared = clone is batch or (own is not None and own is getattr(batch, "__dict__", None))

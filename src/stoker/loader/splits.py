@@ -36,8 +36,8 @@ def select_samples(store: Store, split: SplitName | None = None) -> Array:
     """Return the sorted sample numbers of a split, int64.
 
     Args:
-        store: With a dense field `split`, unless `split` is None.
-        split: "train", "val" or "test"; None gives all samples but the purged ones.
+        store: Store with a dense field `split`; it may be missing if `split` is None.
+        split: "train", "val" or "test"; None selects all samples except the purged ones.
     """
     if "split" not in store.fields:
         if split is None:
@@ -62,7 +62,7 @@ def samples_of(assignment: Array, split: SplitName | None = None) -> Array:
 
     Args:
         assignment: `(n,)` from a `split_by_...` function or a store.
-        split: "train", "val" or "test"; None gives all but the purged ones.
+        split: "train", "val" or "test"; None selects all except the purged ones.
     """
     assignment = np.asarray(assignment)
     if split is not None and split not in SPLIT_NAMES:
@@ -89,7 +89,7 @@ def split_by_group(groups: Array, ratios: Ratios = DEFAULT_RATIOS, seed: int = 4
     Args:
         groups: `(n,)` whole numbers or text (bytes are read as UTF-8); equal ones stay together.
         ratios: Expected shares of the groups in train, val and test.
-        seed: 0 to 2**64 - 1; another seed, another division.
+        seed: 0 to 2**64 - 1; another seed gives another split.
     """
     train, val, _ = check_ratios(ratios)
     seed = whole_number("the seed", seed, "seed=42", 0, _LARGEST_SEED)
@@ -176,16 +176,16 @@ def split_randomly(num_samples: int, ratios: Ratios = DEFAULT_RATIOS, seed: int 
 
 
 def draw_samples(samples: Array, most: int, seed: int, strata: Array | None = None) -> Array:
-    """Return `most` of the samples, drawn by a seed, in their old order.
+    """Return `most` of the samples, drawn by a seed, in their original order.
 
     With strata every class keeps its share, rounded, and none vanishes if `most` is at least the number of
     classes.
 
     Args:
-        samples: `(n,)` rising sample numbers.
-        most: Samples to keep; all where there are fewer.
-        seed: The same samples for the same seed.
-        strata: `(n,)` or `(n, columns)`, the class of each sample; None draws all alike.
+        samples: `(n,)` ascending sample numbers.
+        most: Samples to keep; all if there are fewer.
+        seed: Equal seeds draw the same samples.
+        strata: `(n,)` or `(n, columns)`, the class of each sample; None ignores classes.
     """
     if most >= len(samples):
         return samples
@@ -218,7 +218,7 @@ def check_ratios(ratios: Ratios) -> Ratios:
 
 
 def _number_texts(groups: Array) -> Array:
-    """Return the number of each text, as `stoker pack` has it."""
+    """Return a number for each text, the same as `stoker pack` gives it."""
     if groups.dtype.kind == "O":  # bytes and text cannot be sorted together
         groups = np.array([_as_text(key) for key in groups.tolist()], dtype=str)
     keys, inverse = np.unique(groups, return_inverse=True)

@@ -91,7 +91,7 @@ class OnceFlag:
         return self._is_set
 
     def set(self) -> None:
-        """Set it and wake everybody who waits. Must be called once."""
+        """Set it and wake all waiting threads. Must be called only once."""
         self._is_set = True
         self._until.release()
 
@@ -159,7 +159,7 @@ class Upload:
         try:
             if when_done is not None:
                 when_done(self)
-        except Exception as error:  # noqa: BLE001  whoever waits for the upload raises it
+        except Exception as error:  # noqa: BLE001  raised by `Upload.wait`
             self.error = self.error or error
         finally:
             self._finished.set()  # whatever happened: `wait` must return
@@ -181,7 +181,7 @@ class Uploader:
     """Fills tensors from disk, on the CPU or on a CUDA device, with a pool of reader threads.
 
     Args:
-        device: Where the targets are.
+        device: Device of the targets.
         threads: Reader threads, at most 10.
         slab_bytes: Size of one pinned buffer; a larger row gets a slab of its own size.
         num_slabs: Pinned buffers on CUDA; two more than threads by default.
@@ -244,7 +244,7 @@ class Uploader:
     ) -> Upload:
         """Begin to fill the targets; blocks only until the upload before the last one is done.
 
-        Threads continue with this upload's pieces when those of earlier uploads are all taken, so none is
+        Threads continue with this upload's pieces when all pieces of earlier uploads are taken, so no thread is
         idle at the end of a chunk.
 
         Args:
@@ -328,7 +328,7 @@ class Uploader:
             else:
                 try:
                     read(piece)
-                except BaseException as error:  # noqa: BLE001  whoever waits for the upload raises it
+                except BaseException as error:  # noqa: BLE001  raised by `Upload.wait`
                     piece.upload.count_piece(error)
                     continue
                 if self._streams:
@@ -379,13 +379,13 @@ class Uploader:
             target = piece.target[piece.at : piece.at + piece.num_bytes]
             target.copy_(slab.memory[: piece.num_bytes], non_blocking=True)
             slab.free.record(stream)
-        except BaseException as caught:  # noqa: BLE001  whoever waits for the upload raises it
+        except BaseException as caught:  # noqa: BLE001  raised by `Upload.wait`
             error = caught
         self._slabs.put(slab)
         piece.upload.count_piece(error)
 
     def _add_slabs(self, copies: Sequence[Copy], num_pieces: int) -> None:
-        """Pin as many slabs as this upload can use: a small one before it may have needed fewer."""
+        """Pin as many slabs as this upload can use; a small earlier upload may have needed fewer."""
         missing = min(self._num_slabs, num_pieces) - self._num_made
         if missing <= 0:
             return
@@ -409,7 +409,7 @@ class TableUploader:
     every chunk boundary on an H200. So tables are copied early, on a stream of their own.
 
     Args:
-        device: Where the tables go; on the CPU they stay as they are.
+        device: Device of the tables; on the CPU nothing is copied.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -423,8 +423,8 @@ class TableUploader:
         Blocks only until the table `_NUM_TABLES` calls ago has arrived.
 
         Args:
-            rows: Of the same length and type.
-            at_once: Whether nothing else is copied to the device, so that the current stream can copy it.
+            rows: Rows of the same length and type.
+            at_once: Copy on the current stream; for resident data, when no chunk is being copied.
         """
         if self._stream is None:
             return torch.from_numpy(np.stack(rows))

@@ -81,7 +81,7 @@ def _take_back(free: dict[str, list[mmap.mmap]], name: str, buffer: mmap.mmap) -
 
 
 def can_read_straight(columns: Sequence[Column], mode: Mode) -> bool:
-    """Whether batches are ranges of rows that can be read by position, in disk order."""
+    """Whether batches are ranges of rows that can be read by position, in disk order. May open every shard."""
     if mode not in ("sequential", "time") or any(column.kind != "dense" for column in columns):
         return False
     rising = all(bool((np.diff(column.starts) == 1).all()) for column in columns)
@@ -97,8 +97,8 @@ class StraightReader:
     """Reads batches into recycled buffers. One iteration at a time; not thread-safe.
 
     Args:
-        columns: For which `can_read_straight` holds.
-        block_bytes: Of the buffers that all columns fill together; at least one batch goes into each.
+        columns: Columns for which `can_read_straight` holds.
+        block_bytes: Size of the buffers of all columns together; each buffer holds at least one batch.
     """
 
     def __init__(self, columns: Sequence[Column], block_bytes: int) -> None:

@@ -8,11 +8,11 @@ Contract:
 - Machines share the file system; that, the inputs and the version of stoker are checked on every worker
   before the first part.
 - A part runs in a child of the Dask worker's process, so a row that hangs or crashes ends the child only
-  and is found out as in a local pack. A Dask worker that is killed takes its child with it, and Dask gives
+  and is found as in a local pack. A Dask worker that is killed takes its child with it, and Dask gives
   the part to another.
 - When no worker is left or the scheduler is gone, the pack ends within `PATIENCE_SECONDS`; finished parts
   stay.
-- A file in the work folder says that the pack goes on. Children end themselves when it is gone: it is
+- A file in the work folder exists while the pack runs. Children end themselves when it is gone: it is
   removed when the pack ends, by the janitor when it is killed, and by the next pack at the latest.
 """
 
@@ -53,10 +53,10 @@ _START = "dask scheduler, then dask worker tcp://HOST:8786 on every machine"
 
 
 def check_cluster(address: str, inputs: Sequence[Path]) -> str:
-    """Ask every worker whether it could work on these inputs; return who they are, in words.
+    """Check that every worker sees these inputs, of many a sample; return a description of the workers.
 
     Raises:
-        InputError: Nobody answers, there is no worker, or one has another stoker or misses inputs.
+        InputError: No scheduler answers, there is no worker, or one has another stoker or misses inputs.
     """
     with _connected(address) as client:
         some = inputs[:: max(1, len(inputs) // _MOST_INPUTS)]
@@ -76,7 +76,7 @@ def check_cluster(address: str, inputs: Sequence[Path]) -> str:
 class ClusterWorkers:
     """Workers of the Dask cluster at `address`, in the place of `Workers`; all share the work folder.
 
-    `jobs` are the most parts under way; 0 means two per thread of the cluster.
+    `jobs` limits the parts in progress; 0 means two per thread of the cluster.
     """
 
     def __init__(self, address: str, jobs: int, limit_seconds: float | None, folder: Path) -> None:
@@ -116,12 +116,12 @@ class ClusterWorkers:
                     client.cancel(list(open_parts))
 
     def close(self) -> None:
-        """Nothing to end: the cluster is its owner's."""
+        """Do nothing: the cluster belongs to its owner."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One part and all that a worker needs to know. The work is opened by the worker's child only."""
+    """One part and all that a worker needs. Only the worker's child unpickles `code`."""
 
     code: bytes
     item: Any
@@ -139,7 +139,7 @@ def _work_elsewhere(code: bytes, folder: str, item: Numbered, poison: Poison) ->
 
 
 def build_on_worker(task: Task) -> tuple[int, Any]:
-    """Build one part in a child of this worker's process; find out the row that kills it."""
+    """Build one part in a child of this worker's process; leave out a row that kills it."""
     from distributed import get_worker
 
     if task.version != stoker.__version__:  # a worker that came after the check
@@ -165,7 +165,7 @@ def build_on_worker(task: Task) -> tuple[int, Any]:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """Lend a client of the scheduler at `address` that has at least one worker."""
+    """Yield a client of the scheduler at `address`, which has at least one worker."""
     try:
         from distributed import Client
         from distributed.utils import silence_logging_cmgr
@@ -179,14 +179,14 @@ def _connected(address: str) -> Iterator[Any]:
             f"{_START}; or leave --cluster out",
         )
 
-    if not _ADDRESS.fullmatch(address):  # Dask would end with a traceback of its own, 10 s later
+    if not _ADDRESS.fullmatch(address):  # Dask would raise a traceback, 10 s later
         raise silent(": it is no address of one")
     try:
         client = Client(address, timeout=_CONNECT_SECONDS, set_as_default=False, name="stoker")
     except (OSError, ValueError, ImportError) as error:  # unknown scheme: ValueError
         why = str(error).splitlines()[0]
         raise silent(f" within {_CONNECT_SECONDS:g} s: {why}") from error
-    # What goes wrong is said by our errors; Dask's log would print tracebacks over them.
+    # Our errors report failures; Dask's log would print tracebacks over them.
     with silence_logging_cmgr(logging.CRITICAL):
         try:
             try:
@@ -199,12 +199,12 @@ def _connected(address: str) -> Iterator[Any]:
                 ) from error
             yield client
         finally:
-            with contextlib.suppress(OSError):  # a scheduler that is gone needs no good-bye
+            with contextlib.suppress(OSError):  # the scheduler may be gone
                 client.close(timeout=_CONNECT_SECONDS)
 
 
 def _ask_workers(client: Any, alive: Path | None, inputs: list[str]) -> dict[str, dict[str, Any]]:
-    """Return what every worker sees, by its address."""
+    """Return facts about every worker, by its address."""
 
     # Defined here so that it travels as code: a worker may have another stoker, or none.
     async def look(alive: str | None, inputs: list[str], seconds: float) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _appears(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _kept_alive(folder: Path) -> Iterator[Path]:
-    """Lend the file that says that this pack goes on."""
+    """Yield the path of a file that exists while this pack runs."""
     token = secrets.token_hex(4)
     alive = folder / f".alive.{token}.tmp"
     lifetime.remember(alive, token)
@@ -307,7 +307,7 @@ def _kept_alive(folder: Path) -> Iterator[Path]:
 
 
 def _wait_for_some(client: Any, futures: Any) -> list[Any]:
-    """Return the futures that are done, at least one; raise when the cluster cannot go on."""
+    """Wait for at least one future, and return those that are done; raise if the cluster is lost."""
     from distributed import wait
 
     trouble_since: float | None = None
@@ -335,7 +335,7 @@ def _count_threads(client: Any) -> int:
 
 
 def _trouble(client: Any) -> str:
-    """Return why nothing can happen at the moment; "" when something can."""
+    """Return why no part can make progress at the moment; "" if parts can."""
     try:
         if client.status == "running" and _count_threads(client):
             return ""
@@ -345,7 +345,7 @@ def _trouble(client: Any) -> str:
 
 
 def _named(error: BaseException, label: str = "") -> BaseException:
-    """Return an error of the cluster as one of ours, with the part it met."""
+    """Return an error of the cluster as one of ours, with the label of its part."""
     from distributed import KilledWorker
 
     if isinstance(error, KilledWorker):

@@ -5,7 +5,7 @@ a `PackResult`; on any failure the old store, if there was one, is untouched. Co
 own reading, one write of the store, one pass of the quality gate at about 0.3 GB/s a core; memory for one
 part per worker.
 
-Stages, each a folder of its own, so that a kill at any moment costs at most the parts under way:
+Each stage has its own folder, so that a kill at any moment costs at most the parts in progress:
 built -> repaired (only with repairs) -> kept (only when rows were quarantined) -> committed.
 """
 
@@ -101,11 +101,11 @@ class PackOptions:
             )
 
     def recorded(self) -> dict[str, Any]:
-        """The choices that change the store's content."""
+        """Return the options that change the store's content."""
         return {"on_bad": self.on_bad, "repairs": list(self.repairs)}
 
     def allowance(self, total: int) -> int:
-        """How many of `total` may be left out."""
+        """Return how many of `total` pieces may be left out."""
         text = str(self.bad_budget).strip()
         # A whole number is a number of pieces; a share has a percent sign or a point.
         most = int(text) if text.isdigit() else int(parse_share(text) * total)
@@ -163,12 +163,12 @@ def pack(
         source: A `Source`; files of the kinds that `stoker pack` knows are packed by that command.
         out: The folder of the store.
         options: How to pack.
-        progress: Is told how far it is.
-        **others: Refused with what to type, as a `source` that is a path is.
+        progress: Receives the progress.
+        **others: Refused, with the command to type; so is a path as `source`.
 
     Raises:
         InputError: The source is no `Source`.
-        SourceError: An input cannot be read as what it was said to be.
+        SourceError: An input cannot be read as the kind of file that the user named.
         QualityError: The data was refused; nothing was replaced.
         StoreError: The disk is full, read-only, or in use by another packer.
     """
@@ -191,7 +191,7 @@ def pack(
         return PackResult(out, old, True, "up to date", time.perf_counter() - began)
     check_replaceable(out, target)
     progress.say(f"packing {out}: {reason}")
-    # What was built stays good when only the gate's options change.
+    # Built parts stay valid when only the gate's options change.
     job = provenance.model_copy(update={"options": dict(source.options())})
     with WorkFolder(target, job, progress.say) as work:
         manifest, refused, inspection = _make(source, options, work, provenance, progress)
@@ -229,15 +229,15 @@ def pack_from(
 
     Samples are dicts of values, tuples of them, or single values: numbers, arrays, tensors, pictures, text. Where they
     can be asked for by number (`__len__` and `__getitem__`), worker processes build the parts, and an interrupted pack
-    goes on with the parts that were finished. Samples of an iterable are taken one after the other, in this process.
+    reuses its finished parts. Samples of an iterable are read in sequence, in this process.
 
     Args:
         samples: A Dataset, a list of samples, a dict or tuple of arrays, or anything that yields samples.
         out: The store's folder.
-        ragged: Fields with another number of rows in every sample. 64 samples are looked at to find them; name those
+        ragged: Fields whose number of rows differs between samples. 64 samples are read to find them; name those
             that they do not show.
         options: As for `pack`. With `on_bad="quarantine"` samples that raise an error are left out and listed.
-        progress: Told what is being done.
+        progress: Receives the progress.
 
     Returns:
         As `pack` does. A store that is there is kept if the dataset pickles to the same bytes and 64 of its samples
@@ -325,7 +325,7 @@ def _make(
             stage, dropped = change_all(stage, quarantine(inspection), folder, "quarantining")
             refused.extend(dropped)
             _check_budget(refused, ignored, stage.num_samples, options)
-            # Without the worst rows the medians are others: look again at what is left.
+            # Without the worst rows the medians change: inspect the remaining rows again.
             inspection = _inspect(stage, progress)
     if inspection.refused:
         raise _gate_error(inspection)
@@ -414,8 +414,8 @@ def _sidecar(folder: Path, index: int) -> Path:
 def load_part(folder: Path, index: int, job: str) -> StagedPart | None:
     """Return a part that an earlier try of the same job has built; None when it must be built.
 
-    Size and checksum of the shard are those that the part's own note gives, and the note is of this
-    job: whatever else lies there is not believed.
+    Size and checksum of the shard must be those in the part's sidecar file, and the sidecar must be
+    of this job. Any other file there is ignored.
     """
     try:
         staged = StagedPart.from_text(_sidecar(folder, index).read_text())
@@ -463,7 +463,7 @@ def _check_budget(
     listed = [str(refusal) for refusal in refused[:_LISTED]]
     listed += [f"... and {num_refused - _LISTED:,} more"] if num_refused > _LISTED else []
     pieces = f"{format_count(num_refused, 'piece')} of input"
-    if not num_samples:  # whatever the budget: a store without samples is of no use to anybody
+    if not num_samples:  # whatever the budget: a store without samples is useless
         left_out = [f"ignored {num:,}: {why}" for each in ignored for why, num in each.items()]
         raise QualityError(
             f"no sample is left: {pieces}, and all of it refused:"
@@ -501,7 +501,7 @@ def _gate_error(inspection: Inspection) -> QualityError:
         typed = [repair for repair in repairs if repair not in fills] + fills
         typed = [*typed[: -len(fills)], "fill:median"] if len(fills) > _LISTED else typed
         remedies = [" ".join(f"--repair {quoted(repair)}" for repair in dict.fromkeys(typed))]
-    # Each column by itself: together they touch at most as many rows.
+    # In a table, the sum over the columns is an upper bound of the rows that they touch together.
     share = min(1.0, sum(finding.share for finding in inspection.refused))
     budget = f"{max(1.0, math.ceil(1000 * share) / 10):g}%"
     leave_out = f"{_quarantine(budget)}: leaves the bad rows out"

@@ -36,7 +36,7 @@ _TRAIN = 0
 
 @dataclass(frozen=True)
 class StagedPart:
-    """One part of a stage: its shard on disk and what goes with it; `job` is the job's digest."""
+    """One part of a stage: its shard on disk, with its facts; `job` is the job's digest."""
 
     index: int
     label: str
@@ -61,7 +61,7 @@ class StagedPart:
 
 _STAGED_PART = TypeAdapter(StagedPart)
 Change = Callable[[StagedPart, ShardData], tuple[ShardData, Sequence[Refusal]]]
-"""From a part and its fields to the changed fields, and what was left out of them."""
+"""Takes a part and its fields; returns the changed fields, and refusals for what was left out."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Stage:
 
 
 def open_stage(stage: Stage) -> Store:
-    """Read a stage like the store it will become."""
+    """Open a stage like the store that it will become."""
     manifest = Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),
@@ -97,7 +97,7 @@ def change_stage(
     workers: Workers | ClusterWorkers,
     progress: Progress,
 ) -> tuple[Stage, list[Refusal]]:
-    """Write a changed copy of every shard into `folder`; return them, and what the change has left out."""
+    """Write a changed copy of every shard into `folder`; return them, and refusals for what was left out."""
     progress.start(label, stage.num_samples, "samples")
     work: Callable[[StagedPart, Poison], StagedPart] = partial(_change_part, stage, change, folder)
     done: dict[int, StagedPart] = {}
@@ -175,7 +175,7 @@ def _repair_part(
 
 
 def quarantine(inspection: Inspection) -> Change:
-    """Return the change that leaves out every sample that touches a refused value, each with its reason."""
+    """Return the change that leaves out every sample with a refused value, each with its reason."""
     stuck = [finding for finding in inspection.refused if finding.field not in inspection.stats]
     if stuck:
         raise QualityError(f"{stuck[0]}", "rows that rise in time", stuck[0].remedy)

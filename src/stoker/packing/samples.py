@@ -49,12 +49,12 @@ class Samples:
     """Some samples of a store or of raw files."""
 
     fields: dict[str, FieldInfo] = field(default_factory=dict)  # what each field is
-    # field to value of each sample: a row, the values of a ragged field, a text or a `Window`; under "symbol" the
-    # label of the part that a window is from
+    # samples as field to value: a row, the values of a ragged field, a text or a `Window`; "symbol" is the label
+    # of the part with the window
     rows: list[dict[str, Any]] = field(default_factory=list)
-    # of the manifest; names of classes are looked for there
+    # attributes of the manifest, with names of classes
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    num_samples: int = 0  # all of them
+    num_samples: int = 0  # in the store, not only in `rows`
     # class number to samples; empty where there are no labels
     label_counts: dict[int, int] = field(default_factory=dict)
     mask_counts: dict[int, int] = field(default_factory=dict)  # mask value to pixels
@@ -91,7 +91,7 @@ def samples_of(store: Store) -> Samples:
 
 
 def _most(fields: Mapping[str, FieldInfo]) -> int:
-    """Return how many samples to keep: pictures are measured, others only drawn; all within 64 MB."""
+    """Return how many samples to keep: more if pictures are to be measured; all within 64 MB."""
     row_bytes = sum(
         int(np.prod(info.shape, dtype=np.int64)) * np.dtype(info.dtype).itemsize
         for info in fields.values()
@@ -109,7 +109,7 @@ def _sample(store: Store, at: int, number: int, from_end: int) -> dict[str, Any]
     """
     row: dict[str, Any] = {}
     shard, channels = store.shards[number], store.manifest.attributes.get("channels", 3)
-    # As many rows behind a window are looked at as there are targets.
+    # Read as many rows after a window as there are targets.
     targets = store.fields.get("targets")
     ahead = targets.shape[0] if targets is not None and len(targets.shape) == 1 else 0
     for name, info in store.fields.items():
@@ -145,7 +145,7 @@ def _add(counts: dict[int, int], store: Store, name: str) -> None:
 
 
 def _evenly(total: int, most: int) -> list[int]:
-    """Return at most so many of the numbers below `total`, evenly spaced."""
+    """Return at most `most` of the numbers below `total`, evenly spaced."""
     places = np.linspace(0, total - 1, min(total, most)) if total else np.empty(0)
     numbers: list[int] = np.unique(places.astype(np.int64)).tolist()
     return numbers
@@ -155,9 +155,9 @@ def _evenly(total: int, most: int) -> list[int]:
 
 
 def sample_facts(samples: Samples) -> dict[str, str]:
-    """Return what a person should see in ten seconds: classes, value ranges, sizes, lengths."""
+    """Return the facts that a user should see first: classes, value ranges, sizes, lengths."""
     facts = window_facts(samples.fields, samples.rows, samples.attributes)
-    looked: dict[str, str] = {}  # of these samples, where the other facts are of all
+    looked: dict[str, str] = {}  # about these samples; `facts` is about all
     if images := _images(samples):
         looked |= _picture_facts(images)
     if samples.label_counts:
@@ -324,7 +324,7 @@ def encode_png(pixels: Array, colours: Array | None = None, **texts: str) -> byt
         return struct.pack(">I", len(data)) + name + data + check
 
     high, wide = pixels.shape[:2]
-    packer = zlib.compressobj(6)  # row by row: a large mask is not copied whole
+    packer = zlib.compressobj(6)  # row by row, to avoid a copy of a large mask
     rows = b"".join(packer.compress(b"\0" + np.ascontiguousarray(row).tobytes()) for row in pixels)
     kind = 2 if colours is None else 3
     parts = [(b"IHDR", struct.pack(">IIBBBBB", wide, high, 8, kind, 0, 0, 0))]
@@ -374,10 +374,10 @@ def _sticks(mz: Array, intensity: Array, number: int) -> Html:
 
 
 def _rows_table(samples: Samples, rows: Sequence[Mapping[str, Any]]) -> Html:
-    """Return rows with the names that columns have in the store; nothing where no field has short rows.
+    """Return a table of samples, with the store's names of columns; empty if no field has short rows.
 
-    `features`, or else the first field with one row of numbers a sample, beside up to four fields of single numbers;
-    of fields with values of any number, how many there are.
+    It shows `features`, or else the first field with one row of numbers per sample, and up to four fields of single
+    numbers; of up to four ragged fields it shows how many values they have.
     """
     arrays = {
         n: value for n, value in rows[0].items() if isinstance(value, np.ndarray | np.generic)

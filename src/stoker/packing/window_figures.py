@@ -1,11 +1,11 @@
-"""Windows of a series as the model gets them: prices drawn back from the scaled features, the moment t, the target.
+"""Windows of a series as the model gets them: prices computed from the scaled features, the moment t, the target.
 
 Enters: the stored rows of a window and of what follows it, the scalers of the manifest. Leaves: facts for a terminal,
 and a drawing of each window. Costs: string work, about 10 kB a window.
 
-Prices are drawn from what is stored: `return`, `range`, `body` and the wicks, with the scaling undone. Bars behind t
-are drawn pale, since the model does not see them, and the target lies on top of them. So two mistakes show at once: a
-close that is another column breaks the chain of bars, and a label that is shifted leaves the bars behind t.
+Prices are computed from the stored `return`, `range`, `body` and wicks, with the scaling undone. Bars after t are
+drawn pale, since the model does not see them, with the target on top of them. So two mistakes are visible: if the close
+is another column, the bars do not join; if the label is shifted, it leaves the bars after t.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_LINES = 6
 _MOST_TOKENS = 96
 _WIDTH, _HEIGHT = 400, 130
 _PRICES = ("return", "range", "body", "upper_wick", "lower_wick")
-_FAR = 0.5  # share of a bar's range from which on an open does not continue the close before it
+_FAR = 0.5  # an open this share of a bar's range away does not continue the last close
 _SAME = 1e-5
 WARNING = "look at this"  # key of the fact that says what is probably wrong
 _SPLITS = ("train", "val", "test", "purged")
@@ -34,7 +34,7 @@ _SPLITS = ("train", "val", "test", "purged")
 
 @dataclass(frozen=True)
 class Window:
-    """One sample's window: `length` rows as stored, and those that follow it; with open times, where it has some."""
+    """One sample's window: `length` rows as stored, and rows after it; with open times, if the series has them."""
 
     rows: Array
     length: int
@@ -78,7 +78,7 @@ def _base(attributes: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 def _moment(row: Mapping[str, Any]) -> int | None:
-    """Return the field `time` of a sample in nanoseconds; None where it has none, or something else of that name."""
+    """Return the field `time` of a sample in nanoseconds; None if it has no such field, or not of integers."""
     time = row.get("time")
     is_moment = isinstance(time, np.generic) and time.dtype.kind == "i"
     return int(time) if time is not None and is_moment else None
@@ -92,7 +92,7 @@ def window_facts(
     rows: Sequence[Mapping[str, Any]],
     attributes: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Return what a person should see of the windows: lengths, times, whether bars and targets fit together."""
+    """Return facts about the windows: lengths, times, whether bars and targets fit together."""
     names = [name for name, info in fields.items() if info.kind == "series"]
     if not names or not rows:
         return {}
@@ -110,7 +110,7 @@ def window_facts(
         if bars is None:
             continue
         width = np.maximum(bars.high - bars.low, 1e-12)
-        # Only bars right behind each other: an open after a weekend is somewhere else.
+        # Only bars that follow each other directly: after a weekend the open is elsewhere.
         follows = np.ones(len(width) - 1, bool)
         if window.time is not None and len(width) > 2:
             follows = np.diff(window.time) == np.median(np.diff(window.time))
@@ -146,7 +146,7 @@ def window_figure(
     attributes: Mapping[str, Any],
     number: int,
 ) -> Html:
-    """Return one sample's windows, the one that decides first."""
+    """Return one sample's windows, the base timeframe first."""
     names = [name for name, info in fields.items() if info.kind == "series"]
     base = _base(attributes, names)
     drawn = []
@@ -194,7 +194,7 @@ def _label(name: str, window: Window, most: int) -> Html:
 
 def _candles(bars: _Bars, length: int, targets: Array | None) -> Html:
     start = max(0, length - _SHOWN_BARS)
-    # Behind t only as far as the target goes.
+    # After t only as far as the target goes.
     stop = length + (0 if targets is None else min(len(targets), len(bars.close) - length))
     ahead = 0 if targets is None else len(targets)
     step = _WIDTH / max(1, length - start + ahead)

@@ -11,8 +11,8 @@ there, or in an old store, that stoker did not write is refused by its name befo
 
 The commit, and what a kill leaves at each moment:
 1. The stage becomes a whole store, manifest last. Before that, and until 2, the old store is in place.
-2. The two folders change places in one step (`renameat2`). Nobody ever finds no store.
-3. The old store, now in the work folder, is removed with it. A kill leaves it to the next pack.
+2. The two folders change places in one step (`renameat2`). Readers always find a store.
+3. The old store, now in the work folder, is removed with it. After a kill the next pack removes it.
 Where the kernel or the disk cannot exchange, 2 takes two steps: the old store moves to
 `OUT.partial/replaced`, then the new one into its place. Between the two a reader waits for a moment, then
 reads `replaced` (`store.manifest.find_store`); the next pack finishes the commit before anything else.
@@ -144,7 +144,7 @@ def _store_files(out: Path, target: Path) -> tuple[str, ...]:
     if manifest is not None and (mark is None or mark.id == manifest.checksum):
         # A store without a mark is an older version's, or was copied without hidden files: `_foreign_by_content`.
         return _names(manifest)
-    if mark is not None and manifest is None:  # damaged, and known all the same
+    if mark is not None and manifest is None:  # damaged, but its mark names the files
         return mark.files
     raise InputError(
         f"{out} is a folder with other things in it.",
@@ -172,10 +172,10 @@ def check_replaceable(out: Path, target: Path) -> None:
 
 
 def _foreign_by_content(target: Path) -> Iterator[str]:
-    """Yield the files under names of the store's that do not hold what stoker writes there.
+    """Yield the files that have names of the store's files, but content that stoker did not write.
 
-    The mark vouches for the files that the store was made with, damaged or not. It does not for the page, which is
-    drawn later or never. Without a mark only the manifest is sealed, and may have been copied to somebody's own files.
+    The mark covers the files that the store was made with, damaged or not. It does not cover the page, which is drawn
+    later or never. Without a mark only the manifest is sealed, and may have been copied to a user's own files.
     """
     if not _passes(target / PAGE_NAME, ownership.has_signature):
         yield PAGE_NAME
@@ -196,7 +196,7 @@ def _opens(shard: Shard, path: Path) -> bool:
 
 
 def _passes(path: Path, is_ours: IsOurs) -> bool:
-    """Whether nothing is there, or a file that can be read and is ours."""
+    """Whether the path does not exist, or is a readable file of ours."""
     try:
         return not os.path.lexists(path) or (path.is_file() and is_ours(path))
     except OSError:  # a StoreError is one
@@ -235,9 +235,9 @@ def recover_interrupted(target: Path) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove the work folder that a pack left which was killed behind its commit.
+    """Remove the work folder of a pack that was killed after its commit.
 
-    One that another packer uses stays, and what in it is not ours.
+    A folder that another packer uses stays, and so do entries that are not ours.
     """
     folder = work_folder_of(target)
     mark = read_mark(folder, _PACK)
@@ -289,7 +289,7 @@ class WorkFolder:
         self._provenance = provenance  # of the store to be made
         # digest of the provenance; every part carries it
         self.job: str = xxhash.xxh3_64_hexdigest(provenance.model_dump_json().encode())
-        # told what was done with leftovers of another job, and what was left because it is not ours
+        # called with messages: leftovers that were removed, and entries that stay because they are not ours
         self._say = say
         self._lock = -1
 
@@ -332,13 +332,13 @@ class WorkFolder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None and is_full_disk(error):
-                # The next try makes them again, and until then they would fill the disk.
+                # The next try makes the other files again; until then they would fill the disk.
                 self._clear(keep=[f"built-{self.job}/", _LOCK, _JOB])
         finally:
             os.close(self._lock)
 
     def _difference_to_leftovers(self) -> str | None:
-        """Return how the job that left something here differs; "" when not at all, None without one."""
+        """Return how the job that left files here differs; "" if it does not, None if there is no such job."""
         try:
             old = Provenance.model_validate_json((self.folder / _JOB).read_text())
         except FileNotFoundError:

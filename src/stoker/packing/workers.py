@@ -5,17 +5,17 @@ started when it is first needed, about half a second and 100 MB for Python with 
 nothing that can hang, none at all.
 
 Contract:
-- Success: every item's result is yielded once. Workers stay for the next `run` until `close`.
+- Success: every item's result is yielded once. Workers stay alive for the next `run` until `close`.
 - Failure: an exception in a worker ends the run with that exception and the item's label. A worker that
   dies (killed, crashed inside a C library, out of memory, too long on one row) does not: its item is given
   to a new worker, without the row that killed it. An item that keeps killing workers without naming a row
-  ends the run. A worker that was stopped is waited for, and named after 30 s.
+  ends the run. `run` waits for a worker that was stopped, and names it after 30 s.
 - Cancel (Ctrl-C, a signal, the generator closed): all workers are killed before `run` returns. They end
   by themselves when this process is gone, or, on a cluster, when the file that marks the pack as running is
   gone: a worker of an interrupted pack must not write into the next one.
 
-Each worker has pipes of its own, so that it is known which item a dead worker was on, and so that no
-semaphore or shared memory is left behind. Not thread-safe: one thread calls everything.
+Each worker has its own pipes: so it is known which item a dead worker was on, and no semaphore or
+shared memory remains. Not thread-safe: one thread calls everything.
 
 The time limit of one row cannot be a Python signal handler, because C++ code that hangs never returns to Python.
 So the worker sets a timer whose default action ends the process, and notes the row in a file before it begins.
@@ -86,9 +86,9 @@ class Workers:
         jobs: int = 0,  # worker processes; 0 means one per usable core
         # time limit of one guarded row; None when nothing can hang
         limit_seconds: float | None = None,
-        # a file whose absence ends the workers (see `worker`); "" where this process is enough
+        # a file whose absence ends the workers (see `_end_without`); "" if observing this process is enough
         alive: str = "",
-        # whether work always runs in processes that may die; by default where there are several, or a row may hang
+        # True runs work in other processes even if there is only one job and no row may hang
         isolated: bool | None = None,
     ) -> None:
         self.jobs = jobs or len(os.sched_getaffinity(0))
@@ -100,13 +100,13 @@ class Workers:
     def run(
         self, work: Callable[[Item, Poison], Result], items: Sequence[Item]
     ) -> Iterator[tuple[int, Result]]:
-        """Yield `(index, result)` as items finish. `work` gets an item and the rows of it that must not be touched."""
+        """Yield `(index, result)` as items finish. `work` gets an item and its rows that must not be touched."""
         if not self.isolated:
             for item in items:
                 yield item.index, work(item, {})
             return
         poison: defaultdict[int, dict[int, str]] = defaultdict(dict)
-        # By value where they are from a user's script: functions and classes.
+        # cloudpickle stores functions and classes of a user's script by value.
         code = cloudpickle.dumps(work)
         waiting = deque(items)
         deaths: Counter[tuple[int, int | None]] = Counter()
@@ -194,7 +194,7 @@ class _Process:
     def __init__(self, jobs: int, alive: str) -> None:
         self.item: Any = None
         self._is_told = False
-        # Without a name: nothing to remove. Passed on by its descriptor.
+        # A file without a name needs no removal; the worker inherits its descriptor.
         self._notes = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
         threads = max(1, len(os.sched_getaffinity(0)) // jobs)
         self._child = subprocess.Popen(
@@ -218,7 +218,7 @@ class _Process:
 
     def give(self, item: Any, order: bytes) -> None:
         self.item = item
-        with contextlib.suppress(BrokenPipeError):  # it died; `take` will find out
+        with contextlib.suppress(BrokenPipeError):  # it died; `take` will notice
             send(self._orders, order)
 
     def take(self) -> tuple[Any, tuple[bool, Any] | None]:
@@ -228,7 +228,7 @@ class _Process:
         return item, None if message is None else cloudpickle.loads(message)
 
     def say_if_stopped(self) -> None:
-        """Tell the user, once, that the process was stopped (SIGSTOP, Ctrl-Z of a debugger) and how it goes on."""
+        """Tell the user, once, that the process was stopped (SIGSTOP, Ctrl-Z) and how to continue it."""
         pid = self._child.pid
         with contextlib.suppress(psutil.Error):
             if not self._is_told and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
@@ -272,7 +272,7 @@ def receive(file: IO[bytes]) -> bytes | None:
 
 
 def note_row(descriptor: int, limit_seconds: float | None, row: int | None) -> None:
-    """Note in a file that work on `row` begins; None: between two rows. Costs 2 µs.
+    """Note in a file that work on `row` begins; None means between two rows. Costs 2 µs.
 
     A row over the time limit ends the process.
     """
@@ -289,7 +289,7 @@ def noted_row(descriptor: int) -> int | None:
 
 
 def unguarded(row: int | None) -> None:
-    """The guard of work in the caller's own process, which must not be ended."""
+    """Do nothing: the guard of work in the caller's own process, which must not be ended."""
 
 
 _guard: Guard = unguarded
@@ -310,7 +310,7 @@ def serve() -> None:
     # Ctrl-C goes to the whole group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # text that libraries print must not get between two answers
+    os.dup2(2, 1)  # send text that libraries print to stderr, away from the answers
     if alive := os.environ.get(_ALIVE):
         threading.Thread(target=_end_without, args=(alive,), daemon=True).start()
     stalls.start_watch(lambda text: sys.stderr.write(f"warning: {text}\n"))
@@ -342,7 +342,7 @@ def _as_message(outcome: tuple[bool, Any]) -> bytes:
 
 
 def _end_without(alive: str) -> None:
-    """End this process when its pack has ended."""
+    """Kill this process when the file `alive` is gone: its pack has ended."""
     while is_alive(alive):
         time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""What the best checkpoint of a run is worth: one value for the log, the command line, JSON and the page.
+"""The evaluation of a run's best checkpoint: one value for the log, the command line, JSON and the page.
 
 Enters: numbers that a recipe counted over the test samples. Leaves: `Evaluation`, as plain values and back; the verdict
-on whether the model is worth having. Costs nothing: no torch, no data.
+on whether the model beats its baselines. Costs nothing: no torch, no data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each class was taken for which."""
+    """How often samples of each class were answered as each class."""
 
     names: tuple[str, ...]  # of the classes, in the order of the counts
     # one list per true class: how many samples were answered as each class
@@ -32,7 +32,7 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of an evaluation, such as a calibration or what a strategy earned."""
+    """A chart of an evaluation, such as a calibration or the earnings of a strategy."""
 
     title: str
     along: str
@@ -47,7 +47,7 @@ class Example:
     # How: "text" shows `truth` and `answer` alone; "image" shows `pictures` (name to a PNG as a data URL);
     # "spectrum" draws `lines` "truth" up and "answer" down; "series" draws `lines` over x
     kind: ExampleKind
-    key: str  # of the sample: its row, file name or time
+    key: str  # key of the sample: its row, file name or time
     truth: str = ""  # in words
     answer: str = ""  # in words
     pictures: Mapping[str, str] = field(default_factory=dict)  # name to `data:image/png;base64,...`
@@ -90,7 +90,7 @@ class Evaluation:
 
     @property
     def best_baseline(self) -> tuple[str, float] | None:
-        """The baseline that does best by `compared_by`; None where there is none to compare with."""
+        """The best baseline by `compared_by`, with its value; None where there is none to compare with."""
         name, more = self.compared_by
         known = [
             (who, metrics[name])
@@ -101,7 +101,7 @@ class Evaluation:
 
     @property
     def worth(self) -> Worth:
-        """Whether the model does better than every baseline, by more than the test samples leave open."""
+        """Whether the model beats every baseline: "better" only if its whole confidence interval does."""
         name, more = self.compared_by
         best, reached = self.best_baseline, self.metrics.get(name, math.nan)
         if best is None or not math.isfinite(reached):
@@ -113,7 +113,7 @@ class Evaluation:
 
     @property
     def verdict(self) -> str:
-        """The same in a sentence, with the numbers."""
+        """`worth` in a sentence, with the numbers."""
         name, _ = self.compared_by
         best, reached = self.best_baseline, self.metrics.get(name, math.nan)
         if best is None or self.worth == "unknown":
@@ -143,9 +143,9 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, values: Any) -> Evaluation | None:
-        """Return what a log says, whoever wrote it; None where there is no evaluation in it.
+        """Return the evaluation in a log of any version; None where there is none.
 
-        Whatever has another form than `to_json` gives it is left out.
+        Parts in another form than that of `to_json` are left out.
         """
         data = as_mapping(values)
         count = as_number(data.get("num_samples"))
@@ -202,7 +202,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 
 def _known(values: Any, read: Callable[[Any], T | None]) -> dict[str, T]:
-    """Return what can be read of the values of a mapping, by name."""
+    """Return the values of a mapping that `read` accepts, by name."""
     found = {str(name): read(value) for name, value in as_mapping(values).items()}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""The part of a run's page about what the model is worth: baselines, classes, confusion, curves, examples.
+"""The evaluation on a run's page: baselines, classes, confusion, curves, examples.
 
 Enters: an `Evaluation`. Leaves: markup. Costs string work, a few kB; pictures of examples are in the log already.
 """
@@ -31,7 +31,7 @@ _WORTH_WORDS = {
 _MOST_GROUPS = 60
 _MOST_CONFUSED = 30
 _MOST_INPUTS = 15
-# Ends of names of metrics that are no shares, whatever their values in one run.
+# Name endings of metrics that are no shares, even if all values of a run lie between 0 and 1.
 _AMOUNTS = ("samples", "trades", "pips", "mae", "rmse", "loss")
 _COLOUR = re.compile("#[0-9a-f]{6}")
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
@@ -59,7 +59,7 @@ def evaluation_section(made: Evaluation, key: str) -> Html:
 
 
 def _overall(made: Evaluation, key: str) -> Html:
-    """Return model and baselines side by side, the strongest one first: a phone may show no more."""
+    """Return model and baselines side by side, the strongest baseline first: a phone may show no more."""
     best = None if made.best_baseline is None else made.best_baseline[0]
     baselines = dict(sorted(made.baselines.items(), key=lambda item: item[0] != best))
     header = ("metric", "model", "95 % interval", *(page.shorten(name, 40) for name in baselines))
@@ -99,7 +99,7 @@ def _confusion(made: Confusion, key: str) -> Html:
 
 def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html:
     """Return a table with a row per class or group; shares from 0 to 1 get a bar."""
-    # What is not known of a row is missing in it: the longest row has the right order.
+    # A row lacks its unknown metrics, so the longest row gives the order.
     longest = sorted(rows.values(), key=len, reverse=True)
     metrics = list(dict.fromkeys(name for row in longest for name in row))
     shown = list(rows.items())[:_MOST_GROUPS]

@@ -32,7 +32,7 @@ _WIDE = 30.0
 def speed_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Return samples/s, share of waiting, and cores used by the process."""
     rates, waits = [], []
-    # Readings count the loader alone, epochs and the summary also the time in which the Trainer takes a batch over.
+    # Readings count the loader alone; epochs and the summary also count the Trainer's own work on a batch.
     waited_for = "batches"
     for number, run in enumerate(runs):
         rate, wait = run.track("run", "samples_per_second"), run.track("run", "wait_share")
@@ -100,7 +100,7 @@ def _metric_chart(number: int, name: str, runs: Sequence[RunRecord]) -> Chart:
 
 
 def memory_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Return device memory against the whole of it, where one was used, and that of the process."""
+    """Return device memory against its total, where a device was used, and the memory of the process."""
     resident = _process_lines(runs, "resident_bytes")
     divisor, unit = _byte_unit(resident)
     host = [_scaled(line, 1 / divisor) for line in resident]
@@ -211,7 +211,7 @@ def _byte_unit(lines: Sequence[Line]) -> tuple[float, str]:
 
 
 def _settled(chart: Chart, *, peaks: bool = False) -> Chart:
-    """Return the chart with curves short enough to draw; a single one with its middle and its ends."""
+    """Return the chart with thinned curves; a single curve gets a caption with median, lowest and highest."""
     values = chart.lines[0].values if len(chart.lines) == 1 else []
     caption = chart.caption
     if len(values) > 1:
@@ -250,7 +250,7 @@ def write_plots(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
             _draw(chart, figure.add_subplot())
             written.append(folder / f"{chart.key}.png")
             with warnings.catch_warnings():
-                # Its font has no Chinese, for one: such letters are drawn as boxes.
+                # Its font lacks many scripts, such as Chinese: such letters are drawn as boxes.
                 warnings.filterwarnings("ignore", message="Glyph")
                 with writing(written[-1]) as temporary:
                     figure.savefig(temporary, format="png", metadata={"Software": SIGNATURE})

@@ -34,18 +34,18 @@ class RunNow:
     age_seconds: float | None = None  # since the last line of its logs
     # the current one, from 1; the last finished one where nothing else is known
     epoch: int | None = None
-    num_epochs: int | None = None  # as the config says
-    # until the last epoch ends, by the mean of those that have; None before the first one has
+    num_epochs: int | None = None  # from the config
+    # until the last epoch ends, by the mean of finished epochs; None before the first has ended
     seconds_left: float | None = None
     step: int | None = None  # batches trained on
-    # training loss, the last one that was read; after an epoch, of the whole epoch
+    # last training loss that was read; after an epoch, the mean of the whole epoch
     loss: float | None = None
     val_loss: float | None = None  # after the last finished epoch
     samples_per_second: float | None = None  # lately, or of the last epoch
     wait_share: float | None = None  # share of the same time that was spent waiting for batches
     allocated_bytes: int | None = None  # device memory in tensors
     reserved_bytes: int | None = None  # device memory that torch holds
-    note: str | None = None  # the last thing it said
+    note: str | None = None  # its last note
 
 
 class LogTail:
@@ -53,15 +53,15 @@ class LogTail:
 
     def __init__(self, path: Path, first_bytes: int = _FIRST_BYTES) -> None:
         self.path = path  # the log; it may appear later, and may be replaced
-        # most to read from the end at the first look; of the beginning 64 kB are read
+        # largest piece of the end that the first look reads; it also reads the first 64 kB
         self._first_bytes = first_bytes
         self._file_id: int | None = None
         self._offset = 0
         self._rest = b""
 
     def read(self) -> list[LogLine]:
-        """Return the new events; lines that are no events are passed over."""
-        if not self.path.is_file():  # to open a pipe would wait for somebody who writes
+        """Return the new events; lines that are no events are skipped."""
+        if not self.path.is_file():  # opening a named pipe would block until somebody writes
             return []
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -144,7 +144,7 @@ class RunFollower:
         took, mark = self._epoch_seconds, self._epoch_mark
         if whole is None or self._finished is None or not took or mark is None:
             return None
-        # The first one has the warm-up in it, and all before it where only the end of a log was read.
+        # The first one includes the warm-up, and unread epochs where only the end of a log was read.
         steady = took[1:] or took
         each = sum(steady) / len(steady)
         return float(max(0.0, (whole - self._finished) * each - (self._clock() - mark)))
@@ -188,6 +188,6 @@ def _told_by(line: LogLine) -> Mapping[str, Any]:
 
 
 def _from_one(epoch: Any) -> int | None:
-    """Return an epoch as people count; logs count from 0."""
+    """Return an epoch counted from 1; logs count from 0."""
     number = as_whole(epoch)
     return None if number is None else number + 1

@@ -3,8 +3,8 @@
 Enters: a run's folder with `run.jsonl`, and `telemetry.jsonl`, `doctor.json`, `lock` where they exist.
 Leaves: a `RunRecord`. Costs one pass over the files, about 10 µs per line.
 
-Nothing is refused but a folder that holds no run: an empty log, a torn or unreadable line, a run that is
-still going or was killed are part of the record, with a sentence in `problems` where something is missing.
+Only a folder that holds no run is refused. An empty log, a torn or unreadable line, a run that is in
+progress or was killed are part of the record, with a sentence in `problems` where something is missing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
     log = _read_lines(folder / LOG_NAME, problems)
     readings = _read_lines(folder / TELEMETRY_NAME, problems)
     clock = _Clock([log, readings])
-    # What the last process has written: its config is its first line.
+    # The lines of the last process: its config is its first line.
     begins = (place for place, line in enumerate(log) if line.event == "config")
     session = log[max(begins, default=0) :]
     epochs = _epochs(log, clock)
@@ -117,7 +117,7 @@ def read_run(path: str | Path, *, now: Callable[[], float] = time.time) -> RunRe
 
 
 def run_folder_of(path: str | Path, otherwise: str = "") -> Path:
-    """Return the folder of a run, or raise with what was expected, and what else may be typed."""
+    """Return the folder of a run, or raise; the message adds `otherwise` to what is allowed."""
     folder = Path(path)
     if folder.is_file() and folder.name == LOG_NAME:
         folder = folder.parent
@@ -170,8 +170,8 @@ def _has_bytes(path: Path) -> bool:
 class _Clock:
     """Seconds since a run began, pauses between its processes left out.
 
-    A process begins with a `config` in the log, or a `begin` in the telemetry; one of somebody's own trainer,
-    which writes neither, with a `fit`. What lies between it and the last thing heard before is a pause. Telemetry has a
+    A process begins with a `config` in the log, or a `begin` in the telemetry; a user's own trainer, which
+    writes neither, begins with a `fit`. The time from the line before until then is a pause. Telemetry has a
     thread of its own: on a busy machine its `begin` comes after the first steps of the same process.
     """
 
@@ -234,7 +234,7 @@ def _epochs(log: Sequence[LogLine], clock: _Clock) -> tuple[Epoch, ...]:
 
 
 def _losses(log: Sequence[LogLine]) -> tuple[tuple[int, float], ...]:
-    """Return losses by step; steps that were run again after a resume count once, the last time."""
+    """Return losses by step; of steps that were repeated after a resume, the last loss."""
     kept: list[tuple[int, float]] = []
     for line in log:
         loss = as_number(line.values.get("loss"))
@@ -259,7 +259,7 @@ def _events(
         if line.event == "nonfinite" and isinstance(line.values.get("message"), str)
     ]
     found += [Event(clock.at(line.time), "telemetry", note.text) for line, note in _notes(readings)]
-    # The trainer writes its ending to the log, `stoker train` to the readings too.
+    # A Trainer writes the end to the log; `stoker train` writes it to the telemetry as well.
     for line in (*readings, *_open_evaluation(log)) if readings else log:
         end = RunEnd.read(line)
         if end is not None and end.ended != "done":
@@ -322,7 +322,7 @@ def _open_evaluation(log: Sequence[LogLine]) -> Sequence[LogLine]:
 def _is_finished(
     log: Sequence[LogLine], readings: Sequence[LogLine], epochs: Sequence[Epoch]
 ) -> bool:
-    """Whether the run came to its end; a resume that was refused afterwards does not change that."""
+    """Return whether the run finished; a later resume that was refused does not change that."""
     telling = ("result", "fit", "steps", "epoch", "end")
     told = next((line for line in reversed(log) if line.event in telling), None)
     if told is not None and (told.event == "result" or RunEnd.read(told) == RunEnd("done")):
@@ -339,7 +339,7 @@ def read_settings(config: Mapping[str, Any], part: str = "settings") -> dict[str
 
 
 def is_going(holder: Holder | None, age_seconds: float | None) -> bool:
-    """Whether a process trains the run; one on another host counts while the log grows."""
+    """Return whether a process trains the run; on another host, whether the log was written lately."""
     if holder is None or holder[2] is not None:
         return holder is not None and bool(holder[2])
     return age_seconds is not None and age_seconds < _SILENT_SECONDS
@@ -362,7 +362,7 @@ def lock_holder(folder: Path) -> Holder | None:
     if host != socket.gethostname():
         return pid, host, None
     try:
-        # A number can be given to another process after a kill: that one began after the lock.
+        # After a kill another process can get the number: it began after the lock was written.
         return pid, host, psutil.Process(pid).create_time() <= written + 1
     except psutil.Error:
         return pid, host, False

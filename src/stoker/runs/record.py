@@ -22,7 +22,7 @@ Track = list[tuple[float, float | None]]
 
 
 BUSY_SHARE = 0.2
-"""Share of a machine's cores from which on other work makes a comparison of runs unfair."""
+"""If other work takes this share of a machine's cores or more, rates of runs are not compared."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened and was dealt with."""
+    """An incident of a run."""
 
     at: float  # seconds since the run began, without pauses
     kind: str  # "memory", "loss", "resumed", "ended" or "telemetry"
-    text: str  # what was said
-    step: int | None = None  # when it was said; None where that is not known
+    text: str  # its message
+    step: int | None = None  # step of the message; None where that is not known
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that a run's folder tells."""
+    """The content of a run's folder."""
 
     folder: Path  # of the run
-    name: str  # its last part; made unique among several by the page
-    state: State  # how it stands
-    told: str  # the same in a sentence
+    name: str  # last part of the folder; the page of several runs makes it unique
+    state: State  # its state
+    told: str  # the state in a sentence
     began: float | None  # seconds since 1970; None for an empty log
     seconds: float  # from the beginning to the last event, pauses left out
     num_sessions: int  # processes that worked on it: one, and one more per resume
@@ -75,7 +75,7 @@ class RunRecord:
     data: Mapping[str, Any]
     # the best checkpoint on validation and test samples, and chance; empty before the end
     result: Mapping[str, Any]
-    findings: tuple[Mapping[str, Any], ...]  # of the doctor, if it was asked
+    findings: tuple[Mapping[str, Any], ...]  # the doctor's, if it was run
     problems: tuple[str, ...]  # what could not be read
 
     def track(self, part: str, name: str) -> Track:
@@ -92,7 +92,7 @@ class RunRecord:
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
-        """What the best checkpoint is worth; None before it was evaluated."""
+        """Evaluation of the best checkpoint; None before it was evaluated."""
         return Evaluation.from_json(self.result.get("evaluation"))
 
     @cached_property
@@ -111,7 +111,7 @@ class RunRecord:
         return tuple(sorted(self._by_gpu))
 
     def gpu_name(self, index: int) -> str:
-        """Return what the driver calls a GPU, with its number."""
+        """Return the number of a GPU and its name from the driver."""
         names = (gpu.get("name") for _, gpu in self._by_gpu.get(index, []))
         return f"GPU {index}, {next((str(name) for name in names if name), 'name unknown')}"
 
@@ -130,7 +130,7 @@ class RunRecord:
 
     @cached_property
     def samples_per_second(self) -> float | None:
-        """Training rate: over the epochs after the first, where there are several; else as measured."""
+        """Training rate over the epochs after the first, if there are several; without epochs, the telemetry's mean."""
         return self._per_second("samples_per_second", lambda epoch, _: epoch.num_samples)
 
     @cached_property
@@ -195,10 +195,10 @@ class Quantity:
     """One line of the comparison."""
 
     key: str  # its name for programs
-    title: str  # its name for people
+    title: str  # its name for readers
     value: Callable[[RunRecord], float | None]  # of a run; None where it is not known
-    text: Callable[[float | None], str]  # a value for people
-    has_ratio: bool = True  # whether dividing by the first run's value says something
+    text: Callable[[float | None], str]  # formats a value
+    has_ratio: bool = True  # whether the ratio to the first run's value is shown
 
 
 def _gpu_mean(name: str) -> Callable[[RunRecord], float | None]:
@@ -275,6 +275,6 @@ def compare(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def ratio(quantity: Quantity, first: RunRecord, run: RunRecord) -> float | None:
-    """Return how many times the first run's value; None where one of them is not known."""
+    """Return the ratio of a run's value to the first run's; None where one of them is not known."""
     base, value = quantity.value(first), quantity.value(run)
     return None if value is None or not base or not quantity.has_ratio else value / base

@@ -33,7 +33,7 @@ _MAX_EVENTS = 300
 def run_page(runs: Sequence[RunRecord], previous: RunRecord | None = None) -> str:
     """Return the page of one run, or of several, which are compared with the first.
 
-    `previous` is the run before a single one, to say what has changed since.
+    `previous` is the run before a single one; the page lists what has changed since.
     """
     runs = with_unique_names(runs)
     sections = [
@@ -59,7 +59,7 @@ def run_page(runs: Sequence[RunRecord], previous: RunRecord | None = None) -> st
 
 
 def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the runs under names that differ: their paths, where folders have the same name."""
+    """Return the runs with unique names: their paths, if folders have the same name."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
@@ -72,7 +72,7 @@ def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def verdict(runs: Sequence[RunRecord]) -> str:
-    """Return the one sentence that the page is about."""
+    """Return the conclusion of the page in one sentence."""
     first = runs[0]
     if len(runs) == 1:
         rate, waited = first.samples_per_second, first.wait_share
@@ -98,7 +98,7 @@ def verdict(runs: Sequence[RunRecord]) -> str:
 def _per_run(
     runs: Sequence[RunRecord], key: str, title: str, make: Callable[[RunRecord, str], Html | None]
 ) -> Iterator[Section]:
-    """Yield a section with one part per run; none where no run has anything to say."""
+    """Yield a section with one part per run; none if no run has a part."""
     parts = [(run, make(run, f"{key}-{number}")) for number, run in enumerate(runs)]
     first = parts[0][1]
     if first is not None and len(runs) > 1 and all(part == first for _, part in parts):
@@ -201,7 +201,7 @@ def _worth(run: RunRecord, key: str) -> Html | None:
 
 
 def _data(run: RunRecord, key: str) -> Html | None:
-    """Return the splits, and every piece of input that is in none of them, with its reason."""
+    """Return the splits, and the input that is in none of them, counted by reason."""
     if not run.data:
         return None
     splits = {

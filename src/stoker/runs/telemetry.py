@@ -7,7 +7,7 @@ later every five.
 
 Success: the thread writes `end` and is joined when the context is left. Failure: it never ends a run. A reading that
 fails is None and is noted once; a full disk ends the telemetry, and the run's own log reports it. A driver that
-does not answer delays the end of a run by at most five seconds.
+does not answer delays the end of the run by at most five seconds.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class RunCounters:
     trained_seconds: float  # spent in epochs; validation and checkpoints do not count
     waited_seconds: float | None  # part of these spent waiting for batches; None if unknown
     epoch: int | None = None  # the current one
-    loss: float | None = None  # the last one that was read
+    loss: float | None = None  # the last loss that was read
     allocated_bytes: int | None = None  # device memory in tensors; None without a GPU
     reserved_bytes: int | None = None  # device memory that torch holds; None without a GPU
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One reading of a GPU; None where the driver does not tell. Attributes as in `machine.Gpu`."""
+    """One reading of a GPU; None where the driver gives no value. Attributes as in `machine.Gpu`."""
 
     index: int
     name: str | None
@@ -74,7 +74,7 @@ class GpuReading:
 
     @property
     def memory_share(self) -> float | None:
-        """Used of the whole, from 0 to 1."""
+        """Used memory as a share of the total, from 0 to 1."""
         if self.memory_used_bytes is None or not self.memory_total_bytes:
             return None
         return self.memory_used_bytes / self.memory_total_bytes
@@ -92,7 +92,7 @@ BUSY_FOOTNOTE = (
 
 @dataclass(frozen=True)
 class Target:
-    """A range of percents or degrees that is aimed at, and what it means to be below or above it."""
+    """A target range in percent or degrees, and the meaning of values below and above it."""
 
     low: float
     high: float
@@ -108,7 +108,7 @@ class Target:
 
 BUSY = Target(85, 95, "waiting for the host", "no headroom, and nothing wrong with that")
 SM_ACTIVE = Target(80, 95, "kernels that do not fill the GPU", "no headroom")
-"""Of DCGM's SM_ACTIVE: NVML does not read it, so nothing here is judged by it."""
+"""Target of DCGM's SM_ACTIVE; it is only shown, because NVML does not read that value."""
 MEMORY = Target(70, 90, "room for a larger batch or more data", "close to running out")
 TEMPERATURE = Target(0, 79, "", "may slow its clocks down")
 TARGETS: Mapping[str, Target] = {"busy": BUSY, "memory": MEMORY, "temperature": TEMPERATURE}
@@ -177,7 +177,7 @@ class Meter:
         seen = [gpu for gpu in self._reader.read() if gpu.visible is not False]
         meant = [gpu for gpu in seen if gpu.uuid == self._uuid] if self._uuid else []
         # A list first: `tuple(generator)` grows a tuple in place, and CPython fails if another thread holds
-        # it, as the leak watch does when it walks all objects.
+        # the tuple, as the leak watch does when it walks all objects.
         return tuple([self._reading(gpu) for gpu in meant or seen])
 
     def read_process(self) -> ProcessReading | None:
@@ -203,7 +203,7 @@ class Meter:
     def read_other_cores(self, process: ProcessReading | None) -> float | None:
         """Return the cores that everything but the process kept busy; None at the first reading.
 
-        In a container these are the host's: who else works there slows the process down as well.
+        In a container these are cores of the host: other work there slows the process down as well.
         """
         percent = psutil.cpu_percent()
         if process is None or process.cpu_cores is None:
@@ -251,9 +251,9 @@ class TelemetryLog:
         counters: Callable[[], RunCounters] | None = None,
         *,
         gpu_uuid: str | None = None,  # as for `Meter`
-        # between the first two readings; grows by a tenth each time
+        # interval between the first two readings; grows by a tenth each time, up to `most_seconds`
         first_seconds: float = FIRST_SECONDS,
-        most_seconds: float = MOST_SECONDS,  # until it is this
+        most_seconds: float = MOST_SECONDS,
         nvml: Any = None,  # as for `Meter`
     ) -> None:
         self.path = Path(folder) / TELEMETRY_NAME
@@ -273,7 +273,7 @@ class TelemetryLog:
         if error is not None:
             self.end = RunEnd.by(error)
         self._stop.set()
-        # A driver that has lost its GPU can keep a call for seconds; the run does not wait for it.
+        # A driver that has lost its GPU can block for longer; the run does not wait, the thread is a daemon.
         self._thread.join(timeout=5)
 
     # -- in the thread -----------------------------------------------------------------------
@@ -320,7 +320,7 @@ class TelemetryLog:
                 log.write("note", Note(note).to_json())
 
 
-_STILL_SECONDS = 60.0  # after so long without a batch the rate is 0: the run stands still
+_STILL_SECONDS = 60.0  # after this time without a batch the rate is 0: the run is stalled
 
 
 class _Rates:
@@ -332,9 +332,9 @@ class _Rates:
         self._last = self._unknown
 
     def since_last(self, counted: RunCounters, now: float) -> dict[str, float | None]:
-        """Return the rates since the reading before; while no batch has ended, those of the batches before.
+        """Return the rates since the last reading; while no batch has ended, the last known rates.
 
-        A batch may take longer than the time between two readings: their rates would be 0, 0, 0 and a peak.
+        A batch may take longer than the interval of readings: the rates would be 0, 0, 0 and a peak.
         """
         if self._before is None:
             self._before = (now, counted)
@@ -357,7 +357,7 @@ class _Rates:
 
 
 def _compact(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the known values, numbers with six digits: the log of a long run stays small."""
+    """Return the known values, floats with six digits, so that the log of a long run stays small."""
     return {
         name: float(f"{value:.6g}") if isinstance(value, float) else value
         for name, value in values.items()

@@ -1,11 +1,10 @@
-"""`stoker pack arrays`: numpy and HDF5 arrays as they are.
+"""`stoker pack arrays`: numpy, HDF5 and Zarr arrays, unchanged.
 
 Enters: `.npy` (one field, named after the file), `.npz` (one field per entry), `.h5` or a Zarr folder (one field
-per dataset), all with the same number of rows, and a choice among them. Leaves: fields with the same dtypes,
-dense ones, and ragged ones of a sparse matrix. Costs:
-one part of about 256 MB in memory per worker; `.npy` is read through a memory map, `.npz` is
-unzipped once beside the store being made, after a look at the free disk space. `blocks` reads an `.npz` as a stream,
-without the disk.
+per dataset), all with the same number of rows; and which arrays to take. Leaves: fields with the same dtypes, dense,
+or ragged for a sparse matrix. Costs: one part of about 256 MB in memory per worker; `.npy` is read through a memory
+map, `.npz` is unzipped once beside the store being made, after a check of the free disk space. `blocks` reads an
+`.npz` as a stream, without unpacking it to disk.
 
 A store's field names have no `/`: the array `train/x` becomes the field `train_x`, and a note says so.
 """
@@ -48,8 +47,8 @@ from stoker.units import format_bytes
 
 PART_BYTES = 256 << 20
 _BLOCK_BYTES = 32 << 20
-_DEFLATE_RATIO = 1032  # deflate cannot pack more bytes into one
-_ROW_COPIES = 3  # a part is held as it was read, as it is written, and by the hash of its bytes
+_DEFLATE_RATIO = 1032  # the most bytes that deflate packs into one
+_ROW_COPIES = 3  # copies of a part: as read, as written, and for the hash of its bytes
 _HDF5 = {".h5", ".hdf5", ".he5", ".hdf", ".h5ad", ".nxs", ".nc", ".mat"}
 
 
@@ -72,10 +71,10 @@ class ArraysSource(PlainSource):
     kind: ClassVar[str] = "arrays"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "paths", tuple(map(Path, self.paths)))  # texts will do
+        object.__setattr__(self, "paths", tuple(map(Path, self.paths)))  # strings are allowed
 
     def options(self) -> Mapping[str, Json]:
-        """The names and the choice, and the part size: it decides the shards."""
+        """Return the names, the chosen arrays, and the part size, which decides the shards."""
         chosen = {name: value for name, value in recorded_options(self.chosen).items() if value}
         return recorded_options(self, "paths", "chosen") | chosen
 
@@ -169,14 +168,14 @@ def _field_names(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Rows:
-    """An array `(rows, ...)` that hands out ranges of rows."""
+    """An array `(rows, ...)` that is read by ranges of rows."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     read: Callable[[int, int], FieldData]
-    ragged_bytes: int | None = None  # of all values, where rows have different numbers of them
+    ragged_bytes: int | None = None  # bytes of all values, if rows differ in length
     columns: tuple[str, ...] | None = None  # names of the last axis, where a table gives them
-    time: Array | None = None  # of each row, in nanoseconds, where a table gives it
+    time: Array | None = None  # time of each row in nanoseconds, if a table gives it
 
     @classmethod
     def of(cls, values: Array, **of_table: Any) -> Rows:
@@ -201,7 +200,8 @@ def opened_arrays(
 ) -> Iterator[dict[str, Rows]]:
     """Open all files; duplicate names and unusable arrays are refused.
 
-    Archives are unpacked into `scratch`, unless rows are read once and `in_order`. `notes` gets what to tell the user.
+    Archives are unpacked into `scratch`, unless rows are read once and `in_order`. Messages for the user are appended
+    to `notes`.
     """
     paths = source.paths
     if source.chosen != Selection() and len(paths) > 1:
@@ -303,7 +303,7 @@ def _open(
 
 
 def _usable(path: Path) -> list[str]:
-    """Return the arrays of an archive that can be packed together; none where that is not clear."""
+    """Return the arrays of an archive that can be packed together; none if that is not clear."""
     with suppress(*_DAMAGE, OSError, StokerError), bounds.open_zip(path) as archive:
         headers = _headers(archive, _members(path, archive))
         if len({header.shape[0] for header in headers.values()}) == 1:
@@ -314,7 +314,7 @@ def _usable(path: Path) -> list[str]:
 def _headers(
     archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]
 ) -> dict[str, _Header]:
-    """Return what arrays of numbers say; one that cannot be read is left out."""
+    """Return the headers of arrays of numbers; an unreadable array is left out."""
     headers: dict[str, _Header] = {}
     for name, member in members.items():
         with suppress(ValueError), archive.open(member) as stream:
@@ -342,7 +342,7 @@ def _selected(
     """Return the members that were chosen, by their names inside the group; others are not unpacked."""
     if chosen == Selection():
         return members
-    # One that cannot be read is no candidate; when it is asked for by name, it is missing.
+    # An unreadable member is no candidate; asked for by name, it counts as missing.
     headers = _headers(archive, members)
     lengths = {name: header.shape[0] for name, header in headers.items()}
     prefix = "" if chosen.group is None else group_prefix(path, chosen.group, lengths)
@@ -356,7 +356,7 @@ _DAMAGE = (
     ValueError, SyntaxError, EOFError, RecursionError, MemoryError, NotImplementedError, RuntimeError,
     zipfile.BadZipFile, zlib.error, struct.error,
 )  # fmt: skip
-"""What numpy and zipfile raise on damaged files; RuntimeError is a member with a password."""
+"""What numpy and zipfile raise on damaged files, and RuntimeError for an encrypted member."""
 
 
 # -- numpy ---------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class _Header:
-    """What the beginning of a numpy file says."""
+    """Header of a numpy file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -420,7 +420,7 @@ def _check_size(header: _Header, size_bytes: int, name: str) -> None:
 
 
 def _members(path: Path, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """Return the arrays of an archive by their whole key, `train/x` and `val/x` apart."""
+    """Return the arrays of an archive by their full name, so that `train/x` and `val/x` differ."""
     members: dict[str, zipfile.ZipInfo] = {}
     infos = [member for member in archive.infolist() if not member.is_dir()]
     bounds.MEMBERS.check(len(infos), str(path))
@@ -452,7 +452,7 @@ def _check_room(path: Path, members: Iterable[zipfile.ZipInfo], scratch: Path) -
 
 
 def _place(path: Path, member: zipfile.ZipInfo, scratch: Path) -> Path:
-    """Return where a member is unpacked; the name in the archive is not trusted as a path."""
+    """Return where a member is unpacked. Its name in the archive is hashed: it could be any path."""
     key = xxhash.xxh3_64_hexdigest(f"{path}\0{member.filename}".encode(errors="surrogatepass"))
     return scratch / "npz" / f"{key}.npy"
 
@@ -485,7 +485,7 @@ def _unzip(path: Path, member: zipfile.ZipInfo, scratch: Path) -> Path:
 
 
 def _stream(archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: ExitStack) -> Rows | None:
-    """Read a member from its beginning to its end without unpacking it; None where rows lie apart."""
+    """Read a member from start to end without unpacking it; None in Fortran order, where rows are not contiguous."""
     stream = stack.enter_context(archive.open(member))
     header = _read_header(stream, member.filename)
     _check_size(header, member.file_size, member.filename)

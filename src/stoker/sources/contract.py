@@ -1,4 +1,4 @@
-"""What a source is: raw files in, parts of a store out; and the balance of what became of its input.
+"""The `Source` protocol: raw files in, parts of a store out; and the accounts of all its input.
 
 Enters: files and options, held by a frozen, picklable object. Leaves: parts, each built on its
 own in any process, so that packing runs in parallel, resumes after a kill, and gives the same
@@ -7,9 +7,9 @@ one part in memory.
 
 A user's own source only has to meet the `Source` protocol; there is nothing to register.
 
-For every input, found = packed + refused + ignored. *Refused* is input of the right kind that could not be taken; the
-bad-budget limits it. *Ignored* is whatever was left out by rule (system files, other endings, records beyond
-`--max-samples`); it is counted and never limited.
+For every input, found = packed + refused + ignored. *Refused* input is of the right kind but unusable; `--bad-budget`
+limits it. *Ignored* input was left out by a rule (system files, other endings, records beyond `--max-samples`); it is
+counted, without a limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stoker.errors import InputError, Refusal, count_kinds
 from stoker.store.fields import ShardData
 from stoker.strict_json import exact_text, parse_json
 
-Json = Any  # what JSON has: dict, list, str, int, float, bool, None
+Json = Any  # a JSON value: dict, list, str, int, float, bool, None
 
 
 @dataclass(frozen=True)
@@ -77,28 +77,28 @@ _MOST_KINDS = 20
 
 @dataclass(frozen=True)
 class Account:
-    """What became of the pieces of one input: found = packed + refused + ignored."""
+    """Counts of the pieces of one kind of input: found = packed + refused + ignored."""
 
     unit: str  # what is counted: "rows", "M5 bars"
     found: int  # pieces in the input
-    packed: int  # those in the store
+    packed: int  # pieces in the store
     # reason to number of pieces that are wrong; each is listed in `refused.jsonl`
     refused: Mapping[str, int] = field(default_factory=dict)
-    # reason to number of pieces that were never meant to be packed
+    # reason to number of pieces that are no samples
     ignored: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("refused", "ignored"):
             object.__setattr__(self, name, _largest(getattr(self, name)))
         total = self.packed + sum(self.refused.values()) + sum(self.ignored.values())
-        if total != self.found:  # a fault of the source: pieces were lost without a word
+        if total != self.found:  # a bug of the source: it lost pieces silently
             raise RuntimeError(
                 f"{self.found:,} {self.unit} were found, but {total:,} are accounted for: "
                 f"{self.packed:,} packed, refused {dict(self.refused)}, ignored {dict(self.ignored)}"
             )
 
     def lines(self) -> list[str]:
-        """Return the account for people: one line, and one for each reason."""
+        """Return the account as text: one line, then one for each reason."""
         num_refused, num_ignored = sum(self.refused.values()), sum(self.ignored.values())
         sums = f"{self.packed:,} packed + {num_refused:,} refused + {num_ignored:,} ignored"
         lines = [f"{self.found:,} {self.unit} found = {sums}"]
@@ -109,7 +109,7 @@ class Account:
 
 
 def _largest(reasons: Mapping[str, int]) -> dict[str, int]:
-    """Return the most frequent reasons first; the rare ones of a long list are added up."""
+    """Return the reasons by falling count; the rare ones of a long list are merged as "other reasons"."""
     ranked = sorted(((n, r) for r, n in reasons.items() if n), key=lambda pair: (-pair[0], pair[1]))
     if len(ranked) <= _MOST_KINDS + 1:
         return {reason: count for count, reason in ranked}
@@ -125,12 +125,12 @@ def make_accounts(
     ignored: Iterable[Mapping[str, int]],
     num_samples: int,
 ) -> list[Account]:
-    """Return what became of all input; the last account is of samples.
+    """Return the accounts of all input; the last one counts samples.
 
-    The `own` accounts of a source, whose last one is of samples, come before what its preparation has found.
+    The `own` accounts of a source are used if it has any. Otherwise one is made from its preparation.
 
     Raises:
-        RuntimeError: A piece of input was lost without a word: a fault in stoker or in the source.
+        RuntimeError: A piece of input is in no count: a bug in stoker or in the source.
     """
     if own:
         *others, samples = own
@@ -144,7 +144,7 @@ def make_accounts(
     why_ignored: Counter[str] = Counter(count_kinds(refused, is_asked=True))
     for reasons in ignored:
         why_ignored.update(reasons)
-    # A source that does not count: what is known of it balances by itself.
+    # The source does not count its input: take the sum, which balances.
     found = preparation.found
     if found is None:
         found = num_samples + sum(why_refused.values()) + why_ignored.total()
@@ -152,16 +152,16 @@ def make_accounts(
 
 
 def recorded_options(source: Any, *without: str) -> dict[str, Json]:
-    """Return the fields of a dataclass of options as a manifest holds them: lists, no tuples."""
+    """Return a dataclass's fields, except `without`, as JSON values for a manifest: lists, no tuples."""
     values = {name: value for name, value in asdict(source).items() if name not in without}
     recorded: dict[str, Json] = parse_json(exact_text(values))
     return recorded
 
 
 def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
-    """Return parts of `rows` rows each, the last one shorter; of no rows, one part without any.
+    """Return parts of `rows` rows each; the last may be shorter. Zero rows give one empty part.
 
-    The payload of a part is its first row; `label` stands before the numbers of the rows: "x.npy rows".
+    The payload of a part is its first row. `label` precedes the row numbers: "x.npy rows".
     """
     return [
         Part(number, f"{label} {low}-{min(low + rows, num_rows)}", min(rows, num_rows - low), low, file, low)
@@ -170,27 +170,27 @@ def cut_rows(num_rows: int, rows: int, label: str, file: str) -> list[Part]:
 
 
 class PlainSource:
-    """What most sources have in common: files named by `paths`, nothing that hangs, nothing added to the manifest."""
+    """Base of most sources: files named by `paths`, no time limit per row, no attributes in the manifest."""
 
     version: ClassVar[int] = 1
     row_limit_seconds: ClassVar[float | None] = None
 
     def files(self) -> Sequence[Path]:
-        """Return the files as they were named."""
+        """Return the paths as the user gave them."""
         return tuple(getattr(self, "paths", ()))
 
     def options(self) -> Mapping[str, Json]:
-        """Return every option but the paths."""
+        """Return every option except the paths."""
         return recorded_options(self, "paths")
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Add nothing."""
+        """Add no attributes."""
         del extras
         return {}
 
 
 def check_shares(split: Sequence[float], name: str = "split") -> None:
-    """Refuse shares of train, validation and test that do not add up; none are fine. `name` is the argument's."""
+    """Refuse a `split` that is neither empty nor three shares that add up to 1; `name` is the argument's name."""
     if split and (len(split) != 3 or abs(sum(split) - 1) > 1e-6 or min(split) < 0):
         raise InputError(
             f"the split shares are {tuple(split)}.",
@@ -218,7 +218,7 @@ class PartData:
 
 @dataclass(frozen=True)
 class PartContext:
-    """What the packer lends to `Source.build`."""
+    """What the packer passes to `Source.build`."""
 
     scratch: Path  # a folder that lives as long as the pack job (shared by all parts)
     # call `guard(row)` before work on a row that may hang or crash the process, and `guard(None)` after the last: a

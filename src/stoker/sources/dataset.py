@@ -1,8 +1,8 @@
 """A Python dataset as a source of `pack`: see `stoker.pack_from`.
 
-Enters: a Dataset or list whose samples can be asked for by number, arrays with a row per sample, or anything that
-yields samples. Leaves: parts of a store. Costs: 64 samples are looked at first; then each sample is asked for once, by
-worker processes where the dataset can be pickled. Samples of an iterable are written to the disk twice.
+Enters: a Dataset or list with indexed samples, arrays with one row per sample, or any iterable of samples. Leaves:
+parts of a store. Costs: 64 samples are read first; then each sample is read once, in worker processes if the dataset
+can be pickled. Samples of an iterable are written to disk twice.
 
 The dataset is pickled once, into the pack's own folder, and each worker loads it from there. Parts of an interrupted
 pack are used again if the dataset pickles to the same bytes and the 64 samples are the same.
@@ -58,7 +58,7 @@ _PROBES = 64
 
 
 class _Live(NamedTuple):
-    """The samples of this process, and their pickle for others; None where they cannot be pickled."""
+    """Samples in this process, and their pickle for worker processes; None if they cannot be pickled."""
 
     samples: Any
     code: bytes | None
@@ -68,7 +68,7 @@ _live: dict[str, _Live] = {}
 
 
 class Columns:
-    """Arrays with a row per sample, as samples by number."""
+    """Arrays with one row per sample, presented as a sequence of samples."""
 
     def __init__(self, arrays: Mapping[str, Array | list[Any]]) -> None:
         self._arrays = arrays
@@ -84,20 +84,20 @@ class Columns:
 class SamplesSource(PlainSource):
     """Samples that Python makes, as a source of `pack`."""
 
-    fields: Mapping[str, FieldInfo]  # what every sample has
-    digest: str  # of what can be known of the samples without reading all of them
-    num_samples: int | None  # their number; None where they come one after the other
-    name: str  # of the dataset's class, for messages
+    fields: Mapping[str, FieldInfo]  # the fields of every sample
+    digest: str  # digest of fields, samples read first, and pickle; random without a pickle
+    num_samples: int | None  # None for an iterable
+    name: str  # name of the dataset's class, for messages
     ragged: tuple[str, ...]  # fields that the user has named as ragged
-    # finds the samples themselves: they stay out of the pickle, which goes to every worker
+    # key of the samples in `_live`: they are not part of this object's pickle, which goes to every worker
     token: str
-    sample_bytes: int  # of one sample, on average
-    sample_seconds: float  # to make one sample, on average
+    sample_bytes: int  # mean size of one sample
+    sample_seconds: float  # mean time to read one sample
 
     kind: ClassVar[str] = "samples"
 
     def options(self) -> Mapping[str, Json]:
-        """The digest, and what decides the shards."""
+        """Return the digest and the ragged fields: they decide what the shards hold."""
         count = "any number of" if self.num_samples is None else f"{self.num_samples:,}"
         return {
             "dataset": f"{self.name} of {count} samples ({self.digest})",
@@ -105,7 +105,7 @@ class SamplesSource(PlainSource):
         }
 
     def prepare(self, scratch: Path) -> Preparation:
-        """Cut the samples into parts; those that come one after the other are written down first."""
+        """Cut the samples into parts. The samples of an iterable are written to `scratch` first."""
         if self.num_samples is None:
             return self._spool(scratch)
         code = _live[self.token].code
@@ -116,12 +116,12 @@ class SamplesSource(PlainSource):
         return Preparation(parts, self.num_samples * self.sample_bytes + (1 << 20))
 
     def _part_rows(self, num_samples: int) -> int:
-        """Samples of a part: at most 256 MB and 65,536, and 16 parts where there are enough for them."""
+        """Return the samples per part: a 16th of all, but at least 64, and at most 65,536 or 256 MB."""
         by_bytes = PART_BYTES // max(1, self.sample_bytes)
         return max(1, min(by_bytes, _MOST_ROWS, max(_LEAST_ROWS, -(-num_samples // _PARTS))))
 
     def _spool(self, scratch: Path) -> Preparation:
-        """Write the samples of an iterable down as they come, a file per part."""
+        """Write the samples of an iterable to `scratch`, one file per part."""
         rows = self._part_rows(_MOST_ROWS * _PARTS)
         samples = iter(_live[self.token].samples)
         parts: list[Part] = []
@@ -137,7 +137,7 @@ class SamplesSource(PlainSource):
         return Preparation(parts, total + (1 << 20))
 
     def build(self, part: Part, context: PartContext) -> PartData:
-        """Ask for the samples of one part. One that raises is refused, with its number."""
+        """Read the samples of one part. A sample that raises or is None is refused, with its number."""
         if self.num_samples is None:
             return PartData(_read(context.scratch / f"samples-{part.index:05d}.pickle"))
         live = _live.get(self.token)
@@ -157,7 +157,7 @@ class SamplesSource(PlainSource):
 
 
 def _by_number(samples: Any) -> Any:
-    """Return a dict or tuple of arrays as samples; anything else as it is."""
+    """Wrap a dict or tuple of arrays as a sequence of samples; return anything else unchanged."""
     if not isinstance(samples, Mapping | tuple):
         return samples
     field_names(samples)  # or raises
@@ -177,10 +177,10 @@ def _by_number(samples: Any) -> Any:
 def samples_source(
     samples: Any, ragged: Sequence[str] = ()
 ) -> Iterator[tuple[SamplesSource, bool]]:
-    """Look at some samples; yield the source, and whether other processes can make its samples.
+    """Read up to 64 samples; yield the source, and whether worker processes can load its samples.
 
-    Samples are a Dataset or list, a dict or tuple of arrays, or anything that yields samples. `ragged` fields have
-    another number of rows in every sample, where those looked at do not show it.
+    `samples` is a Dataset or list, a dict or tuple of arrays, or any iterable of samples. `ragged` names fields whose
+    number of rows varies, in case the samples read here do not show it.
     """
     name = type(samples).__name__
     if hasattr(samples, "dataset") and hasattr(samples, "batch_sampler"):
@@ -228,7 +228,7 @@ def samples_source(
         # A dataset that holds an open file, a lock or a socket is read in this process alone.
         with contextlib.suppress(Exception):
             code = cloudpickle.dumps(samples)
-    # What is not pickled may have changed in any way: nothing of an earlier pack is taken for it.
+    # Without a pickle a change cannot be noticed, so nothing of an earlier pack is reused.
     digest.update(uuid.uuid4().bytes if code is None else _lasting(samples, code))
     token = uuid.uuid4().hex
     each_bytes = -(-sum(data.values.nbytes for data in shown.values()) // len(looked))
@@ -245,7 +245,7 @@ def samples_source(
 def _describe_fields(
     shown: Mapping[str, Dense | Ragged], ragged: Sequence[str]
 ) -> dict[str, FieldInfo]:
-    """Return what the samples that were looked at have; fields that are named as `ragged` are."""
+    """Return the fields of the samples in `shown`; those named in `ragged` become ragged."""
     of_arrays = [n for n, data in shown.items() if data.kind == "ragged" or data.values.ndim > 1]
     unknown = [each for each in ragged if each not in of_arrays]
     if unknown:
@@ -265,10 +265,10 @@ def _describe_fields(
 
 
 class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles without what differs between two runs of a script: addresses of tensors, the order of sets in code."""
+    """Pickler that omits what differs between two runs of a script: addresses of tensors, order of sets in code."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return code and tensors as their parts, for a digest alone: nobody unpickles it."""
+        """Reduce code and tensors to their parts. The result only feeds a digest and is never unpickled."""
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             with contextlib.suppress(
@@ -284,11 +284,10 @@ class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _lasting(samples: Any, code: bytes) -> bytes:
-    """Return the pickle of a dataset, the same in every run of a script.
+    """Return a pickle of the dataset that is identical in every run of a script.
 
-    A class of the script itself is pickled whole, under a number that each process draws anew, and torch pickles a
-    tensor with its address: by those bytes an interrupted pack could never go on, and a finished one would be done
-    again.
+    cloudpickle gives each class of the script itself a random number per process, and torch pickles a tensor with its
+    address. With those bytes an interrupted pack could never resume, and a finished one would be repeated.
     """
     drawn = getattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", {})
     numbers = [n.encode() for n in drawn.values() if n.encode() in code]
@@ -308,11 +307,11 @@ def _write(path: Path, code: bytes) -> None:
 
 
 def _read(path: Path) -> Any:
-    """Unpickle what `prepare` of this same pack has written."""
+    """Unpickle a file that `prepare` of this same pack wrote."""
     with path.open("rb") as file:
         return pickle.load(file)  # noqa: S301
 
 
 @lru_cache(maxsize=1)
-def _load(path: Path, token: str) -> Any:  # noqa: ARG001  another pack has another token
+def _load(path: Path, token: str) -> Any:  # noqa: ARG001  the token separates packs in the cache
     return _read(path)

@@ -1,4 +1,4 @@
-"""Is a store still what its sources would give? Hashes of inputs, and the difference in words.
+"""Whether a store is up to date with its sources: hashes of inputs, and the difference in words.
 
 Enters: a source and perhaps an older `Provenance`. Leaves: the new `Provenance`, and the reason
 why the old one is stale. Costs: a stat per file; the content is hashed (at disk speed) only for
@@ -32,16 +32,16 @@ _PIECE_BYTES = 8 << 20
 def fingerprint(
     source: Source, extra: Mapping[str, Any], known: Provenance | None = None
 ) -> Provenance:
-    """Describe what a store packed now would be made of.
+    """Return the provenance of a store that would be packed now.
 
-    `extra` has options of the packer itself; files with the size and time of `known` keep its digest.
+    `extra` has options of the packer itself. Files whose size and time are those in `known` keep their digest there.
     """
     old = {entry.path: entry for entry in known.files} if known else {}
     files = [_describe(Path(path), old) for path in source.files()]
     # Through JSON and back, so that a fresh provenance equals one read from disk.
     text = exact_text({**source.options(), **extra}, sort_keys=True)
     options = masked_values(parse_json(text))
-    if options != parse_json(text):  # one store must not pass for that of another address
+    if options != parse_json(text):  # addresses that differ only in their secrets stay different
         options["secrets"] = slow_digest(text)
     return Provenance(
         kind=source.kind,
@@ -53,7 +53,7 @@ def fingerprint(
 
 
 def difference(old: Provenance, new: Provenance) -> str:
-    """Say in words what changed, or return "" when the old store still holds."""
+    """Return in words what changed, or "" if the old store is up to date."""
     if old.kind != new.kind:
         return f"it was packed from {old.kind}, not {new.kind}"
     if old.source_version != new.source_version:
@@ -61,7 +61,7 @@ def difference(old: Provenance, new: Provenance) -> str:
         return f"the {new.kind} reader changed ({versions})"
     for name in sorted({*old.options, *new.options}):
         before, after = old.options.get(name), new.options.get(name)
-        # A list of a newer stoker that is empty changes nothing: the older store holds.
+        # An empty option that an older stoker did not have changes nothing.
         if before != after and not (name not in old.options and after in ({}, [])):
             return f"option {name} changed from {before!r} to {after!r}"
     before_files = {entry.path: entry.digest for entry in old.files}
@@ -94,7 +94,7 @@ def _describe(path: Path, old: Mapping[str, SourceFile]) -> SourceFile:
             while piece := file.read(_PIECE_BYTES):
                 digest.update(piece)
     except OSError as error:
-        # The system names the file when it cannot be opened, and not when it cannot be read.
+        # The system's error names the file if opening failed, but not if reading failed.
         if (known := file_error(error, path)) is not None:
             raise known from error
         raise
@@ -127,7 +127,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
                 found = os.stat(f"{here}/{name}")  # noqa: PTH116  see above
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                    continue  # a link that leads nowhere, or a file that went away
+                    continue  # a broken link, or a file removed meanwhile
                 raise
             if stat.S_ISREG(found.st_mode):
                 yield prefix + name, found

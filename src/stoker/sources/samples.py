@@ -1,11 +1,11 @@
-"""Samples made by Python, as fields of a store: dicts, tuples or single arrays; also for `stoker.pack_from`.
+"""Python samples (dicts, tuples or single arrays) as fields of a store; also for `stoker.pack_from`.
 
 Enters: samples as a torch Dataset returns them, one by one: numbers, numpy arrays, tensors, pictures, text. Leaves:
 dense fields where all samples have the same shape, ragged fields where the first axis differs, text as UTF-8. Costs:
-the samples of one part in memory, twice. No torch: tensors are known by their methods.
+the samples of one part in memory, twice. torch is not imported: tensors are recognised by their methods.
 
 Names: a dict has its keys. A tuple is (features, targets, field_2, ...), a named tuple has its own names, and a single
-array is `features`. What differs between samples in any other way is refused, with the number of the sample.
+array is `features`. Any other difference between samples is refused, with the number of the sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stoker.store.fields import Array, Dense, Ragged, offsets_of
 from stoker.store.manifest import FieldInfo
 
 Form = Literal["dict", "tuple", "single"]
-"""How a sample is given, and so how a batch of them is handed out."""
+"""Form of a sample; a batch has the same form."""
 
 _FIRST_NAMES = ("features", "targets")
 _NUMBERS = "numbers, arrays, tensors or text, of the same kind in every sample"
@@ -53,17 +53,17 @@ def tuple_names(length: int) -> tuple[str, ...]:
 
 
 def form_of(sample: Any) -> Form:
-    """Return how a sample is given."""
+    """Return the form of a sample."""
     if isinstance(sample, Mapping):
         return "dict"
     return "tuple" if isinstance(sample, tuple | list) else "single"
 
 
 def plain_data(data: Any) -> Any:
-    """Return a table as a dict of columns and a column as an array, by position; anything else as it is.
+    """Return a table as a dict of columns, a column as an array, and anything else unchanged.
 
-    Tables and columns of pandas, polars, pyarrow and xarray are known by their methods. Asked for `data[3]` some of
-    them would look for a label 3, which a sorted or filtered column has elsewhere or not at all.
+    Tables and columns of pandas, polars, pyarrow and xarray are recognised by their methods. Some of them read
+    `data[3]` as the label 3, which a sorted or filtered column has at another position or not at all.
     """
     if hasattr(data, "tocsr"):
         raise InputError(
@@ -88,7 +88,7 @@ def plain_data(data: Any) -> Any:
 
 
 def plain_column(value: Any) -> Any:
-    """Return one column of a table, or a value of a dict of arrays: as an array, or a list where it holds text."""
+    """Return one column of a table, or a value of a dict of arrays: as an array, or as a list if it holds text."""
     if hasattr(value, "to_numpy"):
         value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "UO" and value.ndim == 1:
@@ -116,7 +116,7 @@ def as_array(value: Any, what: str) -> Array | str:
         raise InputError(
             f"{what} has masked values.", "values without a mask", "np.ma.filled(value, 0)"
         )
-    # A tensor; a graph of PyG has one of the two.
+    # A tensor has both methods; a PyG graph has only one of them.
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         try:
             return np.asarray(value.detach().cpu().numpy())
@@ -149,7 +149,7 @@ def are_arrays(value: Any) -> bool:
 
 
 def _advise(value: Any, kind: str) -> str:
-    """Return what to write in place of a value that no field can hold, without losing anything of it."""
+    """Return lossless code to write instead of a value that no field can hold."""
     if hasattr(value, "file") and hasattr(value, "keys"):  # a group of h5py
         group = "" if value.name == "/" else f", group={value.name.strip('/')!r}"
         return f"Loader({str(value.file.filename)!r}, 64{group})"
@@ -177,9 +177,9 @@ def collect(
     numbers: Iterable[int] | None = None,
     like: Mapping[str, FieldInfo] | None = None,
 ) -> dict[str, Dense | Ragged]:
-    """Return the fields of samples, one row each; errors tell their `numbers` in the dataset, or count from 0.
+    """Return the fields of samples, one row per sample. Errors name a sample by `numbers`, or count from 0.
 
-    `like` is what other samples have decided; None decides here, and needs one sample at least.
+    `like` has the fields that earlier samples decided; None decides here and needs at least one sample.
     """
     names = tuple(like or ())
     values: dict[str, list[Array | str]] = {name: [] for name in names}
@@ -243,12 +243,12 @@ def _as_field(
         raise differs(0, other, "text in some samples and numbers in others")
     if texts or (like is not None and like.encoding == "utf8" and not rows):
         return Ragged.from_strings(texts)
-    # The first that holds a value decides: [] has neither a type of its own nor a number of columns.
+    # The first non-empty row decides: [] has no type of its own and no number of columns.
     lead = next((n for n, row in enumerate(rows) if row.size), 0)
     dtype = (rows[lead].dtype if like is None else np.dtype(like.dtype)).newbyteorder("=")
     for n, row in enumerate(rows):
         if row.size and row.dtype.newbyteorder("=") != dtype:
-            # It loses nothing of any sample.
+            # The advised type changes no value of any sample.
             widest = np.result_type(dtype, *{row.dtype for row in rows if row.size})
             raise differs(lead, n, f"not {dtype} in all samples", str(widest))
     rows = [row if row.size else row.astype(dtype) for row in rows]

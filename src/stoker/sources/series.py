@@ -1,11 +1,12 @@
 """`stoker pack series`: windows of any numeric series or stream of tokens, each row stored once.
 
 Enters: `.npy`, `.npz`, HDF5 or Zarr arrays of shape (rows,) or (rows, features); columns of CSV, Parquet or Feather;
-any file as raw numbers of a type that is given. Leaves: one series field whose windows are cut on the device, and
-`split` where shares are given. Whole numbers keep their type (uint16 tokens stay uint16); without a time column there
-is neither time nor gap. Costs: one read; 8 bytes per window for where it ends; one part of about 256 MB per worker.
+any file as raw numbers of a given type. Leaves: one series field whose windows are cut on the device, and `split`
+where shares are given. Integers of arrays and Parquet keep their type (uint16 tokens stay uint16), those of CSV become
+floats. Without a time column there is neither time nor gap. Costs: one read; 8 bytes per window for where it ends; one
+part of about 256 MB per worker.
 
-Windows do not cross files. A part repeats the rows that its first windows share with the part before it.
+Windows do not cross files. A part repeats the rows that its first windows share with the previous part.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class SeriesSource(PlainSource):
         paths: The files, one series each.
         window: Rows of a window.
         stride: Rows from one window to the next; None takes the window, so that windows do not overlap.
-        dtype: Type of raw numbers, for files that do not say it; None reads the file by its ending.
-        columns: Columns of a table, or the one array of an `.npz` or HDF5 file; empty takes what there is.
+        dtype: Type of the numbers in a raw file; None reads the file by its ending.
+        columns: Columns of a table, or one array of an `.npz` or HDF5 file; empty takes all columns, or the only array.
         time_column: Column of a table with the time of each row; None stores no times.
         split: Shares of train, validation and test in the order of the rows; windows over a boundary are purged.
         name: Of the field.
@@ -162,7 +163,7 @@ class SeriesSource(PlainSource):
 
 
 def _splits(begins: Array, window: int, total: int, shares: Sequence[float]) -> Array:
-    """Return 0, 1 or 2 for windows that lie whole in their share of the rows, and 3 for those over a boundary."""
+    """Return 0, 1 or 2 for windows inside one share of the rows, and 3 for windows across a boundary."""
     edges = [0, *(round(total * share) for share in np.cumsum(shares)[:2].tolist()), total]
     split = np.full(len(begins), _PURGED, np.uint8)
     for number, (low, high) in enumerate(pairwise(edges)):
@@ -244,7 +245,7 @@ def _raw(path: Path, dtype: np.dtype[Any]) -> Rows:
 
 
 def _table(source: SeriesSource, path: Path, scratch: Path) -> Rows:
-    """Return columns of a table; they are turned into numbers once, and kept beside the store being made."""
+    """Return columns of a table. They are converted to numbers once and cached in `scratch`."""
     stat = path.stat()
     key = xxhash.xxh3_64_hexdigest(
         f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="replace")
@@ -294,7 +295,7 @@ def _read_table(source: SeriesSource, path: Path) -> tuple[list[str], Array, Arr
         values, bad = (np.empty(0), [0]) if is_time else numbers(column, name, file.decimal)
         if len(bad):
             cell = str(column[int(bad[0])])
-            # Without its times a series may be out of order, and nobody would see it.
+            # Without its times, a series in the wrong order would go unnoticed.
             may_be_time = source.time_column is None and (is_time or match_time(cell) is not None)
             others = ",".join(each for each in wanted if each != name) or "NAME"
             raise SourceError(

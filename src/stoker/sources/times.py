@@ -1,15 +1,15 @@
-"""The time of a bar, from text to nanoseconds since 1970, one at a time or a column at once.
+"""Times from text to nanoseconds since 1970, for bars and tables: one text, or a whole column at once.
 
 Enters: the text of a time cell ("2020-10-15 13:00", "15.10.2020 13:00:00.000", "1602766800").
 Leaves: int64 nanoseconds, or the reason why not. Costs: 60 ns per row for a column (digits are
-read as a byte matrix), 3 µs per text on its own.
+read as a byte matrix), 3 µs per single text.
 
-A column has few shapes ("dddd-dd-dd dd:dd"). The first text of a shape goes through the same
-patterns as a lone text, and says where the digits of each part stand; all rows of that shape are
-then read by those places. So the two ways cannot differ in what they accept.
+A column has few shapes ("dddd-dd-dd dd:dd"). The first text of a shape is matched by the same
+patterns as a single text; the match gives the positions of the digits. All rows of that shape are
+then read at those positions. So both ways accept the same texts.
 
-Nothing is guessed: two-digit years are refused, and day-first dates need either a date that reads only
-one way or the user's word. Month names are the English ones.
+Nothing is guessed: two-digit years are refused, and day-first dates need a date that reads only one
+way, or the user's choice. Month names are English.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def match_time(text: str) -> re.Match[str] | None:
 
 
 def has_offset(match: re.Match[str]) -> bool:
-    """Say whether the text carries its own offset from UTC ("Z", "+03:00")."""
+    """Return whether the text has an offset from UTC ("Z", "+03:00")."""
     return "zone" in match.re.groupindex and match["zone"] is not None
 
 
 def is_slashed(match: re.Match[str]) -> bool:
-    """Say whether the date is "13/10/2020" or "10/13/2020", whose order must be known."""
+    """Return whether the date is like "13/10/2020" or "10/13/2020", whose order must be known."""
     return "left" in match.re.groupindex
 
 
 def parse_time(text: str, day_first: bool | None, aware: bool | None = None) -> int | str:
-    """Read one time; the careful twin of `parse_times`.
+    """Read one time; slower than `parse_times`, with the same result.
 
     Args:
         text: The cell, or the date and time cells joined by a space.
@@ -122,7 +122,7 @@ def parse_times(
     """Read one block of a column at once. Arguments as for `parse_time`; the array has no nulls.
 
     Returns:
-        `(n,)` int64 nanoseconds, and `(n,)` bool, False where the careful reader must look.
+        `(n,)` int64 nanoseconds, and `(n,)` bool: False where `parse_time` must decide.
     """
     num_rows = len(texts)
     times, good = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool)
@@ -142,7 +142,7 @@ def parse_times(
             matrix = blob[offsets[0] : offsets[-1]].reshape(num_rows, width)
         else:
             matrix = blob[offsets[rows][:, None] + np.arange(width)]
-        # Of one shape: digits where the first row has digits, and its very bytes elsewhere.
+        # Rows of the first row's shape: digits where it has digits, equal bytes elsewhere.
         digit = (matrix[0] - 48) < 10  # bytes below "0" wrap around to large numbers
         alike = ((matrix[:, digit] - 48) < 10).all(axis=1)
         alike &= (matrix[:, ~digit] == matrix[0, ~digit]).all(axis=1)
@@ -159,9 +159,8 @@ def parse_times(
 def to_utc(local_ns: Array, zone: str) -> Array:
     """Turn wall-clock nanoseconds of an IANA zone ("Europe/Athens") into UTC.
 
-    The hour that autumn repeats is read as its first pass, and after a step back within it as its second: times are
-    expected in their order, or all the other way round. The hour that spring skips cannot be: such a clock is another
-    one.
+    Times must be in rising or in falling order. The hour that autumn repeats is read as its first pass, and after a
+    step back in time within it as its second. A time in the hour that spring skips is refused: the zone is wrong.
     """
     try:
         info = ZoneInfo(zone)
@@ -173,7 +172,7 @@ def to_utc(local_ns: Array, zone: str) -> Array:
         ) from error
     steps, back = np.unique(local_ns // _LOCAL_STEP_NS, return_inverse=True)
     seconds = steps * (_LOCAL_STEP_NS // SECOND_NS)
-    # fromtimestamp(UTC) gives the wall clock digits back; only then does the zone read them.
+    # fromtimestamp(UTC) restores the digits of the wall clock; then the zone interprets them.
     walls = [datetime.fromtimestamp(s, UTC).replace(tzinfo=info) for s in seconds.tolist()]
     first, second = (
         np.array([_offset_ns(wall.replace(fold=fold)) for wall in walls], np.int64)[back]
@@ -195,7 +194,7 @@ def _offset_ns(wall: datetime) -> int:
 
 
 def _second_pass(local_ns: Array, is_twice: Array) -> Array:
-    """Tell which times lie in the second pass of a repeated hour: those behind a step back within it."""
+    """Return which times are in the second pass of a repeated hour: those after a step back within it."""
     steps = np.diff(local_ns)
     if not is_twice.any() or not (steps < 0).any():
         return np.zeros(len(local_ns), bool)
@@ -210,9 +209,9 @@ def _second_pass(local_ns: Array, is_twice: Array) -> Array:
 
 
 def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bool:
-    """Decide over a whole file whether "10/11/2020" is the tenth or October.
+    """Decide from a whole file whether "10/11/2020" is 10 November or October 11.
 
-    Refused where no date, or dates of both kinds, can be read only one way.
+    Raises SourceError if no date reads only one way, or if dates contradict each other.
     """
     cell = re.escape(delimiter)
     before = rf"(?m)^(?:[^{cell}\n]*{cell}){{{date_cell}}}[ \t]*"
@@ -238,10 +237,10 @@ def find_day_first(text: bytes, delimiter: str, date_cell: int, file: str) -> bo
 def _nanoseconds(
     match: re.Match[str], digits: Callable[[tuple[int, int]], Any], day_first: bool | None
 ) -> tuple[Any, Any]:
-    """Return nanoseconds since 1970, and whether there is such a time.
+    """Return nanoseconds since 1970, and whether the time is valid.
 
-    `digits` reads the number at a place of the match: of that text, or of all rows of its shape at once. Letters are
-    the same in all rows of a shape, so that the month's name and the half of the day are those of the match.
+    `digits` reads the number at a span of the match, for one text or for all rows of its shape at once. Letters are
+    equal in all rows of a shape, so the month's name and am or pm are those of the match.
     """
     spans = {name: match.span(name) for name, value in match.groupdict().items() if value}
     if "epoch" in spans:
@@ -279,7 +278,7 @@ def _nanoseconds(
 
 
 def _days(year: Any, month: Any) -> Any:
-    """Return the days from 1970 to the first of a month, for numbers and arrays alike; years begin with March here."""
+    """Return the days from 1970 to the first of a month, for numbers or arrays. Here a year begins in March."""
     year, month = year - (month <= 2), (month + 9) % 12
     leap_days = year // 4 - year // 100 + year // 400
     return year * 365 + leap_days + (153 * month + 2) // 5 - _MARCH_0

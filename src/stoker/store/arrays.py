@@ -8,7 +8,7 @@ piece (6 GB/s a thread from the page cache); the first read of a block also hash
 Contract, for every thread:
 - success: every byte asked for is in the buffer and, where checksums exist, was verified at least once since opening. A
   file that was written to since then is noticed by its times and size: its blocks are verified anew before they are
-  given out. Without checksums the read raises. Single rows are looked after once a millisecond.
+  given out. Without checksums the read raises. Small reads look at the file once a millisecond at most.
 - failure: the error names file, dataset and place. The buffer's content is undefined. The array stays usable: a read
   that failed on a bad block fails again, other rows can be read.
 - cancel: a read is never interrupted. A task that has begun ends; tasks that were not run leave no trace.
@@ -52,7 +52,7 @@ one call instead of hundreds."""
 
 _SMALL_READ_BYTES = 64 << 10
 _UNLOOKED_SECONDS = 0.001
-"""An `fstat` costs 1 to 5 µs, as much as reading a small row: those look once in this time."""
+"""Small reads look at the file once in this time: an `fstat` costs 1 to 5 µs, as much as reading a small row."""
 _MOST_REREADS = 20
 
 _DIRECT_BYTES = 1 << 20
@@ -64,12 +64,12 @@ Task = Callable[[], None]
 
 
 class Stamp(NamedTuple):
-    """Which file it was, and how it was, when it was looked at."""
+    """Inode, size and times of a file when it was looked at."""
 
     inode: int
     num_bytes: int
     written_ns: int
-    changed_ns: int  # when anything about it changed: its names count
+    changed_ns: int  # last change of anything about it, also of its names
 
     @classmethod
     def of(cls, found: os.stat_result) -> Stamp:
@@ -77,7 +77,7 @@ class Stamp(NamedTuple):
         return cls(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def is_rewritten(self, since: Stamp) -> bool:
-        """Whether the bytes may be others than they were then."""
+        """Whether the bytes may differ from those at `since`."""
         return (self.num_bytes, self.written_ns) != (since.num_bytes, since.written_ns)
 
 
@@ -90,7 +90,7 @@ class OpenFile:
         # disk on the H200 machine, but the next read is as cold.
         self.direct = False
         self._local = threading.local()
-        # One that is given is closed with this.
+        # A given descriptor is closed with this object.
         self._descriptor = self._open() if descriptor is None else descriptor
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self.opened_as = self.stamp()
@@ -111,11 +111,11 @@ class OpenFile:
         return descriptor
 
     def stamp(self) -> Stamp:
-        """Return the times and size of the open file, whatever has its name by now."""
+        """Return the stamp of the open file, even if another file has its name by now."""
         return Stamp.of(os.fstat(self._descriptor))
 
     def read(self, offset: int, out: memoryview, dataset: str) -> None:
-        """Fill `out` from `offset`, or say where the file ended."""
+        """Fill `out` from `offset`, or raise with the byte at which the file ended."""
         with Waiting(self.path):
             self._read(offset, out, dataset)
 
@@ -154,7 +154,7 @@ class OpenFile:
         """Read past the page cache through an aligned buffer; return the bytes that were read."""
         done = 0
         try:
-            # Of the file that is open, whatever has its name by now.
+            # The file that is open, even if another one has its name by now.
             descriptor = os.open(
                 f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
             )
@@ -176,7 +176,7 @@ class OpenFile:
                     break
                 out[done : done + count] = bounce[skip : skip + count]
                 done += count
-        except OSError:  # no direct reads here: the ordinary ones go on from where these ended
+        except OSError:  # no direct reads here: ordinary ones continue from where these ended
             self.direct = False
         finally:
             os.close(descriptor)
@@ -194,8 +194,8 @@ class OpenFile:
 class StoredArray:
     """One dataset of one file."""
 
-    # where a block that fails its checksum shall read as zeros: its bytes, from the array's first, are added here.
-    # None raises.
+    # Byte ranges, within the array, of blocks that failed their checksum and were read as zeros. With None such a
+    # block raises.
     bad_blocks: set[tuple[int, int]] | None = None
 
     def __init__(
@@ -208,7 +208,7 @@ class StoredArray:
         self.file = file  # its open file
         self._digests = digests
         self._block_bytes = block_bytes
-        # One attribute, exchanged as a whole: marks of blocks hold for the file as it was at that stamp.
+        # One attribute, replaced as a whole: marks of verified blocks hold for the file at that stamp.
         self._trusted = (file.opened_as, bytearray(0 if digests is None else len(digests)))
         self._looked_at = 0.0
         self._swap = location.dtype.byteorder not in "=|" and location.dtype != self.dtype
@@ -222,7 +222,7 @@ class StoredArray:
     def read(self, start: int, stop: int) -> Array:
         """Return rows `start` to `stop` in a new array."""
         where = f"{self.location.file}: dataset {self.location.dataset!r}"
-        if not 0 <= start <= stop <= len(self):  # offsets of somebody else's store
+        if not 0 <= start <= stop <= len(self):  # offsets of a damaged or foreign file
             raise CorruptError(
                 f"{where}: rows {start} to {stop} are asked for.",
                 f"rows within 0 to {len(self)}",
@@ -237,7 +237,7 @@ class StoredArray:
         return out
 
     def pieces(self, num_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:
-        """Yield all rows in ranges of at most so many bytes, or one row."""
+        """Yield all rows as ranges of at most `num_bytes`, or of one row."""
         return split_range(0, len(self), max(1, num_bytes // max(1, self.location.row_bytes)))
 
     def read_into(self, start: int, stop: int, out: Array) -> None:
@@ -274,7 +274,7 @@ class StoredArray:
                 yield partial(self._read_bytes, low, high, view[low - begin : high - begin])
 
     def expect(self, start: int, stop: int) -> None:
-        """Say that rows `start` to `stop` will be read soon; those past the end are left out."""
+        """Ask the kernel to read rows `start` to `stop` ahead; rows past the end are ignored."""
         stop = min(stop, len(self))
         if self.location.offset is not None and start < stop:
             row_bytes = self.location.row_bytes
@@ -331,8 +331,8 @@ class StoredArray:
     def _read_settled(self, read: Callable[[bytearray], None]) -> None:
         """Call `read` with the marks of verified blocks, again if the file was written to meanwhile.
 
-        Renaming another file over its name, linking and touching change no bytes: after those the blocks are
-        verified once more, and nothing is said.
+        After a rename or a link, which change no bytes, blocks are silently verified once more. So they are after a
+        touch, if there are checksums; without them a touch raises as a write does.
         """
         for _ in range(_MOST_REREADS):
             stamp, verified = self._trusted
@@ -430,7 +430,7 @@ class StoredArray:
         out[tuple(into)] = values[tuple(of)]
 
     def _decoded(self, chunk: Chunk) -> Array:
-        """Return a chunk's values, keeping a few: rows are often asked for one by one.
+        """Return a chunk's values; the last few chunks are cached, because rows are often read one by one.
 
         The lock is held for the look-up only. Two threads that miss the same chunk both decode it, which costs
         less than one that waits while the other reads from a slow disk. A chunk that fails is not kept.
@@ -453,7 +453,7 @@ class StoredArray:
         return values
 
     def read_stored(self, chunk: Chunk) -> None:
-        """Read a chunk's bytes as they are stored, and drop them: for whoever measures what decoding costs."""
+        """Read a chunk's stored bytes and drop them, to measure what decoding costs."""
         self.file.read(chunk.byte_offset, memoryview(bytearray(chunk.size)), self.location.dataset)
 
     def _check_unwritten(self) -> None:

@@ -34,7 +34,7 @@ TIMED_PARTS = ("/time", "/gap")  # those that only a series with a time has
 
 
 def attribute_of(part: str) -> str:
-    """Return which attribute of a field has the dataset with this suffix."""
+    """Return the name of the field's attribute that holds the dataset with this suffix."""
     return part.removeprefix("/") or "values"
 
 

@@ -4,9 +4,9 @@ Enters: an open h5py dataset. Leaves: a frozen `Location`: contiguous bytes at a
 of chunks, or "library" with the reason. Costs: about 1.2 µs per chunk, once per dataset.
 
 h5py serialises every call of a process behind one lock, and its default chunk shape makes one
-row of a wide array cost 47 ms; positional reads at known offsets have neither problem. What
-this file does not understand (filters that it cannot undo, virtual or external data, numbers of
-other bits than numpy's) goes through the library, slower and right.
+row of a wide array cost 47 ms; positional reads at known offsets have neither problem. Data
+that this file does not understand (filters that it cannot undo, virtual or external data, numbers of
+other bits than numpy's) goes through the library, slower but correctly.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Location:
     # the chunks with a number along the first axis, for "chunked"
     chunks_at: Callable[[int], Sequence[Chunk]] = lambda _row: ()
     num_chunks: int = 0
-    column: str = ""  # of a table (a compound type): the column that is read, for "library"
+    column: str = ""  # column to read of a table (a compound type), for "library"
 
     @cached_property
     def row_bytes(self) -> int:
@@ -75,14 +75,14 @@ class Location:
 
 
 def damaged(file: Path, dataset: str, what: str, allowed: str = "a whole file") -> CorruptError:
-    """Return the error for a dataset that is not as it was written; `what` goes on behind its name."""
+    """Return the error for a dataset that is not as it was written; `what` continues the sentence after its name."""
     return CorruptError(
         f"{file}: dataset {dataset!r}{what}.", allowed, "copy or pack the file again"
     )
 
 
 def listing(path: str | Path) -> str:
-    """Return what to type to see what is in an HDF5 file, or in a folder of Zarr."""
+    """Return a command that lists the content of an HDF5 file or a Zarr folder."""
     if Path(path).is_dir():
         return command("ls", path)
     # Not h5ls: few machines have it, and every one that runs stoker has h5py.
@@ -127,9 +127,9 @@ def check_claims(file: Path, dataset: h5py.Dataset) -> None:
 
 
 def check_readable(file: Path, dataset: h5py.Dataset) -> None:
-    """Refuse a dataset whose filter is not installed, or whose values are in other files that are not there.
+    """Refuse a dataset whose filter is not installed, or whose values are in other files that are missing.
 
-    HDF5 would hand out fill values in place of the latter, and say nothing.
+    For values in missing files, HDF5 would silently return fill values.
     """
     name, plist = dataset.name.lstrip("/"), dataset.id.get_create_plist()
     for number in range(plist.get_nfilters()):
@@ -339,7 +339,7 @@ def read_chunk(location: Location, chunk: Chunk, read: Callable[[int, memoryview
     """Read and decode one chunk; `read(offset, buffer)` fills the buffer from the file. Thread-safe.
 
     Raises:
-        CorruptError: With the chunk's place in the array and in the file.
+        CorruptError: The chunk is damaged; says its place in the array and in the file.
     """
     itemsize = location.dtype.itemsize
     expected = math.prod(location.chunk_shape) * itemsize
@@ -365,18 +365,18 @@ PACKED_BY = {
     ".csv": "table", ".tsv": "table", ".parquet": "table", ".feather": "table", ".npy": "arrays", ".npz": "arrays",
     ".bin": "series",
 }  # fmt: skip
-"""Ending of a raw file to the source of `stoker pack` that reads it."""
+"""Suffix of a raw file to the source of `stoker pack` that reads it."""
 READ_BY = {
     ".yaml": "stoker config check {}", ".yml": "stoker config check {}", ".pt": "stoker export {} OUT.safetensors",
 }  # fmt: skip
-"""Ending of a file that is no data to what takes it."""
+"""Suffix of a file that is not data to the command that takes it."""
 _OPENED = "a store folder, an HDF5 file or a URL"
 
 
 def open_hdf5(path: Path) -> h5py.File:
     """Open for reading, with errors that say what to do."""
     with suppress(OSError), Waiting(path):
-        # HDF5 keeps Python's lock while it waits for a disk, so that nobody could say so: this waits instead of it.
+        # HDF5 holds Python's lock while it waits for a disk, so no thread could warn. So wait here first, without it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             os.read(descriptor, 1)
@@ -446,7 +446,7 @@ def _is_marked_open(path: Path) -> bool:
 
 @contextmanager
 def named_damage(path: Path) -> Iterator[None]:
-    """Turn whatever h5py raises on a damaged file into an error that names the file.
+    """Turn any exception of h5py on a damaged file into an error that names the file.
 
     Fuzzing saw OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError
     and UnicodeDecodeError, from places that cannot be foreseen.
@@ -492,7 +492,7 @@ _SUM_WORDS = 1 << 20
 def can_undo(filters: Sequence[int]) -> bool:
     """Return whether `undo_filters` knows all filters, and at most one of them compresses.
 
-    What lies between two that compress has a size that nobody wrote down, so nothing bounds it.
+    The size of the data between two compressing filters is not recorded, so nothing would bound it.
     """
     return _UNDO.keys() >= set(filters) and sum(each in (DEFLATE, ZSTD) for each in filters) <= 1
 
@@ -525,8 +525,8 @@ def inflate(raw: Any, size: int, _itemsize: int = 1, *, is_gzip: bool = False) -
         ValueError: The data is damaged, or longer.
     """
     if deflate is not None and not is_gzip:
-        # It never writes more than `size` bytes: a bomb is refused before it takes memory. What it refuses
-        # is given to zlib, which says why.
+        # It never writes more than `size` bytes: a bomb is refused before it takes memory. Data that it
+        # refuses goes to zlib, which says why.
         with suppress(deflate.DeflateError):
             inflated: bytearray = deflate.zlib_decompress(raw, size)
             return inflated

@@ -1,6 +1,6 @@
 """Which data a run was trained on: a few values that a checkpoint keeps, and the comparison with another run's.
 
-Enters: an open store. Leaves: its identity in plain values; whether another one is of other data, in words. Costs:
+Enters: an open store. Leaves: its identity in plain values; an error if another identity is of other data. Costs:
 nothing for a packed store, whose manifest has checksums; 1 MiB of reads for each plain file, once.
 
 A plain file is known by its size and by 16 blocks of 64 KiB, evenly spread from its first byte to its last. A change
@@ -25,7 +25,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 64 << 10, 16
 
 
 def identify(store: Store) -> dict[str, Any] | None:
-    """Return the identity of a store's data; None where it has no files, as arrays in memory, or they cannot be read.
+    """Return the identity of a store's data; None if it has no files (arrays in memory) or they cannot be read.
 
     Returns:
         `digest`, which is the same for equal data, and `written_ns`, the newest time of files without checksums.
@@ -47,12 +47,12 @@ def identify(store: Store) -> dict[str, Any] | None:
             else:
                 return None
         return {"digest": digest.hexdigest(), "written_ns": newest}
-    except OSError:  # removed, or on a bad sector: who reads the samples says so
+    except OSError:  # removed, or on a bad sector: reading the samples will report it
         return None
 
 
 def _sampled(path: Path) -> bytes:
-    """Return a digest of a file's size and of blocks all over it; of all bytes where there are few."""
+    """Return a digest of a file's size and of evenly spread blocks; of all bytes if the file is small."""
     made = xxhash.xxh3_128()
     with Waiting(path), path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
@@ -66,9 +66,9 @@ def _sampled(path: Path) -> bytes:
 def compare_identity(
     saved: Mapping[str, Any], own: Mapping[str, Any] | None, name: str
 ) -> str | None:
-    """Return a note where the files were written to since, or copied; None where nothing differs or is known.
+    """Return a note if the files were written to or copied since; None if nothing differs, or `own` is None.
 
-    Other data is refused.
+    Raises `InputError` for other data.
     """
     if own is None:
         return None

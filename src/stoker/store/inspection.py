@@ -39,7 +39,7 @@ _ROW_COPIES = 4  # as read, in native order, as floats, and the temporaries of a
 _VALUES = {kind: next(iter(parts)) for kind, parts in PARTS.items()}
 _TARGET_FIELD, _TIME_FIELD = "targets", "time"
 _FIXED = ("conditions",)
-"""Fields with the same columns whatever the data: most of them are constant, and nobody can drop them."""
+"""Fields whose columns do not depend on the data: most are constant, and no user can drop them."""
 
 
 @dataclass(frozen=True)

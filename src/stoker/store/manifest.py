@@ -27,14 +27,14 @@ from stoker.store.fields import PARTS, TIMED_PARTS, FieldData, FieldKind, Ragged
 from stoker.strict_json import exact_text, finite, json_text, parse_json
 
 FORMAT_VERSION = 2
-"""The newest that is read. 2 has fields of encoded pictures; stores without one are still written as 1."""
+"""Newest version that this code reads. 2 has fields of encoded pictures; stores without one are still written as 1."""
 MANIFEST_NAME = "store.json"
 REFUSED_NAME = "refused.jsonl"
 PAGE_NAME = "samples.html"
 """Page with samples of the store, which `stoker pack` draws when the store is done."""
-WORK_SUFFIX = ".partial"  # a store is made in the folder of its name and this
+WORK_SUFFIX = ".partial"  # a store is built in the folder of its name with this suffix
 REPLACED_NAME = "replaced"
-"""Where, in that folder, the old store waits while the new one takes its place."""
+"""Name in that folder of the old store, while the new one takes its place."""
 _EXCHANGE_TRIES, _EXCHANGE_PAUSE_SECONDS = 50, 0.01
 _SEAL = "manifest_checksum"
 BLOCK_BYTES = 1 << 20
@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, name: str) -> Manifest:
-    """Check the bytes of a `store.json`; `name` says in messages where they are from. See `read_manifest`."""
+    """Check the bytes of a `store.json`; `name` is their origin, for messages. See `read_manifest`."""
     try:
         document = parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -227,7 +227,7 @@ def find_store(folder: Path) -> Path:
     """Return the folder to read the store `folder` from.
 
     It is another one only where a pack was killed in the middle of an exchange in two steps: for that
-    moment the old store lies in the work folder. A pack that is still at it needs microseconds.
+    moment the old store lies in the work folder. A pack that is still running needs microseconds.
     """
     whole = folder.absolute()  # '.' has no name
     replaced = whole.with_name(whole.name + WORK_SUFFIX) / REPLACED_NAME
@@ -268,7 +268,7 @@ def _damaged(given: str, allowed: str = "a manifest") -> CorruptError:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield what the types cannot tell: counts that must agree, names that must stay inside; and what is allowed."""
+    """Yield contradictions that the types cannot exclude, such as counts that differ, each with what is allowed."""
     total = sum(shard.num_samples for shard in manifest.shards)
     if total != manifest.num_samples or any(shard.num_samples < 0 for shard in manifest.shards):
         yield (
@@ -301,7 +301,7 @@ def _is_number(dtype: str) -> bool:
 def _contradictions_of(
     shard: ShardInfo, fields: Mapping[str, FieldInfo]
 ) -> Iterator[tuple[str, str]]:
-    """Hold name, offsets and counts of one shard against each other and its size."""
+    """Compare name, offsets and counts of one shard with each other and with its size."""
     if Path(shard.file).name != shard.file:
         yield "is not a file name", "a name beside the manifest"
     if {f"_checksums/{dataset}" for dataset in shard.rows} | set(shard.rows) != set(shard.offsets):

@@ -20,11 +20,11 @@ from stoker.store.reader import Store
 from stoker.store.shard import Shard
 
 _NOWHERE = Path("/dev/null/memory")
-"""A path that cannot be a file or folder, because a store has one."""
+"""A store must have a path; this one cannot be a file or folder."""
 
 
 class _MemoryFile:
-    """What `OpenFile` is to a file: bytes by position."""
+    """Stand-in for `OpenFile` that reads from an array."""
 
     def __init__(self, values: Array) -> None:
         self.direct = False
@@ -36,7 +36,7 @@ class _MemoryFile:
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[offset : offset + len(out)])
 
     def stamp(self) -> Stamp:
-        """Return the same for ever: arrays in memory are their owner's."""
+        """Return a constant: changes of an array in memory are not noticed."""
         return self.opened_as
 
     def expect(self, offset: int, num_bytes: int) -> None:
@@ -76,5 +76,5 @@ def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
 
 
 def is_in_memory(store: Store) -> bool:
-    """Whether a store has no files: nobody can look at it with a command."""
+    """Whether a store has no files, so that no command can inspect it."""
     return store.made_by is not None and store.made_by[0] is memory_store

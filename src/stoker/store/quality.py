@@ -247,7 +247,7 @@ class _Column:
         )  # fmt: skip
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what is wrong with the values, but for codes of missing ones."""
+        """Yield what is wrong with the values, except codes for missing ones (`missing_codes`)."""
         values, at = self._values, self._column
         # Repairs act on features only: a made-up target would be learned.
         can_repair = self._stats.field == "features"
@@ -335,8 +335,8 @@ class _Column:
 def find_codes(values: Array) -> list[tuple[float, float, float]]:
     """Return numbers that may stand for a missing value, each with the smallest and largest of the other values.
 
-    Such numbers look so (`_is_code`; beside one that does, others too: -998, -999), repeat, and are farther from all
-    others than these are from each other; or they are the only negative ones.
+    Such a number looks like a code (`_is_code`) or is beside one, as -998 and -999, and it repeats. It is farther from
+    all other values than these are from each other, or the codes are the only negative values.
     """
     known, counts = np.unique(values, return_counts=True)
     codes: list[float] = []
@@ -383,7 +383,7 @@ def _spelled(code: float, stats: TableStats) -> str:
 
 
 def _is_table(stats: TableStats) -> bool:
-    """Whether these are the features of a table: its columns have names, those of arrays are numbered."""
+    """Whether these are the features of a table, whose columns have names; columns of arrays are numbered."""
     return stats.field == "features" and stats.columns[0] != "0"
 
 

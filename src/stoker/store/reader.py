@@ -58,10 +58,10 @@ def open_store(
         path: The folder or file; or the URL of a folder (http, s3, whatever fsspec knows), whose
             shards are copied into a local cache when they are first used.
         threads: Reader threads; by default one per usable core, at most 16.
-        checksum: Of the manifest that must stand there; "" takes any.
-        group: Of an HDF5 file or Zarr folder: only the arrays in this group, such as "train", by their names there.
-        fields: Of an HDF5 file or Zarr folder: only these arrays, which must have the same number of rows.
-        rows: Of an HDF5 file or Zarr folder: only arrays with this many rows.
+        checksum: Checksum that the manifest must have; "" accepts any.
+        group: Open only the arrays in this group of an HDF5 file or Zarr folder, such as "train", by their names there.
+        fields: Open only these arrays of such a file or folder; they must have the same number of rows.
+        rows: Open only arrays with this many rows of such a file or folder.
 
     Raises:
         StoreError: There is no such store, or which dimension of a plain file counts samples is not clear; the
@@ -108,8 +108,8 @@ def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection
 def _open_folder(path: Path, threads: int | None) -> Store:
     """Open manifest and shards of one and the same store.
 
-    Where a kernel cannot exchange two folders in one step, the store is away for some microseconds between
-    two renames: what is gone or has changed since it was looked for is looked for again.
+    If the kernel cannot exchange two folders in one step, the store is missing for some microseconds between
+    two renames. So a store that is gone or has changed since the look-up is looked up again.
     """
     for attempt in range(_TRIES):
         folder = find_store(path)
@@ -164,9 +164,9 @@ def _described(info: FieldInfo | None) -> str:
 
 
 def join_stores(stores: Sequence[Store]) -> Store:
-    """Return one store over the samples of several with the same fields, one behind the other.
+    """Return one store over the samples of several with the same fields, one store after another.
 
-    The stores stay theirs who opened them, and must stay open.
+    The caller keeps the given stores, and must keep them open.
     """
     first = stores[0]
     for store in stores[1:]:
@@ -243,7 +243,7 @@ class Store:
         self._starts = [0, *accumulate(info.num_samples for info in manifest.shards)]
         self._damaged: dict[tuple[str, int, tuple[int, int]], list[int]] = {}
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
-        # What makes it again in another process, with its arguments; None opens its path.
+        # Function and arguments that open it in another process; None for `open_store` with its path.
         self.made_by: tuple[Callable[..., Store], tuple[Any, ...]] | None = None
 
     num_samples = property(lambda self: self.manifest.num_samples, doc="Samples in the store.")
@@ -411,7 +411,7 @@ class Store:
         return values, offsets
 
     def tolerating(self, fields: Iterable[str]) -> Store | None:
-        """Return this store opened once more, whose damaged blocks of these ragged fields read as zeros.
+        """Open this store once more; there, damaged blocks of these ragged fields read as zeros.
 
         `damaged` says which samples they belong to. None for files without checksums: nothing fails in them.
         """
@@ -488,11 +488,11 @@ class Store:
         return sample
 
     def verify(self, advance: Callable[[int], None] = lambda _: None) -> VerifyReport:
-        """Read every byte against its checksum and collect all problems; `advance` is told the bytes of each read."""
+        """Read every byte against its checksum and collect all problems; `advance` gets the bytes of each read."""
         problems: list[str] = []
         num_bytes = num_blocks = 0
         for shard in self.shards:
-            shard.forget()  # what was verified before: the disk may have changed since
+            shard.forget()  # verify all blocks again: the disk may have changed since
             try:
                 arrays = shard.arrays
             except StokerError as error:
@@ -512,7 +512,7 @@ class Store:
         return VerifyReport(num_bytes, num_blocks, tuple(dict.fromkeys(problems)), self._is_packed)
 
     def _index_problems(self, shard: Shard) -> list[str]:
-        """Hold offsets and window ends of a shard against the rows that they point to."""
+        """Compare offsets and window ends of a shard with the rows that they point to."""
         problems = []
         for name, info in self.fields.items():
             kind, into = {"ragged": ("offsets", "values"), "series": ("ends", "rows")}.get(

@@ -5,11 +5,11 @@ fetched when they are first used. Costs: opening reads the manifest, a few kilob
 of a shard reads it once over the network and once from the disk, to check it; later uses cost what
 a local store costs.
 
-Every version of a store has a folder of its own, named by the digest of its manifest, with the
-manifest and `remote.json` (where it came from). So a process that has opened one version never
-meets shards of another: when the remote store is packed anew, the next opening sees it, and a
-process in the middle is told so as soon as it misses a shard. Without a connection the version that
-was last seen is opened, with a note.
+Every version of a store has a folder of its own, named by the digest of its manifest, with the manifest and
+`remote.json` (where it came from). So a process that has opened one version never meets shards of another: when
+the remote store is packed anew, the next opening sees it, and a process that reads the old one gets an error
+when it needs a shard that it has not fetched. Without a connection the version that was last seen is opened,
+with a note.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
     """Return the cache folder of the version that stands at `url` now, and notes for the user.
 
     Raises:
-        StoreError: Nobody answers and no version was seen before, or there is no store.
+        StoreError: The server does not answer and no version was seen before, or there is no store.
         CorruptError: What stands there is not a manifest.
     """
     remote, cache = Remote(url), Cache.here()
@@ -87,7 +87,7 @@ def update_mirror(url: str) -> tuple[Path, tuple[str, ...]]:
 
 
 def _read_manifest(remote: Remote) -> bytes:
-    """Return the manifest, by the third try: a connection that was reset, or a busy gateway, says little."""
+    """Return the manifest, in up to three tries: a reset connection or a busy gateway may recover."""
     for pause in (_PAUSE_SECONDS, 2 * _PAUSE_SECONDS):
         try:
             return remote.read(MANIFEST_NAME)
@@ -120,8 +120,8 @@ def _write_version(cache: Cache, folder: Path, text: bytes, remote: Remote) -> N
     make_folder(folder.parent, private=private)
     try:
         folder.mkdir(exist_ok=True)
-        # Another process may be writing the same version now: what it has begun is ours, and what it has
-        # finished is named by its origin, which is therefore read after the names.
+        # Another process may be writing the same version now. Its temporary files are ours; its finished files
+        # are confirmed by its origin file, which is therefore read after the names.
         held = [each for each in folder.iterdir() if not ownership.is_temporary(each.name)]
         # Older versions wrote the same without the cache's id.
         if held and read_origin(folder).get("manifest") != folder.name:
@@ -197,13 +197,13 @@ class Mirror:
         """Return an open descriptor of a shard's copy; fetch the copy if it is not there.
 
         The copy cannot be removed until the descriptor is closed. Of several threads or processes that want the
-        same shard, one fetches and the others wait. After a failure or a kill the bytes that came stay in the
-        `.part`, and the next call continues there.
+        same shard, one fetches and the others wait. After a failure or a kill the received bytes stay in
+        the `.part`, and the next call continues there.
 
-        `check` raises when the file it is given is not the shard.
+        `check` gets the path of a fetched file, and raises if that is not the shard.
         """
         whole = self.folder / info.file
-        make_folder(self.folder)  # forgotten, when another version came and no shard had been read
+        make_folder(self.folder)  # `_forget_empty_versions` may have removed it since
         try:
             for _ in range(_TRIES):
                 if (descriptor := open_copy(whole, info.size_bytes)) is not None:
@@ -244,7 +244,7 @@ class Mirror:
         ownership.rename_over(named, whole, always)
 
     def _download(self, info: ShardInfo, part: int) -> None:
-        """Append what is missing; begin where an earlier try ended."""
+        """Append the missing bytes, from where an earlier try ended."""
         failures = most = 0
         while (start := os.fstat(part).st_size) < info.size_bytes:
             try:
@@ -281,7 +281,7 @@ class Mirror:
                 try:
                     done = os.pwrite(part, view, start)
                 except OSError as error:
-                    ownership.empty_file(part)  # a full disk helps nobody; what came is given back
+                    ownership.empty_file(part)  # free the space again: the disk may be full
                     raise _disk_error(self.folder / info.file, error) from error
                 start, view = start + done, view[done:]
 

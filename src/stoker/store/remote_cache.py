@@ -1,4 +1,4 @@
-"""The local copies of remote shards: where they lie, how much they may take, who uses them.
+"""The local copies of remote shards: their places, the limit of their size, their locks.
 
 Enters: the size of a shard that is about to be fetched. Leaves: room for it, made by removing the
 copies that were used longest ago. Costs: a look at every file of the cache (a few microseconds each)
@@ -6,13 +6,13 @@ per shard that is fetched; none per read.
 
 What is ours: the root holds a mark (`ownership.Mark`) with an id; every version's folder holds `remote.json`
 with the same id and the name of that folder, and a sealed manifest. Only files that such a manifest names
-are copies. Everything else below the root is somebody else's: neither counted nor touched.
+are copies. Everything else below the root is not ours: neither counted nor touched.
 
 Contract, for any number of processes and threads:
-- A copy is under its name only when it is whole and was held against its checksums.
-- Somebody who reads a copy holds a shared lock on it; a copy in use is never removed.
-- Somebody who fetches a copy holds an exclusive lock on its `.part`, whose name says how many
-  bytes it will have, so that room which is promised is not promised twice.
+- A copy is under its name only when it is whole and was verified against its checksums.
+- A reader of a copy holds a shared lock on it; a copy in use is never removed.
+- A process that fetches a copy holds an exclusive lock on its `.part`, whose name says how many
+  bytes it will have, so that the same room is not promised twice.
 - Locks belong to open files: they end with their process, however it ends.
 """
 
@@ -79,7 +79,7 @@ class Cache:
 
     @classmethod
     def here(cls) -> Cache:
-        """Return the cache that copies are kept in now; made where it is missing."""
+        """Return the current cache; its folder is made if it is missing."""
         root = cache_root()
         make_folder(root)
         try:
@@ -146,7 +146,7 @@ class Cache:
             time.sleep(0.1)
 
     def _remove_until(self, part: Path, num_bytes: int, limit: int) -> int | None:
-        """Remove copies until there is room, then return None; else how many are in use."""
+        """Remove copies until there is room, and return None; or the number of copies in use, if these prevent it."""
         with self._locked():
             copies = [copy for copy in self._copies() if copy[2] != part]
             used = sum(size for _, size, _ in copies)

@@ -1,13 +1,13 @@
 """Bytes of a store that stands behind a URL: http, S3, or anything else that fsspec knows.
 
 Enters: a URL of a store's folder, a file name, the byte to begin with. Leaves: the bytes in order,
-in pieces, or an error that says whether nobody answered or the file is not there. Costs: one thread
-that fetches ahead of whoever writes, and about 70 MB of memory.
+in pieces, or an error that says whether the server is silent or has no such file. Costs: one thread
+that fetches ahead of the writer, and about 70 MB of memory.
 
-Contract: nothing here waits for ever. A server that says nothing for `SILENCE_SECONDS` counts as
-gone, whatever the protocol's own idea of time; the time counts from the last byte, so a slow link that goes on sending
-is not silent. A manifest that does not end is refused at `bounds.MANIFEST`. What arrives is not trusted: the caller
-holds it against the manifest.
+Contract: nothing here waits for ever. A server that sends nothing for `SILENCE_SECONDS` counts as
+gone, whatever the protocol's own limits. The time counts from the last byte, so a slow link that keeps sending is not
+silent. A manifest that does not end is refused at `bounds.MANIFEST`. What arrives is not trusted: the caller
+compares it with the manifest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stoker.address import MARK, host_of, is_readable, parts, repeats_secret, wi
 from stoker.bounds import MANIFEST, read_within
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 
-SILENCE_SECONDS = 30.0  # how long a server may say nothing before it counts as gone
+SILENCE_SECONDS = 30.0  # how long a server may be silent before it counts as gone
 _CONNECT_SECONDS = 10.0
 _PIECE_BYTES = 4 << 20
 _SMALL_PIECE_BYTES = 64 << 10  # size of the first requests, until the speed of the link is known
@@ -54,7 +54,7 @@ class AbsentError(StoreError):
 class Remote:
     """The folder of a store behind a URL."""
 
-    url: str = field(repr=False)  # with whatever password it has; never shown
+    url: str = field(repr=False)  # with its password, if any; never shown
 
     @property
     def name(self) -> str:
@@ -135,7 +135,7 @@ class Remote:
 
     @contextlib.contextmanager
     def _translated(self, file: str) -> Iterator[None]:
-        """Turn whatever a protocol raises into our two kinds of failure."""
+        """Turn any exception of a protocol into `AbsentError` or `UnreachableError`."""
         try:
             yield
         except StoreError:
@@ -167,7 +167,7 @@ class Remote:
 def _split_login(url: str) -> tuple[str, str]:
     """Return a web address without its login, and the login; other addresses stay as they are.
 
-    What a library does not get, its messages cannot repeat.
+    A library that does not get the login cannot repeat it in its messages.
     """
     scheme, colon, rest = url.partition("://")
     if not colon or scheme.lower() not in ("http", "https"):
@@ -228,7 +228,7 @@ def _produce(system: Any, path: str, start: int, size: int) -> Iterator[bytes]:
 def _has_ranges(system: Any, path: str, size: int) -> bool:
     """Whether the server reads from the middle of a file; `python -m http.server` does not.
 
-    fsspec's own range read would take the whole file and give it for the piece.
+    fsspec's own range read would fetch the whole file and return it as the piece.
     """
     if not path.startswith(("http://", "https://")) or size < 2:
         return True

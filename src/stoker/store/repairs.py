@@ -1,4 +1,4 @@
-"""Named repairs of values: parsed from what people type, fitted once, replayed for ever.
+"""Named repairs of values: parsed from text, fitted once, replayed for ever.
 
 Enters: texts such as "clip:0.001,0.999@Flow Bytes/s", and a sample of *training* rows. Leaves:
 fitted repairs whose numbers are in the manifest, so that the same change is made at inference,
@@ -14,9 +14,8 @@ bit for bit. Costs: fitting sorts the sample; applying is one pass, 16 MB of tem
 
 `@name,name` after any of the first four limits it to these columns; there a backslash goes before
 `,` and backslash inside a name, and in min-denominator before `@`, `/`, `:` and `=` too. Repairs
-apply in the order given, and each is fitted
-on what the one before left. Only finite values are used for fitting. No repair invents a value
-for NaN, except `fill`, whose name says so.
+apply in the order given, and each is fitted on the result of those before. Only finite values are used
+for fitting. No repair invents a value for NaN, except `fill`, whose name says so.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class RepairSpec:
     """A repair as it was asked for. `str()` gives back a text that parses to the same."""
 
     name: str  # one of `REPAIRS`
-    # its numbers: two quantiles, the scale, the fill value, the least denominator. Empty where they are fitted
+    # its numbers: two quantiles, the scale, the fill value, the least denominator. Empty if they are fitted
     # (asinh, `fill:median`).
     numbers: tuple[float, ...] = ()
     # the columns it is for; None for all. For min-denominator the ratio, the numerator and the denominator.
@@ -218,9 +217,9 @@ class FittedRepair:
 def fit_repairs(
     specs: Sequence[RepairSpec], sample: Array, columns: Sequence[str]
 ) -> list[FittedRepair]:
-    """Fit repairs, in order, each on what the ones before leave.
+    """Fit repairs in order, each on the result of those before.
 
-    The sample is of training rows only; anything else leaks.
+    The sample must have training rows only; anything else leaks.
     """
     sample = _checked(sample, columns)
     fitted: list[FittedRepair] = []

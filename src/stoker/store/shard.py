@@ -1,4 +1,4 @@
-"""One HDF5 file of a store, opened on first use and held against its manifest entry.
+"""One HDF5 file of a store, opened on first use and compared with its manifest entry.
 
 Enters: a path and, for a packed store, its `ShardInfo`. Leaves: `StoredArray`s by dataset path,
 or an error that says whether the shard is missing, cut short, or another one. Costs: about 1 ms
@@ -41,12 +41,12 @@ class Shard:
         # dataset paths to expose, with the dtype and row shape each must have
         datasets: Mapping[str, tuple[str, list[int]]],
         block_bytes: int,  # bytes under one checksum
-        # brings the file of a remote store to `path` and returns an open descriptor of it; is given what a fetched
-        # file must pass
+        # fetches the file of a remote store to `path` and returns an open descriptor of it; its argument checks a
+        # fetched file
         fetch: Callable[[Callable[[Path], None]], int] | None = None,
-        # of a plain file: where each dataset is, if not under its own name
+        # for a plain file: path of each dataset, if not its own name
         paths: Mapping[str, str] | None = None,
-        # of what is no HDF5 file: makes the arrays, in the place of the other arguments
+        # for data that is not in HDF5: makes the arrays, instead of the other arguments
         make: Callable[[], dict[str, StoredArray]] | None = None,
     ) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Shard:
     @property
     def arrays(self) -> dict[str, StoredArray]:
         """The datasets by path; opens the file on first use."""
-        if (arrays := self._arrays) is None:  # a name of its own: `release` may come in between
+        if (arrays := self._arrays) is None:  # a local name: `release` may run in between
             with self._lock:
                 if (arrays := self._arrays) is None:
                     arrays = self._open()
@@ -82,7 +82,7 @@ class Shard:
             self._arrays[dataset].bad_blocks = self._tolerated[dataset]
 
     def bad_blocks(self, dataset: str) -> list[tuple[int, int]]:
-        """Return the bytes, from the dataset's first, of the blocks that have failed so far."""
+        """Return the byte ranges, within the dataset, of the blocks that have failed so far."""
         return sorted(self._tolerated.get(dataset, ()))
 
     def whole(self, dataset: str) -> Array:
@@ -103,8 +103,7 @@ class Shard:
     def check_unchanged(self) -> None:
         """Raise when the file is no longer the one that was opened; nothing is read.
 
-        Blocks are checked when they are first read, and not again: what is written over them later would
-        be taken for data.
+        Reads do not notice a file that takes its name later: the open descriptor still reads the old one.
         """
         if self._stamp is None:
             return
@@ -123,7 +122,7 @@ class Shard:
         )
 
     def release(self) -> bool:
-        """Let go of the file without disturbing reads under way; False when it was not open.
+        """Let go of the file without disturbing reads under way; False if it is not open, or being opened.
 
         The descriptor closes when the last read that uses it ends. Does not wait.
         """
@@ -139,7 +138,7 @@ class Shard:
     def hold(self) -> None:
         """Open the file without reading it, where it is there and has the right size.
 
-        Whoever holds it reads the bytes that were there, also after another store took its place.
+        Later reads get the bytes of this file, also after another store took its place.
         """
         if self.info is None or self._fetch is not None or self._file is not None:
             return
@@ -328,7 +327,7 @@ def count_samples(fields: ShardData) -> int:
 
 
 def _describe(node: h5py.Dataset | h5py.Group, info: FieldInfo, data: object) -> None:
-    """Write attributes that explain the file to people who open it without stoker."""
+    """Write attributes that explain the file to readers without stoker."""
     node.attrs["kind"] = info.kind
     if info.columns is not None:
         # Variable-length strings live in the file's heap, so thousands of names fit

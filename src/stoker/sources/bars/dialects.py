@@ -1,11 +1,11 @@
-"""How a file of bars is written: delimiter, decimal sign, columns and what they are called, times; and one line of it.
+"""How a file of bars is written: delimiter, decimal sign, names of columns, times; and what one line means.
 
 Enters: the first lines of a file, and what the user said about its columns. Leaves: a `Dialect`, found by trying
-each one and taking the one that reads most lines; and `parse_line`, the one definition of what a line means. The fast
+all of them and taking the one that reads most lines; and `parse_line`, the definition of what a line means. The fast
 reader of `reading` must agree with it. Costs: milliseconds per file, 25 µs per line.
 
 Under a header, names decide and not positions: a header without open, high, low and close is refused with the names
-that it has. Files without a header are read in the usual order, and that is said.
+that it has. Files without a header are read in the usual order, and a note says so.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Dialect:
     symbol_cell: int | None = None  # the cell that names the symbol; None where there is none
     # the same, where a file holds several symbols and one of them is read
     ticker_cell: int | None = None
-    ticker: str | None = None  # lines with another one in that cell are not this symbol's
+    ticker: str | None = None  # lines with another text in that cell belong to other symbols
     complete_cell: int | None = None  # the cell that says whether a bar is complete
     is_close: bool = False  # times are the closes of bars
-    dropped: tuple[str, ...] = ()  # columns that the user dropped, as he named them
-    gone: tuple[str, ...] = ()  # columns that are left out whatever the user says
-    # the symbols that columns are named by ("Close_AAPL"); () where they are not
+    dropped: tuple[str, ...] = ()  # columns that the user dropped, as typed
+    gone: tuple[str, ...] = ()  # columns that are always left out
+    # symbols in names of columns ("Close_AAPL"); () if there are none
     tickers: tuple[str, ...] = ()
 
     @property
@@ -76,19 +76,19 @@ class Dialect:
 
 @dataclass(frozen=True)
 class ParsedLine:
-    """A line that was understood."""
+    """One parsed line."""
 
     time_ns: int
     values: tuple[float, ...]
 
 
 def parse_line(line: str, dialect: Dialect) -> ParsedLine | str | None:
-    """Read one line; the one definition of what a line means.
+    """Read one line. This function defines what a line means.
 
     A further column that holds no number gives NaN: such a column is refused as a whole, not its lines.
 
     Returns:
-        The bar; the reason, in words, why it is none; or None for a blank line and one of another symbol.
+        The bar; or in words why the line is none; or None for a blank line and a line of another symbol.
     """
     if not line.strip(" \t"):
         return None
@@ -118,7 +118,7 @@ def parse_line(line: str, dialect: Dialect) -> ParsedLine | str | None:
 
 
 def is_incomplete(cells: Sequence[str], dialect: Dialect) -> bool:
-    """Tell whether a line says that its bar was still open."""
+    """Return whether a line marks its bar as not complete."""
     place = dialect.complete_cell
     return place is not None and cells[place].strip().lower() in _FALSE
 
@@ -134,10 +134,10 @@ def parse_number(cell: str, decimal: str) -> float | None:
 def find_dialect(
     text: bytes, file: str, day_first: bool | None = None, naming: Naming | None = None
 ) -> Dialect:
-    """Find how a file is written by trying the known ways on its first lines.
+    """Find how a file is written by trying all known dialects on its first lines.
 
-    The text is the whole file as utf-8, lines ended by a newline, quotes taken off. `day_first` and `naming` are the
-    user's word on "10/11/2020" and on columns; without the former, proof is looked for in the file.
+    `text` is the whole file as UTF-8, with LF line ends and without quotes. `day_first` and `naming` are what the user
+    said about "10/11/2020" and about columns; if `day_first` is None, the file must prove the order.
     """
     naming = naming or Naming()
     lines = _sample(text)
@@ -176,7 +176,7 @@ def find_dialect(
 
 
 def _unknown(lines: list[tuple[int, str]], delimiter: str) -> list[str] | None:
-    """Return the cells of a first line that names columns which this module does not know; None where there is none."""
+    """Return the cells of a header with names that this module does not know; None if there is no such header."""
     split = [line.split(delimiter) for _, line in lines[:_HEADER_LINES]]
     if len(split) < 2:
         return None
@@ -203,13 +203,13 @@ def _is_number(cell: str) -> bool:
 def _sample(text: bytes) -> list[tuple[int, str]]:
     head = text[: _SAMPLE_LINES * 400].split(b"\n")
     lines = [(number, raw.decode("utf-8", "replace")) for number, raw in enumerate(head, 1)]
-    # A sample cut in the middle of a line must not vote.
+    # A line that is cut off at the end of the sample must not count.
     lines = lines[:-1] if len(lines) > 1 and len(text) > _SAMPLE_LINES * 400 else lines
     return [(number, line) for number, line in lines if line.strip()][:_SAMPLE_LINES]
 
 
 def _no_bar(line: str, cells: Sequence[str]) -> str | None:
-    """Name a line that was never meant as a bar."""
+    """Return what a line is that was never meant as a bar; None for any other line."""
     if line.lstrip().startswith(_COMMENTS):
         return "a comment"
     return "a header" if _is_header(cells) else None
@@ -226,7 +226,7 @@ def _is_header(cells: Sequence[str], naming: Naming | None = None) -> bool:
 
 
 def _dialects(lines: list[tuple[int, str]], delimiter: str, naming: Naming) -> list[Dialect]:
-    """The ways of reading that this delimiter leaves open."""
+    """Return the possible dialects with this delimiter."""
     split = [(number, line.split(delimiter)) for number, line in lines]
     header = next((each for each in split[:_HEADER_LINES] if _is_header(each[1], naming)), None)
     first = last = header[0] if header else 0
@@ -290,7 +290,7 @@ def _stacked_header(
 
 
 def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> Dialect | None:
-    """Names and time cells under a header; None when the header does not fit the rows."""
+    """Return the names and time cells that a header gives; None if it does not fit the rows."""
     num_cells = len(rows[0]) if rows else len(header)
     header = header[:-1] if len(header) == num_cells + 1 and not header[-1].strip() else header
     left_out = []
@@ -332,7 +332,7 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
 
 
 def _named_all(header: list[str], rows: list[list[str]]) -> tuple[list[str], str]:
-    """Return a header that has one name fewer than the rows have cells, with the name that is missing; and a note."""
+    """Return a header that has one name fewer than rows have cells, completed; and a note."""
     if not any(row[-1].strip() for row in rows):
         return [*header, ""], ""
     if clean_name(header[0]) not in TIME_NAMES:
@@ -347,7 +347,7 @@ def _named_all(header: list[str], rows: list[list[str]]) -> tuple[list[str], str
 def _one_ticker(
     names: list[str | None], wanted: str | None
 ) -> tuple[list[str | None], tuple[str, ...]]:
-    """Take the ticker off names such as "close_aapl"; of several tickers the columns of the wanted one stay."""
+    """Remove the ticker from names such as "close_aapl"; of several tickers, keep the wanted one's columns."""
     if set(PRICES) <= {*names}:
         return names, ()
     pairs = [split_ticker(name or "") for name in names]
@@ -387,7 +387,7 @@ def _time_cells(
     found = sorted(
         (TIME_NAMES.index(name), cell) for cell, name in enumerate(names) if name in TIME_NAMES
     )
-    # An index saved by pandas has no name, and stands first.
+    # An index saved by pandas has no name, and comes first.
     cells = [cell for _, cell in found] or ([0] if names and names[0] == "" else [])
     known = next((cell for cell in cells if reads(cell)), None)
     if known is not None:
@@ -424,9 +424,9 @@ def _bare_layout(rows: list[list[str]], num_time_cells: int) -> Dialect | None:
 
 
 def _without_unused(dialect: Dialect, rows: list[list[str]], naming: Naming) -> Dialect:
-    """Leave out the columns that hold no number in any sampled row, such as symbols, and what the user dropped.
+    """Leave out columns without a number in any sampled row, such as symbols, and columns that the user dropped.
 
-    He drops columns of the file, or features that they become ("volume_log").
+    The user may name columns of the file, or features made from them ("volume_log").
     """
     names, left_out, dropped = list(dialect.names), [], []
     for cell in dialect.value_cells:
@@ -456,7 +456,7 @@ def _without_unused(dialect: Dialect, rows: list[list[str]], naming: Naming) -> 
 
 @lru_cache(maxsize=16)
 def _scored(lines: tuple[tuple[int, str], ...], naming: Naming) -> list[tuple[int, Dialect]]:
-    """Try every way; kept, because a pack looks at the head of a file when it lists, checks and reads it."""
+    """Score every dialect. Cached: a pack needs the head of a file when it lists, checks and reads the file."""
     tried = [
         dialect
         for delimiter in (",", ";", "\t", "|")
@@ -466,7 +466,7 @@ def _scored(lines: tuple[tuple[int, str], ...], naming: Naming) -> list[tuple[in
 
 
 def _score(lines: Sequence[tuple[int, str]], dialect: Dialect) -> int:
-    """Sampled lines that read as bars, whichever way day and month go and whatever the symbol."""
+    """Return how many sampled lines read as bars, with either order of day and month and of any symbol."""
     trials = {
         aware: [
             replace(dialect, ticker_cell=None, aware=aware, day_first=first)
@@ -503,7 +503,7 @@ CLOSE_NAMES = ("close_time", "closetime", "end", "end_time", "bar_end", "time_cl
 TICKER_NAMES = (
     "ticker", "symbol", "pair", "instrument", "sym", "tic", "name", "stock", "asset", "code",
 )  # fmt: skip
-# Known at the open, and no news: they would be features that only count the days.
+# Not features: known in advance, constant, or counters of rows.
 NO_FEATURES = {
     "close_time", "closetime", "per", "period", "timeframe", "index", "id", "", "ignore", "unnamed_0",
     *TICKER_NAMES,
@@ -523,7 +523,7 @@ _ADJUSTED = re.compile(r"(?:.*_)?adj(?:usted)?(?:_.*|open|high|low|close|volume)
 
 
 def clean_name(cell: str) -> str:
-    """Return a name as stoker writes it: lower case, words joined by underscores, known names as their own."""
+    """Return a name as stoker writes it: lower case, words joined by underscores, aliases replaced."""
     name = re.sub(r"[^0-9a-z]+", "_", cell.strip().strip("<>\"'").lower()).strip("_")
     return _ALIASES.get(name, name)
 
@@ -541,17 +541,17 @@ def split_ticker(name: str) -> tuple[str, str]:
 
 
 def is_adjusted(name: str) -> bool:
-    """Tell whether a column is made anew whenever a dividend is paid or a share is split: it looks ahead."""
+    """Return whether a column is adjusted by later dividends and splits, and so looks ahead."""
     return _ADJUSTED.fullmatch(name) is not None or name.endswith("_adj")
 
 
 @dataclass(frozen=True)
 class Naming:
-    """What the user says about the columns of his files.
+    """What the user says about the columns of the files.
 
     Attributes:
         time_column: Name of the time column, or two names joined by "+"; None finds it.
-        columns: Our name to theirs, such as ("open", "Erster").
+        columns: Pairs of stoker's name and the name in the file, such as ("open", "Erster").
         drop: Columns to leave out.
         ticker: Symbol to read, where a file holds several.
     """
@@ -594,7 +594,7 @@ class Naming:
         plain = [cell.strip().strip("<>\"'") for cell in header]
         taken = {given[cell] for cell in plain if cell in given}
         cleaned = [given.get(cell) or clean_name(cell) for cell in plain]
-        # A column that the user did not choose for a name gives way to the one that he did.
+        # A column of the same name as one that the user chose is renamed.
         return [
             f"{name}_2" if name in taken and cell not in given else name
             for name, cell in zip(cleaned, plain, strict=True)
@@ -602,9 +602,9 @@ class Naming:
 
 
 def unknown_header(file: str, header: Sequence[str], naming: Naming, bar: str = "") -> SourceError:
-    """Return the error for a header that names no prices: positions are not trusted under names.
+    """Return the error for a header that names no prices: under a header, positions are not trusted.
 
-    Where the header names all that is needed, the fault is in the lines below, of which `bar` is one.
+    If the header names all that is needed, the fault is in the lines below, of which `bar` is one.
     """
     if naming.is_asked and not header:
         return SourceError(

@@ -4,7 +4,7 @@ Enters: the columns of one timeframe, float64. Leaves: `(bars, features)`, and a
 travels in the store's manifest and is applied the same way at inference. Costs: 0.2 µs per value.
 
 Every feature of row r is made of rows r and r - 1 only, so a bar's features never change once the
-bar has closed. No feature divides by a quantity that can vanish: a ratio to a tiny volume is how
+bar has closed. No feature divides by a quantity that can be near 0: a ratio to a tiny volume is how
 a trading data set got inputs of 1e15.
 """
 
@@ -22,7 +22,7 @@ from stoker.sources.bars.timeframes import TIMEFRAMES
 from stoker.sources.times import DAY_NS
 from stoker.store.fields import Array
 
-# A bar's range below a millionth of its price is a flat bar: wicks count against this instead.
+# A bar's range below a millionth of its price is a flat bar: wicks are divided by this instead.
 _MIN_RANGE_SHARE = 1e-6
 _MIN_PRICE = 1e-12
 # Below this share of the median the quartiles are rounding noise, not spread.
@@ -154,7 +154,7 @@ def fit_scaler(features: Features, train: Array | slice, fitted_until_ns: int) -
 def apply_scaler(rows: Array, scaler: Scaler) -> Array:
     """Return `(rows - center) / scale` as float32; for packing and, the same way, for inference.
 
-    Scaled in float64, so that large raw columns do not lose their digits before the median is taken off.
+    Scaled in float64, so that large raw columns do not lose their digits before the median is subtracted.
     """
     if rows.ndim != 2 or rows.shape[1] != len(scaler.columns):
         raise InputError(

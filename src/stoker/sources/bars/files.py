@@ -32,7 +32,7 @@ _MOST_SYMBOLS = 10_000
 
 @dataclass(frozen=True)
 class BarFile:
-    """A file with the symbol (in upper case) and timeframe it holds; `ticker` is how a file of several writes it."""
+    """A file, its symbol (in upper case) and timeframe; `ticker` is the symbol as a file of several writes it."""
 
     path: Path
     symbol: str
@@ -59,7 +59,7 @@ class BarFile:
 
 @dataclass(frozen=True)
 class Head:
-    """What the first lines of a file tell: how it is written, and the rows that it may have."""
+    """Facts from the first lines of a file: how it is written, and the estimated number of rows."""
 
     dialect: Dialect
     num_rows: int
@@ -71,7 +71,7 @@ class Head:
 
 
 def look(path: Path, naming: Naming, decimal: str | None, ticker: str | None = None) -> Head:
-    """Look at the first 128 KiB of a file; of several symbols in it, for `ticker`."""
+    """Read the first 128 KiB of a file; if it holds several symbols, `ticker` is the one to read."""
     text, num_bytes = read_head(require_file(path, "the file of bars"), decimal)
     # The order of day and month does not change the columns, and the head may not show it.
     asked = replace(naming, ticker=ticker)
@@ -116,7 +116,7 @@ def split_symbols(
 
 
 def find_files(paths: Sequence[str | Path]) -> tuple[list[BarFile], list[str]]:
-    """Files as named, those in folders whose names say what they hold, and notes on the others."""
+    """Return the named files, files in folders whose names give symbol and timeframe, and notes on the others."""
     found, notes = [], []
     for path in paths:
         if not Path(path).is_dir():
@@ -139,7 +139,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def unnamed_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files of folders that may hold bars, and whose names do not say of what."""
+    """Return the files of folders that may hold bars, but whose names give no symbol and timeframe."""
     folders = [Path(path) for path in paths if Path(path).is_dir()]
     return [path for folder in folders for path in _files_in(folder) if None in name_file(path)]
 
@@ -147,7 +147,7 @@ def unnamed_files(paths: Sequence[str | Path]) -> list[Path]:
 def shared_extras(
     grouped: Mapping[str, Mapping[str, Sequence[BarFile]]], heads: Mapping[BarFile, Head]
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Further columns per timeframe that every file has: all parts need the same features."""
+    """Return per timeframe the further columns that every file has, because parts need equal features; and notes."""
     shared: dict[str, tuple[str, ...]] = {}
     notes = []
     for name in next(iter(grouped.values())):
@@ -160,7 +160,7 @@ def shared_extras(
 
 
 def holds_bars(path: Path) -> bool:
-    """Tell whether a path is a file of bars, or a folder of them: by a name and by columns that say so."""
+    """Return whether a path is a file or a folder of bars, by file names and by columns."""
     label, equals, file = str(path).partition("=")
     if equals and ":" in label and not path.exists():
         return Path(file).is_file()
@@ -179,7 +179,7 @@ def _reads_as_bars(path: Path) -> bool:
 
 
 def bars_hint(paths: Sequence[Path]) -> str:
-    """Return how to look at a table as bars, where its header has their names; else nothing."""
+    """Return a hint how to inspect a table as bars, if its header has their names; else ""."""
     label = guessed_label(paths[0]) if len(paths) == 1 else ""
     timeframe = label.partition("=")[0].rpartition(":")[2]
     look_at_it = command("stoker", "inspect", label)
@@ -187,7 +187,7 @@ def bars_hint(paths: Sequence[Path]) -> str:
 
 
 def guessed_label(path: Path) -> str:
-    """Return "SYMBOL:TF=path" for a file of bars whose name does not say it, by the step between them; else ""."""
+    """Return "SYMBOL:TF=path" for a file of bars, the timeframe by the step between bars; "" for other files."""
     if not path.name.lower().endswith(_SUFFIXES):
         return ""
     try:
@@ -205,7 +205,7 @@ def guessed_label(path: Path) -> str:
 def fitting_windows(
     paths: Sequence[str | Path], naming: Naming, decimal: str | None
 ) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Return windows and a horizon to look at files with: the usual ones, at most a quarter of the bars each."""
+    """Return windows and a horizon to inspect files with: the defaults, each at most a quarter of the bars."""
     files, _ = find_files(paths)
     by_symbol: dict[str, set[str]] = {}
     for file in files:

@@ -5,7 +5,7 @@ nanoseconds, one float64 array per column, and a `Refusal` for every line that w
 Costs: about 0.4 s and 150 bytes of memory per row for 1,000,000 rows on 2 cores.
 
 Arrow reads the whole file. Only the lines it cannot read, or whose numbers are not finite, go to
-`dialects.parse_line`, which has the last word; `careful=True` sends every line there, and
+`dialects.parse_line`, which decides; `careful=True` sends every line there, and
 tests hold the two equal. Nothing is repaired or guessed: a line is a bar, or it is refused with
 its number and the reason.
 """
@@ -73,7 +73,7 @@ class Bars:
     unit: str = "line"
 
     def __len__(self) -> int:
-        """Bars, not lines."""
+        """Return the number of bars, not of lines."""
         return len(self.time)
 
     def take(self, rows: Array) -> Bars:
@@ -145,7 +145,7 @@ def read_bars(
 
 
 def merge_bars(parts: Sequence[Bars]) -> Bars:
-    """Join files of one symbol and timeframe; the refusals say which file had a bar twice."""
+    """Join files of one symbol and timeframe; repeated bars are refused under the names of all files, joined."""
     if len(parts) == 1:
         return parts[0]
     names = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
@@ -164,7 +164,7 @@ def merge_bars(parts: Sequence[Bars]) -> Bars:
 
 
 def _in_rows(bars: Bars) -> Bars:
-    """Return bars of a file that has no lines: places are rows from 0, and the header of its text was made here."""
+    """Number the bars of a Parquet or Feather file by rows from 0, without the header that its text was given."""
     refused = [
         refusal if refusal.line is None else replace(refusal, line=refusal.line - 2, unit="row")
         for refusal in bars.refused
@@ -186,7 +186,7 @@ def show_time(time_ns: int) -> str:
 
 
 def _refuse_columns(bars: Bars, text: bytes, dialect: Dialect) -> Bars:
-    """Leave out further columns with a cell that holds no number: the column is refused, not its bars."""
+    """Leave out further columns in which a cell is no number: the column is refused, not its bars."""
     bad = {
         name: np.flatnonzero(np.isnan(values))
         for name, values in bars.columns.items()
@@ -206,14 +206,14 @@ def _refuse_columns(bars: Bars, text: bytes, dialect: Dialect) -> Bars:
 
 
 def _read_careful(text: bytes, dialect: Dialect, file: str) -> Bars:
-    """Every line by `parse_line`."""
+    """Read every line by `parse_line`."""
     lines = text.split(b"\n")
     parsed = _parse_lines(lines, range(1, len(lines) + 1), dialect)
     return replace(_assemble({}, dialect, file, parsed), num_lines=len(lines) - (not lines[-1]))
 
 
 class _Parsed(NamedTuple):
-    """What `parse_line` made of some lines, by their numbers."""
+    """Results of `parse_line`, by the numbers of the lines."""
 
     bars: dict[int, ParsedLine]
     faults: dict[int, str]
@@ -228,7 +228,7 @@ def _parse_lines(lines: Sequence[bytes], numbers: Sequence[int], dialect: Dialec
         if dialect.header_first <= number <= dialect.header_line:
             parsed.ignored[_HEADER] += 1
         elif found is None:
-            if number < len(lines) or line:  # behind the last newline there is no line
+            if number < len(lines) or line:  # there is no line after the last newline
                 parsed.ignored[OTHER_SYMBOLS if line.strip(" \t") else _BLANK] += 1
         elif isinstance(found, str) and number < dialect.header_first:
             parsed.ignored[_ABOVE] += 1
@@ -264,10 +264,10 @@ def _assemble(bulk: dict[str, Array], dialect: Dialect, file: str, parsed: _Pars
 
 
 def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
-    """Whole columns by arrow; what it cannot read, line by line."""
+    """Read whole columns by Arrow, and the lines that it cannot read one by one."""
     try:
         table, odd = _read_table(text, dialect)
-    except pa.ArrowInvalid:  # a line longer than arrow's block: not worth a second way
+    except pa.ArrowInvalid:  # a line longer than arrow's block: too rare for a fast way
         return _read_careful(text, dialect, file)
     # Without quotes a line is a row, so the lines are counted by the rows; tests hold it.
     numbers = np.arange(1, table.num_rows + len(odd) + 1) + dialect.header_line
@@ -307,9 +307,9 @@ def _read_bulk(text: bytes, dialect: Dialect, file: str) -> Bars:
 
 
 def _read_table(text: bytes, dialect: Dialect) -> tuple[pa.Table, list[int]]:
-    """Return the rows with the right number of cells, and the lines that have not.
+    """Return the rows with the right number of cells, and the numbers of the other lines.
 
-    Each try takes less for granted than the one before: ISO times and floats (arrow parses both
+    Each try assumes less than the one before: ISO times and floats (arrow parses both
     on all cores; 0.3 s for a million rows), floats beside times as text, all text. Where a line
     has another number of cells, once more on one core, because only then does arrow count lines.
     """
@@ -378,7 +378,7 @@ def _bulk_times(table: pa.Table, dialect: Dialect) -> tuple[Array, Array]:
 
 
 def _to_floats(column: pa.ChunkedArray, decimal: str) -> Array:
-    """Return float64 with NaN for what is no plain number; `parse_line` looks at those again."""
+    """Return float64, NaN where a cell is no plain number; `parse_line` decides on those."""
     if column.type == pa.string():
         column = pc.ascii_trim(column, " \t")
         column = pc.replace_substring(column, ",", ".") if decimal == "," else column
@@ -389,9 +389,9 @@ def _to_floats(column: pa.ChunkedArray, decimal: str) -> Array:
 
 
 def _refuse_bad_prices(bars: Bars) -> Bars:
-    """Refuse bars that cannot be: their logarithms would be wrong or infinite.
+    """Refuse impossible bars: their logarithms would be wrong or infinite.
 
-    Where most bars are refused for one reason, the columns are not what they are taken for.
+    Raises if most bars are refused for one reason: then the columns are other ones than assumed.
     """
     first, high, low, last = (bars.columns[name] for name in PRICES)
     faults = [
@@ -422,7 +422,7 @@ def _refuse_bad_prices(bars: Bars) -> Bars:
 
 
 def _in_order(bars: Bars, sort: bool) -> Bars:
-    """Oldest first. A file newest first is turned round; any other order is an error."""
+    """Return the bars oldest first. A reversed file is turned round; any other order needs `sort`."""
     steps = np.diff(bars.time)
     if not (steps < 0).any():
         return bars
@@ -450,7 +450,7 @@ def _in_order(bars: Bars, sort: bool) -> Bars:
 
 
 def _refuse_repeats(bars: Bars) -> Bars:
-    """One bar per time: a copy is dropped; of two different bars for one time, neither is taken."""
+    """Keep one bar per time: copies are refused; of different bars for one time, all are."""
     same = np.diff(bars.time) == 0
     if not same.any():
         return bars

@@ -261,7 +261,7 @@ class BarsSource(PlainSource):
         return PartData(made, refused, extra)
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Merge what the parts report: facts and scalers by symbol, sizes in total."""
+        """Merge the facts of all parts: facts and scalers by symbol, sizes in total."""
         keys = ("timeframes", "dropped", "splits", "target_scale", "notes")
         return {
             "base": self.base,
@@ -283,7 +283,7 @@ class BarsSource(PlainSource):
             yield symbol, self._read_all(files)
 
     def _wanted(self) -> tuple[list[BarFile], list[str]]:
-        """The files whose timeframe has a window, one for each symbol in them, and what was passed over."""
+        """Return the files whose timeframe has a window, one for each symbol in them, and notes on others."""
         named, notes = self._named()
         files, more = split_symbols(named, self.naming, self.decimal)
         return sorted(files, key=lambda file: (file.symbol, str(file.path))), [*notes, *more]
@@ -310,7 +310,7 @@ class BarsSource(PlainSource):
         return sorted(wanted, key=lambda file: (file.symbol, str(file.path))), notes
 
     def _grouped(self, wanted: Sequence[BarFile]) -> dict[str, dict[str, list[BarFile]]]:
-        """Return the files by symbol and timeframe, or raise where one of them has none."""
+        """Return the files by symbol and timeframe; raise if a symbol lacks a timeframe."""
         grouped: dict[str, dict[str, list[BarFile]]] = {}
         for file in wanted:
             by_name = grouped.setdefault(file.symbol, {name: [] for name, _ in self.windows})
@@ -328,7 +328,7 @@ class BarsSource(PlainSource):
         return grouped
 
     def _read_all(self, files: Mapping[str, Sequence[BarFile]]) -> dict[str, Bars]:
-        """Read the timeframes of one symbol, and raise where one of them has another clock."""
+        """Read the timeframes of one symbol; raise if one of them has another clock."""
         bars = {name: self._read(paths, name) for name, paths in files.items()}
         self._check_clocks(bars)
         return bars
@@ -400,7 +400,7 @@ class BarsSource(PlainSource):
     def _shared_boundaries(
         self, grouped: Mapping[str, Mapping[str, Sequence[BarFile]]]
     ) -> tuple[tuple[int, int], dict[str, set[str]]]:
-        """Split dates over all symbols, as one symbol's val must not be another's train; and columns that all have."""
+        """Return split dates for all symbols (one's val must not be another's train), and the columns that all have."""
         decisions = []
         kept: dict[str, set[str]] = {}
         for files in grouped.values():
@@ -412,7 +412,7 @@ class BarsSource(PlainSource):
 
 
 def _known_extras(bars: Bars, extras: Sequence[str], is_alone: bool) -> tuple[str, ...]:
-    """Return the further columns that were read whole; other symbols need the same ones."""
+    """Return the further columns that were read; raise if one is missing and other symbols have it."""
     known = tuple(name for name in extras if name in bars.columns)
     lost = [name for name in extras if name not in known]
     if lost and not is_alone:
@@ -469,7 +469,7 @@ def _make_series(
     train_end_ns: int,
     extras: Sequence[str],
 ) -> tuple[Series, Scaler]:
-    """Features of the bars that some window shows, scaled by the training span among them."""
+    """Return scaled features of the bars that windows use, and the scaler, fitted on the training span."""
     features = make_features(bars.time, bars.columns, timeframe, extras)
     first, stop = int(ends.min()) - window, int(ends.max())
     known = int(np.searchsorted(close_times(bars.time, timeframe), train_end_ns, side="right"))

@@ -1,6 +1,6 @@
 """Files of bars as plain text: decompressed, in UTF-8, without quotes; Parquet and Feather as the same text.
 
-Enters: a file. Leaves: bytes with a line per bar, cells split by one delimiter that stands in no cell. Costs: memory
+Enters: a file. Leaves: bytes with a line per bar, cells split by one delimiter that no cell contains. Costs: memory
 for three copies of the text.
 """
 
@@ -53,9 +53,10 @@ def read_head(path: Path, decimal: str | None = None) -> tuple[bytes, int]:
 
 
 def find_text(path: Path, decimal: str | None = None) -> tuple[bytes, str | None]:
-    """Return a file (text, plain or gzipped; Parquet or Feather) as utf-8 with plain newlines and no quotes.
+    """Return a file (text, plain or gzipped; Parquet or Feather) as UTF-8 with LF line ends and no quotes.
 
-    With it comes what is wrong at its end. `decimal` is the sign of quoted numbers such as "1,234"; None finds it.
+    The second value is the fault at its end, or None. `decimal` is the sign of quoted numbers such as "1,234"; None
+    finds it.
     """
     if file_kind(path) in ("parquet", "arrow"):
         return _typed_text(path), None
@@ -71,7 +72,7 @@ def find_text(path: Path, decimal: str | None = None) -> tuple[bytes, str | None
 
 
 def _longest_line(text: bytes) -> int:
-    """Return the bytes of the longest line, or any number that is not too large when none can be."""
+    """Return the length of the first line over the limit of `bounds.LINE`, or 0."""
     start = 0
     while len(text) - start > bounds.LINE.most:
         end = text.rfind(b"\n", start, start + bounds.LINE.most + 1)
@@ -83,7 +84,7 @@ def _longest_line(text: bytes) -> int:
 
 
 def _gunzip(data: bytes, path: Path) -> tuple[bytes, str | None]:
-    """Decompress all members; a file cut short gives what it has, and the reason."""
+    """Decompress all members; of a truncated file, return what it has and the reason."""
     out, cut, total = [], None, 0
     try:
         while data[:2] == b"\x1f\x8b":
@@ -127,7 +128,7 @@ _DOLLARS = re.compile(rb"""(?m)(^|[,;\t|"])[ ]*\$[ ]*(?=[0-9.])""")
 
 
 def _unquote(text: bytes, path: Path, decimal: str | None) -> bytes:
-    """Take quotes off whole lines, off cells without a delimiter, and off numbers and dates that hold a comma.
+    """Remove quotes from whole lines, from cells without a delimiter, and from numbers and dates with a comma.
 
     "1,234.50" becomes 1234.50, "12.5K" becomes 12500, "Jan 15, 2020" loses its comma. Any other quoted cell with a
     delimiter inside keeps its quotes, so that its line is refused.
@@ -185,7 +186,7 @@ def _without_commas(text: bytes, path: Path, decimal: str | None) -> bytes:
 
 
 def _typed_text(path: Path) -> bytes:
-    """Return a Parquet or Feather file as the CSV text that says the same; floats survive it bit for bit."""
+    """Return a Parquet or Feather file as equivalent CSV text; floats keep every bit."""
     from pyarrow import csv, parquet
 
     bounds.require_memory(_TEXT_COPIES * path.stat().st_size, f"reading {path}", _SPLIT)

@@ -83,7 +83,7 @@ def parse_windows(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
-    """Return symbol and timeframe from a file's name; None for what it does not say.
+    """Return symbol and timeframe from a file's name; None for one that it does not have.
 
     Reads EURUSD_M15.csv.gz, EURUSD-M5.csv, EURUSD_M5_202001020000_202010152355.csv (MT5),
     EURUSD15.csv and EURUSDh1.csv (MT4), DAT_ASCII_EURUSD_M1_2020.csv (histdata), BTCUSDT-5m-2020-10.csv,
@@ -118,7 +118,7 @@ def name_file(path: str | PurePath) -> tuple[str | None, str | None]:
 
 
 def _joined_timeframe(pieces: list[str]) -> list[str]:
-    """Return the words of a name with its timeframe as one: Dukascopy writes two, and others a last word or letter."""
+    """Return the words of a name, its timeframe as one word. Dukascopy uses two, others the last word or letter."""
     if "Candlestick" in pieces[1:-2]:
         place = pieces.index("Candlestick")
         count, unit = pieces[place + 1 : place + 3]
@@ -177,10 +177,10 @@ def describe_spacing(time: Array, timeframe: str, file: str) -> list[str]:
 
 
 def clock_shift(fine: tuple[Array, Array, str], coarse: tuple[Array, Array, str]) -> int:
-    """Return by how many hours the coarse series' clock is ahead of the fine one; 0 when level.
+    """Return by how many hours the coarse series' clock is ahead of the fine one; 0 if they agree.
 
-    Two bars that end at the same moment have the same closing price. Files of one symbol from
-    two brokers, or one of them turned to UTC, break that at 0 hours and hold it at another.
+    Two bars that end at the same moment have the same closing price. If files are from two
+    brokers, or one was converted to UTC, that is false at 0 hours and true at another shift.
     """
     fine_close, coarse_close = close_times(fine[0], fine[2]), close_times(coarse[0], coarse[2])
     if len(fine_close) < 2 or len(coarse_close) < 2:
@@ -196,7 +196,7 @@ def clock_shift(fine: tuple[Array, Array, str], coarse: tuple[Array, Array, str]
     level, _ = share_alike(0)
     if level >= 0.5:
         return 0
-    # Prices repeat by chance, mostly where they do not move: ask for a clear majority of many.
+    # Prices repeat by chance, mostly where they do not move: require a clear majority of many.
     for hours in sorted(range(-14, 15), key=abs):
         share, count = share_alike(hours)
         if count >= 20 and share >= 0.8 and share > 2 * level:
@@ -254,9 +254,9 @@ def find_windows(
     *,
     latency_ns: int = 0,
 ) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """Return the decisions, where their windows end per timeframe, and by reason which of them have none.
+    """Return the decision times, the ends of their windows per timeframe, and by reason which have no window.
 
-    Only bars known at a decision are looked at. Arguments as for `make_samples`.
+    Only bars known at a decision are used. Arguments as for `make_samples`.
     """
     decisions = close_times(times[base], base)
     ends = {name: window_ends(times[name], name, decisions, latency_ns) for name, _ in windows}
@@ -308,7 +308,7 @@ def make_samples(
 
 
 def _forward_max(missing: Array, horizon: int, num_bars: int) -> Array:
-    """Most bars missing in a row between bar k and bar k + horizon, for each k."""
+    """Return the longest run of missing bars between bar k and bar k + horizon, for each k."""
     widest = np.concatenate([missing, np.zeros(num_bars + horizon - len(missing), np.int64)])
     width = 1
     while width * 2 <= horizon:  # maxima over 1, 2, 4, ... bars: log2(horizon) passes
@@ -322,7 +322,7 @@ def _forward_max(missing: Array, horizon: int, num_bars: int) -> Array:
 def find_boundaries(decisions: Array, ratios: tuple[float, float, float]) -> tuple[int, int]:
     """Return the last decision time of train and of val, for sorted decisions of all symbols.
 
-    Counts are rounded to whole samples, as `split_randomly` does: cut off, 0.7 + 0.1 of 10 was 7.
+    Counts are rounded to whole samples, as `split_randomly` does: truncated, 0.7 + 0.1 of 10 gave 7.
     """
     most = len(decisions)  # shares may add up to a little more than 1
     num_train, num_val = (
@@ -355,7 +355,7 @@ def assign_splits(
 
 
 def _skip_bars(base_close: Array, boundary: int, count: int) -> int:
-    """Close of the bar that stands `count` bars after the last one known at `boundary`."""
+    """Return the close of the bar `count` bars after the last one known at `boundary`."""
     last = int(np.searchsorted(base_close, boundary, side="right")) - 1 + count
     if last < 0:
         return boundary

@@ -1,7 +1,7 @@
 """Outlines of objects in COCO files, drawn as masks of classes.
 
 Enters: JSON files of "images", "annotations" and "categories", and the pictures that they name. Leaves: per picture its
-`Outlines`, the classes, the split that the files say. Costs: one parse of each file, about ten times its size in
+`Outlines`, the classes, the split by the files' names. Costs: one parse of each file, about ten times its size in
 memory; a mask is drawn when its picture is packed.
 
 Class 0 is the background, the others are the categories that some annotation has, in the order of their ids. Small
@@ -29,7 +29,7 @@ from stoker.store.fields import Array
 from stoker.strict_json import parse_json
 
 BACKGROUND = "background"
-_MOST_CLASSES = 254  # 255 counts nowhere
+_MOST_CLASSES = 254  # 255 is ignored
 _LOOK_BYTES = 4096
 _PARSED = 10
 _KEYS = (b'"images"', b'"annotations"', b'"categories"', b'"info"', b'"licenses"')
@@ -42,7 +42,7 @@ class Outlines:
     size: tuple[int, int]  # width and height of the picture that they were drawn on
     # class, and polygons (lists of x, y, x, y, ...) or runs of pixels in columns; large objects first
     shapes: Sequence[tuple[int, Any]]
-    file: str  # they are from
+    file: str  # COCO file
 
     def draw(self) -> Any:
         """Return the mask, a grey image of class numbers.
@@ -85,7 +85,7 @@ def _runs(shape: Mapping[str, Any], width: int, height: int) -> Array:
 
 
 def _unpacked(text: str) -> list[int]:
-    """Return the runs in a text of `pycocotools`: five bits a letter, each run less the one two before it."""
+    """Return the runs in a text of `pycocotools`: five bits a letter, each run minus the run two before it."""
     counts: list[int] = []
     place = 0
     while place < len(text):
@@ -104,17 +104,17 @@ def _unpacked(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class CocoSet:
-    """What COCO files say of pictures."""
+    """Contents of COCO files, by picture."""
 
     outlines: Mapping[str, Outlines]  # by relative path
     classes: Sequence[str]  # names, the background first
-    splits: Mapping[str, int]  # by relative path, where every file says whose it is; else empty
-    refused: Sequence[Refusal] = ()  # pictures that are not there, annotations that fit nothing
+    splits: Mapping[str, int]  # by relative path, if every file names its split; else empty
+    refused: Sequence[Refusal] = ()  # missing pictures, annotations without picture or category
     num_boxes: int = 0  # annotations without an outline
 
 
 def find_coco(place: Path) -> list[Path]:
-    """Return the COCO files that a path means: itself, or those below a folder, by their first bytes."""
+    """Return the COCO files of a path: the file itself, or those below a folder, by their first bytes."""
     if not place.is_dir():
         return [place] if place.suffix.lower() == ".json" and place.is_file() else []
     found = []
@@ -140,7 +140,7 @@ class _Read:
 
 
 def read_coco(paths: Sequence[Path], root: Path, pictures: Sequence[str]) -> CocoSet:
-    """Read files of outlines (`find_coco` found them; others are refused), and find the pictures that they name."""
+    """Read files of outlines, as `find_coco` returns them, and find the pictures that they name."""
     refused: list[Refusal] = []
     files = [_parse(path, refused) for path in paths]
     num_boxes = sum(file.num_boxes for file in files)
@@ -217,7 +217,7 @@ def _parse(path: Path, refused: list[Refusal]) -> _Read:
 
 
 def _find(name: str, file: Path, root: Path, index: NameIndex) -> list[str]:
-    """Return the pictures that a file may mean: beside it, in the folder that it is called after, or of that name."""
+    """Return the pictures of a name; of several, the one beside the file or in the folder it is named after."""
     found = index.find(name)
     folders = [file.stem.rpartition("_")[2]]  # instances_train2017
     if file.parent.is_relative_to(root):
@@ -230,7 +230,7 @@ def _find(name: str, file: Path, root: Path, index: NameIndex) -> list[str]:
 
 
 def _split_of_file(file: Path, root: Path) -> int | None:
-    """Return the split that a file's own name says, or else the folder that it lies in."""
+    """Return the split that a file's name gives, or else the names of its folders."""
     words = [file.stem.rpartition("_")[2], file.stem]
     if file.is_relative_to(root):
         words += list(PurePosixPath(file.relative_to(root)).parts[:-1])

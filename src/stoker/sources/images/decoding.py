@@ -5,7 +5,7 @@ with the sizes before and after. Costs: one decode; memory for the picture, comp
 
 The rule, by the type of the file's values:
 
-    8 bits                 as they are
+    8 bits                 unchanged
     1 bit                  0 and 255
     palette                the colours of the palette
     grey for RGB           three equal channels; RGB for grey: 0.299 R + 0.587 G + 0.114 B
@@ -40,22 +40,22 @@ from stoker.store.fields import Array
 
 _PIXEL_BYTES = 12  # as decoded, turned upright, and converted: up to four bytes each
 _HEAD_BYTES = 1 << 17
-"""Of a file that is not opened: a JPEG may have 64 kB of EXIF data before its frame."""
+"""Bytes to read of a file that Pillow does not open: a JPEG may have 64 kB of EXIF data before its frame."""
 _HEADER = "whose header is damaged or unknown to Pillow"
 ORIENTATION = 0x0112
 _TRANSPOSES = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
 }  # fmt: skip
-"""EXIF orientation to Pillow's name of what turns such a picture upright."""
+"""EXIF orientation to Pillow's name of the transpose that turns such a picture upright."""
 _TIFF_HEADS = {b"MM\0*", b"II*\0", b"MM*\0", b"II\0*", b"MM\0+", b"II+\0"}
-"""What EXIF data begins with: those that Pillow takes."""
+"""First bytes of EXIF data that Pillow accepts."""
 _KINDS = {
     "I;16": "16-bit", "I;16L": "16-bit", "I;16B": "16-bit", "I;16N": "16-bit", "F": "float", "P": "palette",
     "1": "1-bit", "CMYK": "CMYK",
 }  # fmt: skip
 _ANIMATED = {"GIF", "TIFF", "WEBP", "PNG"}
-"""Formats whose files may hold several frames. An MPO of a phone holds a photo and its previews: the first is meant."""
+"""Formats whose files may hold several frames. An MPO of a phone holds a photo, which comes first, and its previews."""
 _FAULTS = (
     OSError,
     ValueError,
@@ -85,8 +85,8 @@ class PictureError(SourceError):
         path: Path | None = None,
     ) -> None:
         super().__init__(given if path is None else f"{path} {given}", allowed, fix, details)
-        self.kind = kind  # class of reasons that it is counted under
-        # what is wrong, without the path of the picture where that was given apart
+        self.kind = kind  # kind of reason under which it is counted
+        # the fault, without the path if that was given as `path`
         self.reason = given
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -99,11 +99,11 @@ class Decoded:
     """One picture."""
 
     image: Any  # Pillow's image, upright; not converted yet; smaller where only that was asked for
-    stored_size: tuple[int, int]  # (width, height) as it lies in the file
+    stored_size: tuple[int, int]  # (width, height) in the file, not turned
     orientation: int  # EXIF orientation, 1 to 8; 1 where the file has none
     has_orientation: bool  # whether the file has the tag
     format: str  # Pillow's name of the file format
-    # the file has 16 bits for each of several channels, of which Pillow hands over the upper 8
+    # the file has 16 bits for each of several channels, of which Pillow returns the upper 8
     is_deep_colour: bool
     # the file has EXIF data that cannot be read: which way is up is not known
     has_damaged_exif: bool = False
@@ -118,7 +118,7 @@ class Decoded:
     def kind(self) -> str:
         """Type of the file's values: "8-bit", "16-bit", "float", "32-bit", "palette", "CMYK", ..."""
         mode = self.image.mode
-        if mode == "I":  # Pillow hands over PGM and PNG of 16 bits so
+        if mode == "I":  # Pillow's mode for 16-bit PGM and PNG
             return "16-bit" if self.format in ("PPM", "PNG") else "32-bit"
         if self.is_deep_colour:
             return "16-bit colour"
@@ -145,7 +145,7 @@ def pillow() -> Any:
 
 
 def open_picture(path: Path, data: bytes | None = None) -> Any:
-    """Open a picture, or its bytes where they were read already, without decoding; within limits of size and memory."""
+    """Open a picture, or its `data` if it was read already, without decoding; limits of size and memory apply."""
     image = pillow()
     if data is None and (kind := special_kind(path)):
         raise PictureError(f"is {kind}.", path=path)
@@ -183,18 +183,18 @@ def _head(path: Path, data: bytes | None) -> bytes:
 
 
 def not_opened(error: Exception, head: bytes = b"") -> str:
-    """Return why Pillow did not open a file, without the address in memory by which it names a buffer.
+    """Return why Pillow did not open a file, without the memory address in Pillow's message.
 
     Args:
-        error: Pillow's.
-        head: What the file begins with, by which one that Pillow does not know is named.
+        error: Pillow's error.
+        head: First bytes of the file; they tell the kind of a file that Pillow does not know.
     """
     is_unknown = isinstance(error, pillow().UnidentifiedImageError)
     return f"cannot be opened as an image: {_unknown_kind(head) if is_unknown else error}."
 
 
 def _unknown_kind(head: bytes) -> str:
-    """Return what a file is that Pillow does not open, as far as its first bytes tell."""
+    """Return the kind of a file that Pillow does not open, by its first bytes."""
     if head.startswith(b"\xff\xd8"):
         _, bits = jpeg_frame(head) or (0, 8)
         return f"a JPEG of {bits} bits a channel" if bits != 8 else f"a JPEG {_HEADER}"
@@ -234,11 +234,11 @@ def decode(
     path: Path,  # the file
     # take the first frame of a file that holds several, instead of refusing it
     first_frame: bool = False,
-    data: bytes | None = None,  # its bytes, where they were read already
+    data: bytes | None = None,  # bytes of the file, if they were read already
     *,
-    upright: bool = True,  # False leaves the picture as it lies in the file
-    # decode JPEG at an eighth of its size: all bytes are read and most of the arithmetic is left out, for who only
-    # wants to know whether it is intact. 1.7 times as fast.
+    upright: bool = True,  # False returns the picture as in the file, not turned
+    # decode JPEG at an eighth of its size: all bytes are read and most of the arithmetic is left out, to check only
+    # whether it is intact. 1.7 times as fast.
     small: bool = False,
 ) -> Decoded:
     """Decode one file and turn it upright."""
@@ -258,7 +258,7 @@ def decode(
             # Before `load`, and `getexif` of PNG, which empty the list of tiles: only the file knows of its 16 bits.
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
             if opened.format == "PNG":
-                opened.load()  # which `getexif` does: its faults are those of the pixels
+                opened.load()  # else `getexif` does, and pixel faults count as EXIF faults
             said, has_damaged_exif = _read_orientation(opened)
             has_orientation, orientation = said is not None, said or 1
             if orientation > 1 and opened.format == "TIFF" and data is None:
@@ -285,9 +285,9 @@ def decode(
 
 
 def _read_orientation(opened: Any) -> tuple[int | None, bool]:
-    """Return what the file says of which way is up, None where it says nothing, and whether its EXIF data is damaged.
+    """Return the EXIF orientation of the file, None if it has none, and whether its EXIF data is damaged.
 
-    Damaged data says nothing, as in viewers. Pillow raises or returns an empty one, by what else the file holds.
+    Damaged data gives no orientation, as in viewers. Depending on the file, Pillow raises for it or returns none.
     """
     given = opened.info.get("exif")
     if isinstance(given, bytes) and given:
@@ -360,7 +360,7 @@ def _is_transparent(image: Any) -> bool:
 def _scaled(
     image: Any, kind: str, path: Path, value_range: tuple[float, float] | None
 ) -> tuple[Any, tuple[float, float]]:
-    """Bring deep values to 0 to 255 by the stated rule."""
+    """Scale 16-bit, 32-bit and float values to 0 to 255 by the rule of this module."""
     values: Array = np.asarray(image).astype(np.float64 if kind == "32-bit" else np.float32)
     low, high = float(values.min()), float(values.max())
     if not np.isfinite(low) or not np.isfinite(high):
@@ -391,10 +391,10 @@ def _no_range(path: Path, kind: str, low: float, high: float) -> PictureError:
 
 
 def check_ranges(paths: Iterable[Path]) -> None:
-    """Look at some pictures before all are decoded: float and 32-bit values need a range that fits all of them.
+    """Check some pictures before all are decoded: float and 32-bit values need a range that fits all of them.
 
     Raises:
-        PictureError: Values that no rule brings to 8 bits; the range in its advice covers the pictures looked at.
+        PictureError: Values that no rule brings to 8 bits; the advised range covers the pictures that were checked.
     """
     worst: tuple[Path, str] | None = None
     lows, highs = [], []
@@ -426,6 +426,6 @@ def converted(image: Any, channels: int) -> Any:
             page = pillow().new("RGBA", image.size, "white")
             page.alpha_composite(image)
             image = page
-    if image.mode == "P":  # straight to grey would take the palette's index on some files
+    if image.mode == "P":  # direct conversion to grey would use the palette's index for some files
         image = image.convert("RGB")
     return image if image.mode == wanted else image.convert(wanted)

@@ -1,10 +1,10 @@
-"""Pictures as they are in their files: the bytes of JPEG, PNG and WebP, checked by one decode.
+"""Pictures as encoded files: the bytes of JPEG, PNG and WebP, checked by one decode.
 
 Enters: a path, and the largest side and quality to encode again with, where these are asked for. Leaves: an `Encoded`:
 bytes, size, orientation; and the way back, `decode_bytes`. Costs: one read and one decode for each file; encoding again
-costs about as much as decoding. Where no file is, JPEG is decoded at an eighth of its size.
+costs about as much as decoding. If no file is encoded again, JPEG is decoded at an eighth of its size.
 
-Only what every decoder of the loader takes is kept as it is: baseline JPEG of one or three channels, and PNG and WebP
+Only what every decoder of the loader reads is kept unchanged: baseline JPEG of one or three channels, and PNG and WebP
 of 8 bits. Progressive and CMYK JPEG, 16-bit values and other formats are refused by name, or written anew as JPEG when
 a quality is given. A damaged picture is refused either way. A picture that is made smaller stays lossless if its file
 was, unless a quality is given.
@@ -87,7 +87,7 @@ def read_encoded(
         raise PictureError(f"cannot be read: {error.strerror}.", path=path) from error
     if not data:
         raise PictureError("holds no bytes.", path=path, kind="empty file")
-    # Where nothing is encoded anew, the pixels are not needed.
+    # The pixels are needed only to encode again.
     decoded = decode(path, first_frame, data, small=keep.max_side is None and keep.quality is None)
     form = "JPEG" if decoded.format == "MPO" else decoded.format
     ending = path.suffix.lower()
@@ -136,7 +136,7 @@ def read_encoded(
 
 
 def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
-    """Return the kind of a picture that decoders disagree about; "" for one that is kept."""
+    """Return the kind of a picture that not every decoder reads; "" for one that is kept."""
     if form not in _ENDINGS:
         return form or "an unknown format"
     if decoded.kind in ("16-bit colour", "CMYK"):
@@ -150,7 +150,7 @@ def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
 
 
 def decode_bytes(data: Any, channels: int) -> Array:
-    """Return `(channels, height, width)` uint8 of the bytes of one picture, as it lies in the file (not turned).
+    """Return `(channels, height, width)` uint8 of the bytes of one picture as in the file (not turned).
 
     Raises:
         PictureError: The bytes are no intact picture.
@@ -200,7 +200,7 @@ def encoded_fields(pictures: list[Encoded]) -> dict[str, FieldData]:
 
 
 def encoded_facts(pictures: list[Encoded]) -> dict[str, Any]:
-    """Return what `merge_encoded` adds up for one part: bytes, pixels, smallest and largest size."""
+    """Return the facts of one part that `merge_encoded` adds up: bytes, pixels, smallest and largest size."""
     sizes = np.array([picture.size for picture in pictures], dtype=np.int64).reshape(-1, 2)
     return {
         "bytes": sum(len(picture.data) for picture in pictures),

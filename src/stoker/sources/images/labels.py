@@ -1,7 +1,7 @@
-"""Labels and splits that stand in files of their own: a CSV of names and labels, lists of names.
+"""Labels and splits from separate files: a CSV of names and labels, lists of names.
 
 Enters: the pictures' relative paths, and a CSV or text file. Leaves: the class and the split of each picture, and a
-refusal for every line that fits none. Costs: one pass over the file.
+refusal for every line that fits no picture. Costs: one pass over the file.
 
 A name is found as a relative path, as a file name, or as either without its ending, in this order; where several
 pictures have the name, the line is refused.
@@ -27,7 +27,7 @@ _MOST_CLASSES = 10_000
 
 
 class NameIndex:
-    """Finds pictures by what people write into lists."""
+    """Finds pictures by the names that lists use for them."""
 
     def __init__(self, pictures: Sequence[str]) -> None:
         self._by_name: dict[str, list[str]] = defaultdict(list)
@@ -51,7 +51,7 @@ class NameIndex:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a CSV says."""
+    """Contents of a CSV of labels."""
 
     classes: Sequence[str]  # names, in the order of their numbers
     label: Mapping[str, int]  # picture to class number
@@ -61,9 +61,9 @@ class Labels:
 
 
 def read_labels(path: Path, pictures: Sequence[str], column: str | None = None) -> Labels:
-    """Read a CSV with one line per picture; its separator is found out.
+    """Read a CSV with one line per picture; its separator is detected.
 
-    `column` is that of labels; None takes the only one left, or the one called `label`.
+    `column` is the column of labels; None takes the only one left, or one with a name such as `label`.
     """
     require_file(path, "the file of labels")
     header, rows = _read_csv(path)
@@ -121,7 +121,7 @@ def read_lists(
     """Return the split of every picture that a list names, and the lines that name none.
 
     Args:
-        lists: Split name and file, one name a line. What follows a space is left out when the whole line is no name.
+        lists: Split name and file, one name a line. If a line is no name, its text before the first space is used.
         pictures: Relative paths.
     """
     index = NameIndex(pictures)
@@ -169,7 +169,7 @@ def _read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
-            # The header decides: names of columns rarely hold another separator.
+            # The header decides: column names rarely contain another separator.
             separator = max((",", ";", "\t", "|"), key=first.count)
             reader = csv.reader(file, delimiter=separator, strict=True)
             table = [(reader.line_num, row) for row in reader if row]
@@ -268,7 +268,7 @@ def _number(text: str) -> float | None:
 
 
 def _are_measurements(counted: Counter[str]) -> bool:
-    """Many numbers with a fraction are no names of classes."""
+    """Return whether labels are numbers, some with a fraction: measurements, not classes."""
     try:
         return any(float(text) % 1 for text in counted)
     except ValueError:

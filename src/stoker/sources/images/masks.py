@@ -1,10 +1,10 @@
 """Mask files as one class per pixel: values, colours, one mask per object.
 
-Enters: a mask file, and a `MaskMap` (given by the user, or found out from the first masks). Leaves: `(height, width)`
-uint8, each value a class, 255 where a pixel counts nowhere. Costs: one decode and one table lookup a mask.
+Enters: a mask file, and a `MaskMap` (given by the user, or detected from the first masks). Leaves: `(height, width)`
+uint8, each value a class, 255 where a pixel is ignored. Costs: one decode and one table lookup a mask.
 
-What is asked about instead of guessed: JPEG masks (their values are blurred), colours without a table, values above
-255, and a mask whose turn against its image cannot be known.
+Refused instead of guessed: JPEG masks (their values are blurred), colours without a table, values above 255, and a
+mask whose orientation relative to its image is unknown.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _MOST_ENTRIES = 20
 
 @dataclass(frozen=True)
 class MaskMap:
-    """Which class a mask value or colour is."""
+    """Classes of mask values or colours."""
 
     # (low, high, class): values from low to high, both included
     values: tuple[tuple[int, int, int], ...] = ()
     colours: tuple[tuple[int, int], ...] = ()  # 0xRRGGBB and its class
-    # class of whatever is not named; None keeps values, and refuses colours
+    # class of all others; None keeps other values, and refuses other colours
     other: int | None = None
-    names: tuple[str, ...] = ()  # class names, where a colour table has them
-    is_binary: bool = False  # found out: the masks hold 0 and 255 only, and 255 is class 1
+    names: tuple[str, ...] = ()  # class names, if a colour table has them
+    is_binary: bool = False  # detected: the masks hold 0 and 255 only, and 255 is class 1
 
     def __bool__(self) -> bool:
         return bool(self.values or self.colours or self.other is not None)
@@ -56,7 +56,7 @@ BINARY = MaskMap(values=((255, 255, 1),), is_binary=True)
 def parse_mask_map(texts: Sequence[str]) -> MaskMap | None:
     """Return the map for ["255=1"], ["0-127=0,128-255=1", "#ff0000=2", "other=255"].
 
-    Nothing given is None: the map is found out. "keep" is a map that changes nothing.
+    Without texts it is None: the map is detected. "keep" is a map that changes nothing.
     """
     if not texts:
         return None
@@ -146,9 +146,9 @@ def _bad_table(path: Path, line: int, text: str) -> SourceError:
 
 
 class Palettes:
-    """Colours by which masks with a palette show their values: one value has to have one colour in all of them.
+    """Palette colours of the values of masks: a value must have the same colour in all masks.
 
-    A program that makes the palette of each file anew numbers the colours anew: a value is then another class in each.
+    A program that makes a new palette for each file also numbers the colours anew: one value then means many classes.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class Palettes:
         self.merge({value: int(codes[value]) for value in present if value < len(codes)}, str(path))
 
     def merge(self, others: Mapping[int, int], where: str = "") -> None:
-        """Take the colours of other masks.
+        """Add the colours of other masks.
 
         Raises:
             ContradictionError: One of their values has another colour.
@@ -206,9 +206,9 @@ def read_mask(
 
 
 def beside_image(mask: Any, path: Path, image: Decoded, image_path: Path) -> Array:
-    """Return a mask that was drawn here, upright like its image: a grey picture of classes, of the file `path`."""
+    """Return a mask drawn from outlines in `path`, a grey picture of classes, upright like its image."""
     drawn = Decoded(mask, mask.size, 1, False, "COCO", False)
-    # Annotation tools show pictures upright, and sizes of files tell where one did not.
+    # Annotation tools show pictures upright; the size in the file tells if one did not.
     upright = image.size in (image.stored_size, mask.size)
     shown = _beside(drawn, path, image, image_path, "upright" if upright else "image")
     return np.asarray(shown, dtype=np.uint8)
@@ -235,8 +235,8 @@ def _beside(
 ) -> Any:
     """Return the mask, upright like its image.
 
-    A mask with an EXIF orientation of its own is already upright. One without, beside an image that has one, was drawn
-    either on the turned picture or on the stored pixels: the sizes tell, or the user does.
+    A mask with its own EXIF orientation is already upright. A mask without one, of an image that has one, was drawn
+    either on the turned picture or on the stored pixels: the sizes decide, or the user.
     """
     shown = mask.image
     if image.orientation != 1 and not mask.has_orientation:
@@ -397,7 +397,7 @@ def _colours_without_table(values: Array, path: Path) -> PictureError:
 
 
 class ContradictionError(SourceError):
-    """A mask that shows that what was found out about all masks is wrong: it ends the pack."""
+    """A mask that contradicts what was detected about all masks: it ends the pack."""
 
 
 # -- all masks -------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class ContradictionError(SourceError):
 def find_map(masks: Iterable[tuple[Path, ...]]) -> MaskMap | None:
     """Return `BINARY` if the masks, given in the order to look at them, hold 0 and 255 only; else None.
 
-    At most 16 masks with something in them are looked at; the first with another value ends the search.
+    The search ends after 16 masks that are not empty, or at the first mask with another value.
     """
     seen = 0
     for paths in masks:
@@ -434,10 +434,10 @@ def find_map(masks: Iterable[tuple[Path, ...]]) -> MaskMap | None:
 
 
 def check_values(pixels: Mapping[int, int]) -> None:
-    """Refuse mask values that are more likely grey levels than classes, by the pixels of each in the whole store.
+    """Refuse mask values that are more likely grey levels than classes; `pixels` counts them in the whole store.
 
     Raises:
-        SourceError: A few values, far apart, such as 0, 128 and 255; or nearly all that there are.
+        SourceError: There are few values far apart, such as 0, 128 and 255; or more than 200.
     """
     values = sorted(pixels)
     inner = [value for value in values if value != IGNORE]

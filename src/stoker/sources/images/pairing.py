@@ -1,10 +1,10 @@
 """Images and their masks, brought together by name.
 
 Enters: the relative paths of images and of masks. Leaves: a `Pairing`: each image with its mask or masks of
-objects, and a reason for whatever has no partner. Costs: a dictionary of names; no file is opened.
+objects, and a reason for every file without a partner. Costs: a dictionary of names; no file is opened.
 
 The key of a file is its path without ending, without the suffix or prefix that was given, and without folders called
-`images`, `masks` and the like. Equal keys are a pair. What is left over pairs by the file name alone where that is
+`images`, `masks` and the like. Equal keys are a pair. Other files pair by the file name alone where that is
 unique. A folder of masks named after an image holds one mask per object, and so do `x_mask.png`, `x_mask_1.png`.
 """
 
@@ -32,7 +32,7 @@ _LOOK = 400
 
 @dataclass(frozen=True)
 class Affixes:
-    """What names have beside the part that an image and its mask share."""
+    """Parts of file names beside the part that an image and its mask share."""
 
     mask_suffix: str = ""
     image_suffix: str = ""
@@ -48,7 +48,7 @@ class Pairing:
 
     # image and its masks; several are masks of objects. In the order of the images.
     pairs: Sequence[tuple[str, tuple[str, ...]]]
-    # files without a partner, or with two, by their relative paths: images, but for those of the kind `NO_IMAGE`
+    # relative paths of files without a partner, or with two; of the kind `NO_IMAGE` for masks, all others are images
     refused: Sequence[Refusal]
     ignored: Counter[str]  # reason to number of files that the suffix leaves out
     num_masks: int  # masks that belong to an image
@@ -173,8 +173,8 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
     """Return the suffix or prefix that would bring most images together with masks.
 
     Returns:
-        The affixes, how many of the images that were looked at find a mask with them, and how many were looked at;
-        None when nothing fits.
+        The affixes, how many of the images that were tried find a mask with them, and how many were tried; None when
+        nothing fits.
     """
     image_stems = sorted({PurePosixPath(name).stem for name in images})[:_LOOK]
     mask_stems = sorted({PurePosixPath(name).stem for name in masks})
@@ -189,7 +189,7 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
             continue
         near = [mask for mask in mask_stems if mask.startswith(best)]
         for mask in near[:20]:
-            # The part that differs begins where a word does, so that x1 and x2 share no "x".
+            # The differing part begins at a word, so that x1 and x2 do not share the "x".
             tried.update([Affixes(mask_suffix=mask[len(best) :], image_suffix=stem[len(best) :])])
             for cut in (best.rstrip("_-. "), re.sub(r"[^_\-. ]+$", "", best).rstrip("_-. ")):
                 if cut and cut != best:
@@ -207,7 +207,7 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
             if stem.endswith(affixes.image_suffix)
         )
         length = len(affixes.mask_suffix) + len(affixes.image_suffix) + len(affixes.mask_prefix)
-        # Of those that fit equally well, one that begins where a word does.
+        # Of those that fit equally well, prefer one that begins where a word does.
         words = {affixes.mask_suffix[:1], affixes.image_suffix[:1]} <= {"", *"_-. "}
         scored.append((hits, words, -length, affixes))
     best_score = max(scored, key=lambda each: each[:3], default=None)

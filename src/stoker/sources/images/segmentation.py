@@ -57,13 +57,13 @@ class SegmentationSource(PictureFolder):
         images: Folder of images.
         masks: Folder of masks: one value or colour per pixel; or a COCO file of outlines, or a folder of such files.
             The same folder may hold images and masks.
-        mask_suffix: What mask names have behind the image's name ("_L" for x.png and x_L.png).
-        image_suffix: What image names have behind the part they share with the mask's.
+        mask_suffix: What mask names have after the image's name ("_L" for x.png and x_L.png).
+        image_suffix: What image names have after the part they share with the mask's.
         mask_prefix: What mask names have before the image's name.
         mask_map: Texts such as "255=1", "0-127=0,128-255=1", "#ff0000=2", "other=255"; "keep" changes nothing.
         mask_colors: File with a colour table.
         mask_orientation: Whether a mask without EXIF is turned like its image; see `masks`.
-        class_names: Of the classes 0, 1, 2, ... of masks, where no table of colours or COCO file has them.
+        class_names: Names of the classes 0, 1, 2, ..., if no colour table or COCO file gives them.
     """
 
     images: Path = Path()
@@ -96,7 +96,7 @@ class SegmentationSource(PictureFolder):
 
     @property
     def _takes_values(self) -> bool:
-        """Whether the values of masks are classes, and the user has not said so."""
+        """Whether the values of masks are taken as classes, without a map or table from the user."""
         return not self.mask_map and self.mask_colors is None
 
     def _given_map(self) -> MaskMap | None:
@@ -128,7 +128,7 @@ class SegmentationSource(PictureFolder):
             raise self._no_pairs(image_names, mask_names)
         splits = self._splits(pairing)
         items = [(image, masks, splits.get(image, 0)) for image, masks in pairing.pairs]
-        # Files that the suffix leaves out are among the names already.
+        # The names already include files that the suffix leaves out.
         num_found = len(image_names) + len(mask_names) - pairing.num_masks + ignored.total()
         found = Found(Payload(items, (), bool(splits)), num_found, ignored + pairing.ignored)
         for each in pairing.refused:
@@ -237,7 +237,7 @@ class SegmentationSource(PictureFolder):
         del context
         payload: Payload = part.payload
         columns, is_encoded = Columns(self, payload), self.keep_encoded is not None
-        masks: list[Any] = []  # of bytes where pictures stay encoded, else of pixels
+        masks: list[Any] = []  # bytes where pictures stay encoded, else pixels
         pixels = np.zeros(256, dtype=np.int64)
         palettes = Palettes() if self._takes_values else None
         for name, mask_names, split in payload.items:

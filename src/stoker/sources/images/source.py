@@ -61,7 +61,7 @@ _LOOK_AT = 16
 
 @dataclass(frozen=True)
 class Payload:
-    """One part: what to decode, and what was found out about all of it."""
+    """One part: what to decode, and facts about the whole source."""
 
     items: Sequence[tuple[str, Any, int]]  # relative path; class number, masks or outlines; split
     classes: Sequence[str] = ()
@@ -71,7 +71,7 @@ class Payload:
 
 @dataclass
 class Found:
-    """What a look at the files found: all items in one payload, and what became of everything else."""
+    """Result of listing the files: all items in one payload, and counts of everything else."""
 
     payload: Payload
     num_found: int
@@ -82,7 +82,7 @@ class Found:
 
 @dataclass(frozen=True)
 class PictureFolder(PlainSource):
-    """What both kinds of picture source share."""
+    """Base of both kinds of picture source."""
 
     size: tuple[int, int]  # stored (height, width)
     channels: Literal[1, 3] = 3  # 3 for RGB, 1 for grey
@@ -115,7 +115,7 @@ class PictureFolder(PlainSource):
                 plain = list(value) if isinstance(value, tuple) else value
                 told[name] = str(value) if isinstance(value, Path) else plain
         told["range"] = told.pop("value_range")
-        if told["keep_encoded"] is None:  # as stores that are older than it have it
+        if told["keep_encoded"] is None:  # older stores do not have this option
             del told["keep_encoded"]
         return told
 
@@ -151,7 +151,7 @@ class PictureFolder(PlainSource):
             per_part = max(1, _PART_BYTES // item_bytes)
             most_bytes = len(items) * (item_bytes + 64)
         else:
-            # Small sets in smaller parts, so that every core has some.
+            # Small sets get smaller parts, so that every core has work.
             per_part = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
             # Writing a picture anew makes it smaller, as a rule; masks as PNG are small beside photographs.
             sizes = [_file_bytes(f"{folder}/{item[0]}") for item in items]
@@ -174,7 +174,7 @@ class PictureFolder(PlainSource):
         return to_pixels(decoded, path, self.size, self.channels, self.value_range), decoded
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Add up what the pictures were, and say what a person should know of it."""
+        """Add up the facts about the pictures, with notes for the user."""
         kinds: Counter[str] = Counter()
         spans: dict[str, list[float]] = {}
         for extra in extras:
@@ -220,9 +220,9 @@ class PictureFolder(PlainSource):
         }
 
     def _original_sizes(self, extras: Sequence[Mapping[str, Json]]) -> dict[str, Any] | None:
-        """Return how large the pictures were, and the mean share to which each side was resized.
+        """Return the range of original sizes, and the mean factor by which each side was resized.
 
-        Encoded pictures are resized by who reads them: of these, the share for a side of one pixel.
+        Encoded pictures are resized by the loader: for them it is the factor to a side of one pixel.
         """
         sizes = [extra["sizes"] for extra in extras if extra.get("sizes")]
         if not sizes:
@@ -241,7 +241,7 @@ _NOTES = {
     "transparent": "pictures with transparency are laid over white",
     "CMYK": "CMYK pictures are converted to RGB without a colour profile",
 }
-"""Kind of picture to what a person should know of it."""
+"""Kind of picture to a note for the user."""
 
 
 def _widen(spans: dict[str, list[float]], kind: str, span: Sequence[float]) -> None:
@@ -250,7 +250,7 @@ def _widen(spans: dict[str, list[float]], kind: str, span: Sequence[float]) -> N
 
 
 class Columns:
-    """The columns of one part while it is built, and what its pictures were."""
+    """The columns of one part while it is built, and facts about its pictures."""
 
     def __init__(self, source: PictureFolder, payload: Payload) -> None:
         self._source, self._payload = source, payload
@@ -280,7 +280,7 @@ class Columns:
         self._sizes.append(decoded.size[::-1])
 
     def refuse(self, path: Path, error: SourceError) -> None:
-        """List a picture that is not taken, under the kind of its error."""
+        """List a refused picture, under the kind of its error."""
         kind, reason = "too large to decode", error.given
         if isinstance(error, PictureError):
             kind, reason = error.kind, error.reason
@@ -320,9 +320,9 @@ class ImagesSource(PictureFolder):
     """Class folders `folder/<class>/<image>`, the same below train, val and test, or pictures with a CSV of labels.
 
     Attributes:
-        folder: Their parent.
+        folder: Parent of the class folders, or of the pictures.
         labels: CSV with one line per picture, instead of class folders.
-        label_column: Its column of labels; None finds it.
+        label_column: Label column of the CSV; None finds it.
     """
 
     folder: Path = Path()
@@ -377,7 +377,7 @@ class ImagesSource(PictureFolder):
         )
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Record the class names, how many pictures each has, and what the pictures were."""
+        """Record the class names, how many pictures each has, and facts about the pictures."""
         merged = super().finish(extras)
         counts = np.zeros(len(merged["classes"]), dtype=np.int64)
         for extra in extras:
@@ -387,7 +387,7 @@ class ImagesSource(PictureFolder):
 
 
 def _by_folders(listing: Listing) -> Found:
-    """Take the class from the first folder, below `train`, `val` and `test` where there are such."""
+    """Take the class from the first folder, or from the one below `train`, `val` and `test`."""
     filled = {name.split("/")[0] for name in listing.pictures if "/" in name}
     splits = split_of(sorted(filled))
     depth = 1 if splits else 0
@@ -439,7 +439,7 @@ def _by_folders(listing: Listing) -> Found:
 
 
 def _named_twice(pictures: Sequence[str], splits: Mapping[str, int]) -> bool:
-    """Whether the only folder in each split is called like a split again, as in `seg_train/seg_train/forest`."""
+    """Whether the only folder in each split is again named like a split, as in `seg_train/seg_train/forest`."""
     inner: dict[str, set[str]] = {}
     for name in pictures:
         top, _, rest = name.partition("/")
@@ -531,7 +531,7 @@ def parse_range(text: str | None) -> tuple[float, float] | None:
 
 
 def _file_bytes(path: str) -> int:
-    """Return the size of a file; 0 of one that is gone, which is refused when its part is built."""
+    """Return the size of a file; 0 for a missing one, which is refused when its part is built."""
     try:
         return os.stat(path).st_size  # noqa: PTH116  a path object for each takes five times as long
     except OSError:
@@ -539,5 +539,5 @@ def _file_bytes(path: str) -> int:
 
 
 def stack(items: Sequence[Array], shape: tuple[int, ...]) -> Array:
-    """Return the items as one uint8 array; of none, an empty one of the right shape."""
+    """Return the items as one uint8 array; without items, an empty one of the right shape."""
     return np.stack(items) if items else np.empty((0, *shape), dtype=np.uint8)

@@ -71,17 +71,17 @@ def assign_splits(groups: Array, train_ratio: float, val_ratio: float, seed: int
 
 @dataclass(frozen=True)
 class Payload:
-    """One part: a stretch of the MSP, cut short by `max_samples` or not, and its structures."""
+    """One part: a range of the MSP, perhaps cut short by `max_samples`, and its structures."""
 
     msp: Path  # the uncompressed file
-    range: MspRange  # its stretch
-    first_record: int  # number of its first record in the file
-    num_records: int  # records of it to take
-    is_cut: bool  # `max_samples` ends inside
+    range: MspRange  # its bytes and lines
+    first_record: int  # number of the first record in the file
+    num_records: int  # records to take
+    is_cut: bool  # whether `max_samples` ends inside
     places: MolPlaces  # where the structures are
     whole_mz: bool  # every m/z of the whole source is a whole number
     kinds: tuple[SpectrumKind, ...]  # kinds of spectra that are taken; others are ignored
-    record_kinds: bytes  # place of each record's kind in `KINDS`, a byte each
+    record_kinds: bytes  # index of each record's kind in `KINDS`, a byte each
     conditions: tuple[str, ...]  # conditions that some record of the source has: a field each
     # counts from the scan, in the first part only; `MassSpecSource.finish` adds them up
     before: Mapping[str, Json] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Options:
-    """What a `MassSpecSource` is given, and a part needs to know.
+    """Options of a `MassSpecSource`, which its parts need too.
 
     Attributes:
         msp: The library in any format that `formats` reads, plain or gzipped, or a folder.
@@ -103,9 +103,9 @@ class Options:
         row_limit_seconds: A molecule that takes longer is refused; RDKit can hang.
         train_ratio: Expected share of compounds in training.
         val_ratio: Expected share in validation; the rest is test.
-        seed: Of the split.
+        seed: Seed of the split.
         spectra: Kinds of spectra to take: "ei", "msms", "ms1", "all"; "auto" takes the kind that at least 90 % of the
-            records have, ignores the others with a word, and refuses a library that mixes them.
+            records have, ignores the others with a note, and refuses a library that mixes them.
         without_spectra: Keep records without peaks, for prediction.
         structure_advice: What to type where records have no structure; callers other than `stoker pack` have their own.
     """
@@ -138,7 +138,7 @@ class Building:
     ignored: Counter[str] = field(default_factory=Counter)
     record_kinds: list[SpectrumKind] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    # m/z, intensity and lengths of the spectra of each batch; the first are of no batch
+    # m/z, intensity and lengths of the spectra of each batch, after an empty first entry
     spectra: list[tuple[Array, Array, Array]] = field(
         default_factory=lambda: [(np.empty(0), np.empty(0, np.float16), np.empty(0, np.int64))]
     )
@@ -148,7 +148,7 @@ class Building:
     seen: int = 0
 
     def take(self, batch: SpectrumBatch, reader: MolReader, context: PartContext) -> None:
-        """Featurise the records of a batch, then take the spectra of those that were accepted."""
+        """Featurise the records of a batch, then add the spectra of those that were accepted."""
         wanted = self.payload.num_records - self.seen
         end = batch.records[wanted].line if wanted < len(batch.records) else None
         lines = [
@@ -176,7 +176,7 @@ class Building:
             self.reasons[reason] += 1
             fixes = {NO_PEAKS: "--without-spectra", NO_STRUCTURE: self.source.structure_advice}
             fix = fixes.get(reason, "")
-            # A record of another format says where it stood.
+            # A record of another format has its original place.
             file = record.meta.get("source_file", str(self.source.msp))
             line = int(record.meta.get("source_line", record.line))
             self.refused.append(Refusal(file, line, detail, kind=reason, fix=fix))
@@ -185,7 +185,7 @@ class Building:
     def _featurise(
         self, record: Record, reader: MolReader, context: PartContext
     ) -> tuple[str, str] | None:
-        """Add one molecule to the columns, or say why not: a class of reasons and the words."""
+        """Add one molecule to the columns, or return why not: kind of reason, and details."""
         row = self.payload.first_record + self.seen
         if row in context.poisoned:
             return "poisoned", f"refused because it ended a worker: {context.poisoned[row]}"
@@ -256,7 +256,7 @@ class Building:
         return PartData(fields=fields, refused=self.refused, extra=extra)
 
     def _condition_fields(self) -> dict[str, FieldData]:
-        """Return the conditions as numbers, where they differ: EI alone has one set of them."""
+        """Return the conditions as numbers; {} if only EI is taken, whose conditions are all the same."""
         if set(self.payload.kinds) <= {"EI"}:
             return {}
         rows = [
@@ -294,7 +294,7 @@ class _Spectra:
         self._mz = batch.mz
         intensity = batch.intensity.astype(np.float64)
         self._positive = intensity > 0
-        # Where `bin_spectrum` begins to drop.
+        # `bin_spectrum` drops peaks from here on.
         limit = source.max_mz + (0.5 if source.rounding == "nearest" else 1.0)
         self._above = batch.mz >= limit
         base = np.zeros(num)
@@ -307,7 +307,7 @@ class _Spectra:
         self._num_inside = np.bincount(inside, minlength=num)
 
     def refusal(self, number: int) -> tuple[str, str] | None:
-        """Why this spectrum cannot be used, or None."""
+        """Return why this spectrum cannot be used, or None."""
         if self._may_be_empty and not self._num_positive[number]:
             return None
         if not self._lengths[number]:
@@ -341,14 +341,14 @@ def _no_structure(source: Options) -> str:
 
 
 def _identifier(meta: Mapping[str, Any]) -> str:
-    """The first of ID, NIST#, DB# and CAS that the record has."""
+    """Return the first of ID, NIST#, DB# and CAS that the record has."""
     return next((str(meta[key]) for key in ("id", "nist", "db", "cas") if meta.get(key)), "")
 
 
 def _compound_of(record: Record, mol: Mol | None) -> str:
-    """Key of the compound: the InChIKey's first block as recorded, else as computed.
+    """Return the key of the compound: the InChIKey's first block as recorded, else as computed.
 
-    Without a structure SMILES, InChI, name or id stand for it; else the record's own place.
+    Without a structure the key is the SMILES, InChI, name or id; without those the record's position.
     """
     meta = record.meta
     given = str(meta.get("inchikey") or "").strip().upper()

@@ -1,4 +1,4 @@
-"""What a spectrum was measured under: EI or MS/MS, precursor, adduct, energy, instrument, retention index.
+"""Measurement conditions of a spectrum: EI or MS/MS, precursor, adduct, energy, instrument, retention index.
 
 Enters: the normalised metadata of a record. Leaves: its kind of spectrum, and the text of each condition. Costs: some
 dictionary lookups a record.
@@ -26,7 +26,7 @@ CONDITIONS = {
     "retention_index": ("ri",),
     "retention_time": ("retention_time", "rtinseconds"),
 }
-"""Field of the store to the metadata keys it is taken from, the first that is there."""
+"""Field of the store to the metadata keys that give it; the first key present is used."""
 
 _EI = re.compile(r"(?:\A|[^A-Z])(?:EI|GC|CI-B)(?:[^A-Z]|\Z)|ELECTRON IONI[SZ]ATION|ELECTRON IMPACT")
 _SOFT = re.compile(r"(?:\A|[^A-Z])(?:ESI|APCI|APPI|MALDI|LC|NSI|FAB|HESI|DI)(?:[^A-Z]|\Z)")
@@ -90,7 +90,7 @@ _MOST_ENERGY = 200.0
 def encode_conditions(kind: SpectrumKind, meta: Mapping[str, str]) -> list[float]:
     """Return the conditions of a spectrum as numbers, one for each of `CONDITION_COLUMNS`.
 
-    The energy is the first number of its text over 100, whatever its unit: eV and normalised energies lie alike.
+    The energy is the first number of its text divided by 100, in any unit: eV and normalised energies are alike.
     """
     adduct = (meta.get("precursor_type") or meta.get("adduct", "")).replace(" ", "")
     mode = meta.get("ion_mode", "").strip().casefold()[:1]
@@ -127,7 +127,7 @@ def described_conditions(values: Sequence[float]) -> dict[str, str]:
 def completed_conditions(
     values: Sequence[float], usual: Sequence[float], ranges: Ranges
 ) -> list[float]:
-    """Return conditions whose unknown parts are the usual ones, where training always knew them."""
+    """Return conditions with unknown parts replaced by the usual ones, if training always knew these parts."""
     made = list(values)
     if made[:2] != list(usual[:2]):
         return made  # of another kind of spectrum, which has other conditions
@@ -142,10 +142,10 @@ def completed_conditions(
 
 
 def strange_conditions(values: Sequence[float], ranges: Ranges) -> str:
-    """Return which conditions lie outside of those of training, in words; empty where none does."""
+    """Return in words which conditions are outside those of training; "" if none is."""
     wrong = [not low <= value <= high for value, (low, high) in zip(values, ranges, strict=True)]
     told = described_conditions(values)
-    # EI has neither flag: the column of the kind that training had is then too low.
+    # EI has neither flag: then the flag of the kind used in training is too low.
     if any(wrong[:2]):
         return f"{told['kind']} spectra"
     parts = []

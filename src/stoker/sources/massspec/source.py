@@ -91,16 +91,16 @@ _BY_OPTION: dict[str, tuple[SpectrumKind, ...]] = {
 
 @dataclass(frozen=True)
 class _Survey:
-    """What one look at the MSP showed; the arrays have one entry per record."""
+    """Result of one pass over the MSP; the arrays have one entry per record."""
 
     lengths: list[int]  # records of each range
     rows: Array  # row of the structure in the index; -1 where there is none
-    own: Array  # whether the record, without a MOL file, has a structure of its own, or needs none
-    kinds: Array  # place of its kind of spectrum in `KINDS`
-    num_peaks: int  # of all records
+    own: Array  # whether a record without a MOL file has a structure itself, or needs none
+    kinds: Array  # index of the kind of spectrum in `KINDS`
+    num_peaks: int  # sum over all records
     whole_mz: bool  # every m/z is a whole number
     conditions: set[str]  # conditions that some record has
-    refused: list[Refusal]  # lines that were not taken, of ranges without a record to be built
+    refused: list[Refusal]  # refused lines of ranges without a record to build
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class MassSpecSource(Options):
         return [self.msp] if self.mol_dir is None else [self.msp, self.mol_dir]
 
     def options(self) -> Mapping[str, Json]:
-        """Everything that changes the store, and what made it."""
+        """Everything that changes the store, and the version of the featuriser."""
         own = recorded_options(self, "msp", "mol_dir", "structure_advice")
         return own | {"featuriser_version": FEATURISER_VERSION}
 
@@ -211,7 +211,7 @@ class MassSpecSource(Options):
         )
 
     def _kinds(self, survey: _Survey) -> tuple[SpectrumKind, ...]:
-        """Return the kinds of spectra to take: what the user said, else the kind of nearly all records."""
+        """Return the kinds of spectra to take: the user's choice, else the kind of nearly all records."""
         if self.spectra != "auto":
             return _BY_OPTION[self.spectra]
         counts = np.bincount(survey.kinds, minlength=len(KINDS))
@@ -246,13 +246,13 @@ class MassSpecSource(Options):
         return building.result()
 
     def finish(self, extras: Sequence[Mapping[str, Json]]) -> Mapping[str, Json]:
-        """Add up the counts, and describe the layout for whoever reads the store."""
+        """Add up the counts, and describe the layout for readers of the store."""
         names = ("counts", "refused_records", "ignored_records", "splits", "spectrum_kinds")
         sums: dict[str, Counter[str]] = {name: Counter() for name in names}
         for extra in extras:
             for name, counter in sums.items():
                 counter.update(extra[name])
-        # What became of files, lines and records; the last account is of samples.
+        # Accounts of files, lines and records; the last one counts samples.
         before = extras[0]["before"] if extras else {}
         accounts = []
         if files := before.get("ignored_files"):
@@ -298,7 +298,7 @@ class MassSpecSource(Options):
 def _survey(
     msp: Path, ranges: Sequence[MspRange], index: MolIndex | None, structures: Structures
 ) -> _Survey:
-    # Eight bytes and two a record: a library may have millions.
+    # Ten bytes per record: a library may have millions.
     rows, own, kinds = array("q"), bytearray(), bytearray()
     lengths: list[int] = []
     keys: set[str] = set()
@@ -321,7 +321,7 @@ def _survey(
             whole_mz = whole_mz and bool(is_whole.all())
             lines.extend(batch.refused)
         lengths.append(len(rows) - first)
-        # `build` reports what it reads; a stretch without records is never built.
+        # `build` reports what it reads; a range without records is never built.
         refused.extend([] if lengths[-1] else lines)
     return _Survey(
         lengths,

@@ -1,7 +1,7 @@
-"""The molecule of a record: healed where a line is missing, and checked against the record.
+"""The molecule of a record: mended if a line is missing, and checked against the record.
 
 Enters: the text of a MOL block, a SMILES or an InChI, and the record's metadata. Leaves: the molecule, or why not, with
-both values. Costs: about 20 µs for the check; 250 µs more where a record has neither formula nor mass but an InChIKey.
+the values of both. Costs: about 20 µs for the check; 250 µs more if a record has an InChIKey, but no formula or mass.
 
 A structure that was found by an id or a name may be another compound's: formula, mass, and where both are absent the
 InChIKey, must agree with what the record says.
@@ -30,7 +30,7 @@ def healed(text: str) -> tuple[str, bool]:
         return text, False
     lines = text.splitlines()
     if len(lines) < 5 or not lines[3].strip():
-        return text, False  # nothing that could end: the parser says what is wrong with it
+        return text, False  # no atoms to end: the parser reports what is wrong
     ends = (n for n, line in enumerate(lines) if n > 2 and line.startswith((">", "$$$$")))
     stop = next(ends, len(lines))
     while stop > 4 and not lines[stop - 1].strip():
@@ -40,7 +40,7 @@ def healed(text: str) -> tuple[str, bool]:
 
 def own_structure(meta: Mapping[str, str]) -> tuple[str, StructureForm] | None:
     """Return the SMILES of a record, else its InChI; None where it has neither."""
-    # A key that repeats arrives joined; the first is as good as the others.
+    # Values of a repeated key arrive joined; any of them will do.
     if smiles := meta.get("smiles", "").partition("; ")[0]:
         return smiles, "smiles"
     inchi = meta.get("inchi", "").partition("; ")[0].strip().strip('"')
@@ -55,7 +55,7 @@ def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float) -> str:
     `where` says where the structure is from; `mass` is its monoisotopic mass.
     """
     written = str(meta.get("formula") or "")
-    # The usual case, without RDKit's formula (13 µs): no two formulas have masses as close as this.
+    # The usual case saves RDKit's formula (13 µs): different formulas do not have masses as close as this.
     if abs(_formula_mass(written) - mass) < _SAME_MASS:
         return ""
     found = toolkit().formula(mol) if written else ""
@@ -88,12 +88,12 @@ def mismatch(mol: Mol, meta: Mapping[str, Any], where: str, mass: float) -> str:
 
 @lru_cache(maxsize=4096)
 def elements(formula: str) -> dict[str, int]:
-    """Return the atoms of a formula without its charge; nothing where it cannot be read for sure.
+    """Return the atoms of a formula without its charge; {} if it cannot be read with certainty.
 
     Only element symbols and counts are certain; isotopes count as their element.
     """
     text = re.sub(r"[\s]", "", formula)
-    # A number before the sign is the charge's behind ] or ^ only: N2+ has two N.
+    # A number before the sign belongs to the charge only after ] or ^: N2+ has two N.
     text = re.sub(r"(?:(?<=\])\d*[+-]+|\^\d*[+-]+|[+-]+\d*)\Z", "", text)
     text = (
         text.removeprefix("[").removesuffix("]") if text[:1] == "[" and text[-1:] == "]" else text

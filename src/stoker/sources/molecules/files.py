@@ -6,11 +6,11 @@ of 300,000 zip members takes 5 s and 230 MB for a moment; a worker never lists a
 one structure in 12 µs (`zipfile` takes 33 µs, and the whole directory in every worker).
 
 Names are compared without case. LIB2NIST writes `id<ID>.mol`, which is preferred, or
-`s<CAS>.mol`; `ID<ID>.MOL`, `<DB#>.mol` and `<InChIKey>.mol` are met as well. Inside an SDF the properties
-InChIKey, InChI, SMILES, ID, CAS and DB# stand for the name, then the title line, which may also be the name of
-the compound. A record is looked for by its InChIKey, InChI, SMILES, id and name, in this order. Where two files
-answer to one name, the first wins: alphabetical in a folder, file order elsewhere; whoever uses a structure
-compares it with the record.
+`s<CAS>.mol`; `ID<ID>.MOL`, `<DB#>.mol` and `<InChIKey>.mol` occur as well. Inside an SDF the properties
+InChIKey, InChI, SMILES, ID, CAS and DB# serve as names, then the title line, which may also be the name of
+the compound. A record is looked up by its InChIKey, InChI, SMILES, id and name, in this order. If two files
+have one name, the first wins: alphabetical in a folder, file order elsewhere. The caller must compare the
+structure with the record.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class MolPlaces:
     home: MolHome  # which of them
     # file or member names in utf-8, each ended by a zero byte; empty where there is none
     names: bytes
-    # `(n, 4)` int64 for zip and SDF: position, bytes, compression, checksum; position -1 where there is none. In a
-    # folder only that.
+    # `(n, 4)` int64: position, bytes, compression, checksum; position -1 where there is none. A folder has zeros
+    # in place of the others.
     table: Array
 
 
@@ -70,7 +70,7 @@ NO_MOLS = MolPlaces(Path(), "folder", b"", np.empty((0, 4), dtype=np.int64))
 
 
 class MolIndex:
-    """Every structure of a folder, zip or SDF by the names it answers to.
+    """Every structure of a folder, zip or SDF by its names.
 
     `in_place`: the records are read from this SDF, and the number of each is in its metadata.
     """
@@ -203,7 +203,7 @@ def _digits(text: str) -> str:
 
 
 def _record_keys(meta: Mapping[str, Any], is_sdf: bool) -> Iterator[str]:
-    """Names that a record's MOL file may have, best first, without extension; of an SDF its properties too."""
+    """Yield the names that a record's MOL file may have, best first, without ending; for an SDF also properties."""
     inchikey = str(meta.get("inchikey") or "").strip().casefold()
     if is_sdf:
         for noun, text in (
@@ -278,7 +278,7 @@ def _sdf_entries(path: Path) -> Iterator[_Entry]:
 
 
 def _sdf_keys(record: bytes) -> tuple[str, ...]:
-    """Names of one SDF record: its properties first, then its title."""
+    """Return the names of one SDF record: its properties first, then its title."""
     named: dict[str, str] = {}
     for label, value in _SDF_PROPERTY.findall(record):
         noun = _SDF_NAMES.get(label.decode("latin-1").strip().casefold())

@@ -25,7 +25,7 @@ NUM_GROUPS = 48
 
 
 class FunctionalGroup(NamedTuple):
-    """One flag: one match of `smarts` sets it, and none can match without the words of `PRESENCE` in `needs`."""
+    """One flag, set by a match of `smarts`. A match needs every word of `PRESENCE` in `needs`."""
 
     name: str
     smarts: str
@@ -85,7 +85,7 @@ FUNCTIONAL_GROUPS: tuple[FunctionalGroup, ...] = tuple(
         ("sulfone", "[#6][SX4](=[OX1])(=[OX1])[#6]", "C O S ="),
         ("sulfonamide", "[#6][SX4](=[OX1])(=[OX1])[NX3]", "C N O S ="),
         ("thiophene", "s1cccc1", "C S a"),
-        # what else electron-ionisation libraries are full of
+        # other groups that are frequent in electron-ionisation libraries
         ("phosphoryl", "[PX4]=[OX1,SX1]", "P ="),
         ("silyl_ether", "[SiX4][OX2]", "O Si"),
         ("trifluoromethyl", "[CX4](F)(F)F", "C F"),
@@ -116,7 +116,7 @@ def _patterns() -> tuple[tuple[int, int, Any], ...]:
 
 @lru_cache(maxsize=4096)
 def _candidates(present: int | None) -> tuple[tuple[int, Any], ...]:
-    """Patterns worth trying; a library has a few hundred distinct masks, so this is a lookup."""
+    """Return the patterns that can match; a library has a few hundred distinct masks, so the cache answers."""
     return tuple(
         (bit, pattern)
         for bit, needs, pattern in _patterns()
@@ -127,7 +127,7 @@ def _candidates(present: int | None) -> tuple[tuple[int, Any], ...]:
 def find_functional_groups(mol: Any, present: int | None = None) -> int:
     """Return the 48 flags of a sanitised RDKit molecule as one integer.
 
-    `present` is a mask of `PRESENCE` that skips hopeless patterns; None tries all.
+    `present` is a mask of `PRESENCE`; patterns that need other bits are skipped. None tries all.
     """
     matches = mol.HasSubstructMatch
     flags = 0

@@ -1,4 +1,4 @@
-"""Molecular structures to packed arrays, and back to the features a graph network eats.
+"""Molecular structures to packed arrays, and back to the features that a graph network reads.
 
 Enters: a MOL block or a SMILES. Leaves: one uint32 per atom, one uint32 per bond, 48 functional
 group flags in a uint64, the counted ECFP4 as (bit, count) pairs, the monoisotopic mass.
@@ -51,12 +51,12 @@ StructureForm = Literal["mol", "smiles", "inchi"]
 
 
 class BitField(NamedTuple):
-    """Some bits of a word, and the feature columns they open into."""
+    """Some bits of a word, and the feature columns that they expand to."""
 
-    name: str  # of the property
+    name: str  # name of the property
     shift: int  # lowest bit
     bits: int  # how many
-    # names of the one-hot columns; empty for a flag (one column, the bit itself) and for a plain number (no column)
+    # names of the one-hot columns; () for a flag (one column, the bit itself) and for a plain number (no column)
     classes: tuple[str, ...]
 
     @property
@@ -146,7 +146,7 @@ class PackedMolecule:
 
 
 class Toolkit(NamedTuple):
-    """What is used of RDKit, looked up once per process."""
+    """The functions of RDKit in use, looked up once per process."""
 
     chem: Any
     base: Any
@@ -199,7 +199,7 @@ def read_structure(text: str, form: StructureForm) -> Mol | str:
     """Parse and sanitise one structure; nothing is written to stderr.
 
     May hang for minutes on rare inputs (rdkit issues 6434, 6545) and cannot be interrupted from
-    Python: run it in a process that somebody watches. Not thread-safe while it explains a failure.
+    Python: run it in a process with a time limit. Not thread-safe while it explains a failure.
 
     Returns:
         The sanitised molecule, or why there is none, in RDKit's own words.
@@ -228,7 +228,7 @@ def _parse(chem: Any, text: str, form: StructureForm) -> Mol | None:
         return chem.MolFromSmiles(text.strip()) if text.strip() else None
     if form == "inchi":
         return chem.MolFromInchi(text.strip()) if text.strip() else None
-    # Strict: lax parsing turns an unknown element into a dummy atom without a word, and NIST's
+    # Strict: lax parsing silently turns an unknown element into a dummy atom, and NIST's
     # blank fields and CRLF are read either way.
     return chem.MolFromMolBlock(text, strictParsing=True)
 
@@ -253,12 +253,12 @@ def _explain(tools: Toolkit, text: str, form: StructureForm) -> str:
     finally:
         tools.base.LogToCppStreams()
         logger.handlers[:], logger.propagate = handlers, propagate
-        # Switching streams turns every log on again; give back what the caller had.
+        # Switching streams turns every log on again; restore the caller's state.
         for name, state in status:
             (tools.base.EnableLog if state == "enabled" else tools.base.DisableLog)(name)
-    # A message begins with its time; what follows an invariant is a C++ stack trace.
+    # A message begins with its time; a violated invariant adds a C++ stack trace.
     told = [found[1] for found in map(_LOG_LINE.fullmatch, heard) if found]
-    told = [each for each in told if each.strip(" :") != "ERROR"]  # all that InChI's library says
+    told = [each for each in told if each.strip(" :") != "ERROR"]  # InChI's library gives no reason
     if told:
         return told[-1]
     return "no molecule in it" if text.strip() else "empty text"
@@ -291,7 +291,7 @@ def pack_molecule(mol: Mol) -> PackedMolecule:
 
 
 def _atom_words(mol: Mol) -> tuple[list[int], int]:
-    """Pack every atom, and say which elements and kinds of atom there are."""
+    """Pack every atom; also return a mask of the elements and kinds of atom present."""
     words = []
     present = 0
     # Not mol.GetAtoms(): its iterator is written in Python, 115 µs against 98 for 14 atoms.
@@ -320,7 +320,7 @@ def _atom_words(mol: Mol) -> tuple[list[int], int]:
 
 
 def _bond_words(mol: Mol) -> tuple[list[int], int]:
-    """Pack every bond, and say which types there are."""
+    """Pack every bond; also return a mask of the types present."""
     words = []
     present = 0
     for bond in map(mol.GetBondWithIdx, range(mol.GetNumBonds())):
@@ -382,7 +382,7 @@ _BOND_NAMES = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
 def draw_molecule(atoms: Array, bonds: Array) -> str:
     """Return a drawing of packed words as SVG; empty where RDKit is absent or cannot draw them.
 
-    An element without its own class is drawn as `*`: that is all the words know.
+    An element without its own class is drawn as `*`: the words do not hold it.
     """
     if importlib.util.find_spec("rdkit") is None or not len(atoms):
         return ""

@@ -1,6 +1,6 @@
 """MSP and MSL spectrum libraries: `library` reads, splits, writes and bins.
 
-`blocks` is the fast engine, `text` the careful one that has the last word, `keys` the names of things.
+`blocks` is the fast engine, `text` the careful one and the reference, `keys` has the names of metadata.
 """
 
 from stoker.sources.msp.library import (

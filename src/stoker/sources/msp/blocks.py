@@ -1,4 +1,4 @@
-"""The fast way through a spectrum library: blocks of text, converted in bulk.
+"""The fast reader of a spectrum library: blocks of text, converted in bulk.
 
 Enters: a file, plain or gzipped. Leaves: blocks of whole lines that begin and end between
 records; and, per block, what `text.CarefulParser` would have read there. Costs: 30 µs per
@@ -37,7 +37,7 @@ from stoker.sources.msp.text import (
 
 CHUNK_BYTES = 2 << 20
 MAX_LINE_BYTES = LINE.most
-_OPEN_BYTES = 8 << 20  # a text without a certain record boundary is cut here, its record open
+_OPEN_BYTES = 8 << 20  # without a certain record boundary, a text is cut here, inside a record
 _ANY_LINE_END = re.compile(rb"\r\r?\n|\r")
 _GZIP_MAGIC = b"\x1f\x8b"
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(path: Path, start_byte: int, end_byte: int | None) -> Iterator[Block]:
-    """Cut a file into blocks of about 2 MiB of text, closed ones wherever there is a choice."""
+    """Cut a file into blocks of about 2 MiB of text, closed ones wherever possible."""
     carry, searched = b"", 0
     for chunk in _chunks(path, start_byte, end_byte):
         # Cut only now that there is more to come: a small file is one block.
@@ -138,7 +138,7 @@ def _unzipped(path: Path) -> Iterator[bytes]:
 
 
 def is_gzip(path: Path) -> bool:
-    """Whether the file begins like a gzip, whatever its name."""
+    """Whether the file is a gzip, by its first bytes."""
     with path.open("rb") as stream:
         return stream.read(2) == _GZIP_MAGIC
 
@@ -153,7 +153,7 @@ def no_ranges(path: Path) -> SourceError:
 
 
 def overlong(path: Path) -> SourceError:
-    """Return the error for a line that no spectrum library has."""
+    """Return the error for a line above the size limit."""
     return SourceError(
         f"{str(path)!r} has a line of more than {MAX_LINE_BYTES >> 20} MiB.",
         "text with one peak, or some peaks, per line",
@@ -171,7 +171,7 @@ _ONE_PER_LINE = bytes.maketrans(b"(),;", b" \n\n\n")
 
 
 class _Piece(NamedTuple):
-    """Text from one `Name:` line to the next; where its shape is plain, the record that it is."""
+    """Text from one `Name:` line to the next; if its shape is regular, also its record."""
 
     line: int
     text: bytes
@@ -183,7 +183,7 @@ class _Piece(NamedTuple):
 
 
 class BlockParser:
-    """Reads closed blocks; sends to the careful parser whatever is not regular.
+    """Reads closed blocks; sends irregular records to the careful parser.
 
     The careful parser is idle whenever `read` is called.
     """
@@ -213,7 +213,7 @@ class BlockParser:
         return parsed
 
     def _plan(self, text: bytes, first_line: int) -> Iterator[_Piece]:
-        """Cut a block at every `Name:` line under an empty line; say who reads each piece."""
+        """Cut a block at every `Name:` line under an empty line; a regular piece has its record."""
         paragraphs = text.split(b"\n\n")
         starts = [i for i, paragraph in enumerate(paragraphs) if _begins_with_name(paragraph)]
         if not starts or starts[0] != 0:
@@ -280,7 +280,7 @@ def _begins_with_name(paragraph: bytes) -> bool:
 def _one_pair_per_line(rows: bytes) -> bytes:
     """Bring `(51 5) (53 19)`, `51 5; 53 19` and `51:5 53:19` to one pair per line.
 
-    Whatever does not end as lines of exactly two numbers is left to the careful parser.
+    If the result is not lines of exactly two numbers, the careful parser reads the record.
     """
     if not all(row.strip(b" \t\x0b\x0c(),;:") for row in rows.split(b"\n")):
         return b""  # a blank line ends the record, whatever the count says; a lone `(` is refused
@@ -310,8 +310,8 @@ def _convert(regular: list[_Piece]) -> tuple[tuple[Array, Array], set[int]]:
     """Convert the peaks of all records at once.
 
     Returns:
-        m/z and intensity of all records, less those at the lines that are returned with them:
-        their peaks are not so regular after all.
+        m/z and intensity of all records with regular peaks; and the lines of the other records, for
+        the careful parser.
     """
     numbers = _to_numbers(regular)
     if numbers is not None:

@@ -1,7 +1,7 @@
 """What the metadata lines of an MSP record mean: which keys are the same, which value wins.
 
-Enters: lines `key: value`. Leaves: one dict of normalised keys with nothing lost, the synonyms,
-and flags for the identity that is missing. Costs: 9 µs for a header of 14 lines on a slow core,
+Enters: lines `key: value`. Leaves: one dict of normalised keys with all values, the synonyms,
+and flags for missing identifiers. Costs: 9 µs for a header of 14 lines on a slow core,
 28 for one of a new shape; caches are bounded.
 """
 
@@ -17,7 +17,7 @@ _SPACES = WHITESPACE.decode()
 
 PLAIN, DECIMAL, NAME, SYNONYM, COUNT, ODD = range(6)
 
-# Canonical key: other words for it. A mere difference of case, space, `_`, `-`, `#` is no other
+# Canonical key: other words for it. A difference only in case, space, `_`, `-`, `#` is not another
 # word: `PRECURSORMZ`, `Precursor m/z` and `precursor_mz` are the same spelling.
 _OTHER_WORDS = {
     "name": ("compoundname",),
@@ -64,7 +64,7 @@ Folded = tuple[dict[str, str], tuple[str, ...]]  # meta and synonyms
 
 
 class Key(NamedTuple):
-    """How a raw key is understood: its own spelling, the key it stands for, how values act."""
+    """A raw key: its normalised spelling, its canonical key, and the kind of its values."""
 
     spelling: str
     canonical: str
@@ -200,8 +200,8 @@ class _Header:
 def fold_header(lines: Iterable[str], strict: bool) -> Folded | None:
     """Turn header lines (`key: value`, without the peak count) into `meta` and `synonyms`.
 
-    `strict`, as the block parser asks: None unless every line is, by itself and beyond doubt, one plain field and only
-    the first is a name.
+    With `strict`, which the block parser uses, it returns None unless every line is without doubt one plain field and
+    at most one is a name.
     """
     header = _Header()
     meta, named = header.meta, False
@@ -230,7 +230,7 @@ class _Template(NamedTuple):
     synonyms_at: int | None
 
     def fill(self, text: str) -> Folded | None:
-        """Return what `fold_header` would, or None if this text needs a closer look."""
+        """Return the result of `fold_header`, or None if the template does not fit."""
         match = self.pattern.fullmatch(text)
         if match is None:
             return None
@@ -251,8 +251,8 @@ class _Template(NamedTuple):
 class HeaderReader:
     """Reads the headers of one file, most of which repeat a few shapes.
 
-    A shape met twice becomes one regular expression that takes all values at once: a fourth of
-    the time. What a template gives is what `fold_header` gives; it is built from it.
+    A shape met twice becomes one regular expression that takes all values at once: a quarter of
+    the time. A template is built from `fold_header` and gives the same result.
     Not thread-safe.
     """
 
@@ -302,7 +302,7 @@ class HeaderReader:
 
 
 def _template(shape: tuple[str, ...]) -> _Template | None:
-    """Build the template of a shape, or None where two keys could want the same place."""
+    """Build the template of a shape; None if two keys could have the same canonical key."""
     keys = [spell(raw) for raw in shape]
     kinds = [key.kind for key in keys]
     canonical = [key.canonical for key in keys if key.kind != SYNONYM]
@@ -326,7 +326,7 @@ _DECIMAL_VALUE = r"[^\s,:][^,:\n]*+(?<![ \t\x0b\x0c])"
 
 
 def flags_of(meta: dict[str, str], odd: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the flags of a record: `odd` ones, and what identity it lacks."""
+    """Return the flags of a record: `odd` ones, and its missing identifiers."""
     missing = [f"no-{key}" for key in ("name", "inchikey") if key not in meta]
     if not ("id" in meta or "db" in meta or "nist" in meta or "cas" in meta):
         missing.append("no-id")

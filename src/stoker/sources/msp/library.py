@@ -5,8 +5,8 @@ records with their peaks in flat arrays, and everything that was refused, with i
 see benchmarks/results/msp-*.json; memory for one block of text (2 MiB, or the longest record),
 whatever the size of the file.
 
-Two engines, one answer: `blocks` reads regular records in bulk, `text` reads anything
-line by line and has the last word.
+Two engines with the same result: `blocks` reads regular records in bulk; `text` reads anything
+line by line, and is the reference.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SpectrumBatch:
     """Some consecutive spectra of a file.
 
     Attributes:
-        records: The text side, one per spectrum.
+        records: The metadata, one per spectrum.
         mz: float64, all peaks; ascending and without repeats within a spectrum.
         intensity: float32, as in the file, not normalised.
         offsets: int64, n + 1; spectrum i owns `mz[offsets[i]:offsets[i + 1]]`.
@@ -70,9 +70,9 @@ class SpectrumBatch:
 
 @dataclass(frozen=True, slots=True)
 class MspRange:
-    """A stretch of an uncompressed file that begins and ends between records.
+    """A byte range of an uncompressed file that begins and ends between records.
 
-    `num_records` are the `Name:` lines in it; records without a name come on top. Lines count from 1.
+    `num_records` counts its `Name:` lines; records without a name are not counted. Lines count from 1.
     """
 
     start_byte: int
@@ -140,7 +140,7 @@ def _to_batch(parsed: Parsed, merge: Merge) -> SpectrumBatch:
     mz = np.concatenate([np.empty(0), *parsed.mz])
     intensity = np.concatenate([np.empty(0, np.float32), *parsed.intensity])
     sizes = np.array(parsed.sizes, np.int64)
-    # Return the spectra whose m/z do not strictly rise.
+    # Find the spectra whose m/z do not strictly rise.
     falls = np.zeros(len(mz), bool)
     np.less_equal(mz[1:], mz[:-1], out=falls[1:])
     starts = np.cumsum(sizes) - sizes
@@ -160,7 +160,7 @@ def _to_batch(parsed: Parsed, merge: Merge) -> SpectrumBatch:
 
 
 def _sort_and_merge(mz: Array, intensity: Array, keep: Array, merge: Merge) -> tuple[str, ...]:
-    """Put one spectrum in order, in place; clear `keep` behind its last peak."""
+    """Sort and merge one spectrum in place; clear `keep` after its last peak."""
     flags = ("unsorted",) if (mz[1:] < mz[:-1]).any() else ()
     order = np.argsort(mz, kind="stable")
     mz[:], intensity[:] = mz[order], intensity[order]
@@ -223,7 +223,7 @@ def split_msp(path: str | Path, records_per_part: int) -> list[MspRange]:
 
 
 class _NameLines(NamedTuple):
-    """Where `Name:` lines are, by byte and by line, and whether each surely begins a record."""
+    """Positions of `Name:` lines, by byte and by line, and whether each certainly begins a record."""
 
     starts: Array
     lines: Array
@@ -254,7 +254,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             base, carry = len(UTF8_BOM), b""
         while raw := stream.read(CHUNK_BYTES):
             carry += raw
-            # The last two bytes tell whether a CR before them ends a line by itself.
+            # The last two bytes decide whether a CR before them ends a line.
             cut = carry.rfind(b"\n") + 1 or carry.rfind(b"\r", 0, len(carry) - 2) + 1
             if cut:
                 yield base, carry[:cut]
@@ -381,8 +381,8 @@ def bin_spectrum(
 
     Args:
         mz: All peaks, as in `SpectrumBatch`.
-        intensity: Beside them.
-        offsets: n + 1.
+        intensity: One per peak.
+        offsets: n + 1 positions, as in `SpectrumBatch`.
         max_mz: Last bin.
         rounding: "nearest" or "floor".
 

@@ -1,4 +1,4 @@
-"""What the text of an MSP or MSL library means: records, keys, and lines with peaks.
+"""The line parser of MSP and MSL libraries: records, keys, and lines with peaks.
 
 Enters: lines of bytes, in the order of the file. Leaves: one `Record` per spectrum with its raw
 peaks, one `Refusal` for everything that was not taken, and a tally that accounts for every
@@ -26,7 +26,7 @@ from stoker.sources.msp.keys import COUNT, WHITESPACE, flags_of, fold_header, is
 Array = np.ndarray[Any, np.dtype[Any]]
 
 NO_RECORD = "no record"
-"""Kind of refused lines that would be a record if they had a name, a peak count or peaks."""
+"""Kind of refused lines: metadata without a name, a peak count or peaks, and so no record."""
 MAX_INTENSITY = float(np.finfo(np.float32).max)
 _PSI_MARK = b"#psi spectral library format"
 _PSI_FIELD = re.compile(rb"ms:([0-9]{1,9})\|", re.IGNORECASE)
@@ -93,7 +93,7 @@ _PEAK_IN_ANNOTATION = re.compile(rb"[;(\[{][ \t]*+%b[ \t,:]++%b(?=[\s,;)\]}]|$)"
 
 
 class PeakLine(NamedTuple):
-    """What one line says about peaks: (m/z, intensity) pairs that can be taken, and why the rest cannot.
+    """The peaks of one line: (m/z, intensity) pairs that can be taken, and why others cannot.
 
     It is `plain` where it has only numbers and delimiters, so that it cannot be the prose of a comment.
     """
@@ -121,7 +121,7 @@ def read_peak_line(text: bytes) -> PeakLine | None:
 
 
 def _runs(text: bytes, problems: list[str]) -> Iterable[tuple[list[bytes], bytes, bool]]:
-    """Yield runs of numbers: the numbers, the delimiters between them, is an annotation next."""
+    """Yield runs of numbers: the numbers, the delimiters between them, whether an annotation follows."""
     run: list[bytes] = []
     delimiters: list[bytes] = []
     skipping = False
@@ -194,7 +194,7 @@ class _Draft:
 
 @dataclass(slots=True)
 class Parsed:
-    """What came out of some text: records, and the peaks of all of them one after the other, in the file's order."""
+    """Result of parsing some text: records, and the peaks of all of them, concatenated in the order of the file."""
 
     records: list[Record] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -218,7 +218,7 @@ class CarefulParser:
 
     A `Name:` line begins a record, unless the open record is still a header without a name; a
     blank line ends a record that has peaks. `feed` may be called with any number of pieces that
-    end at line ends; an open record lives on until `close`. Not thread-safe.
+    end at line ends; an open record continues until `close`. Not thread-safe.
     """
 
     def __init__(self, file: str) -> None:
@@ -254,7 +254,7 @@ class CarefulParser:
         )
 
     def drain(self) -> Parsed:
-        """Return what is finished, and forget it."""
+        """Return and remove everything that is finished."""
         parsed, self._parsed = self._parsed, Parsed()
         parsed.mz.append(np.array(self._mz, np.float64))
         parsed.intensity.append(np.array(self._intensity, np.float32))
@@ -328,7 +328,7 @@ class CarefulParser:
         self._draft(number).named = True
 
     def _draft(self, number: int) -> _Draft:
-        """Return the open record, or begin one; settles what a blank line above meant."""
+        """Return the open record, or begin one; a blank line above may end the open record."""
         draft = self._open
         if self._blank_above and draft is not None:
             if draft.count_line is not None:
@@ -410,7 +410,7 @@ class CarefulParser:
         return True
 
     def _take_plain_pair(self, pair: re.Match[bytes]) -> bool:
-        """Take the line that nine of ten lines are, sooner; False where there is any doubt."""
+        """Take a plain peak line, as nine of ten lines are, fast; False if there is any doubt."""
         draft = self._open
         if draft is None or self._blank_above:
             return False

@@ -1,4 +1,4 @@
-"""What a column of a table becomes: the kinds, how they are told, and the numbers that they give.
+"""Kinds of table columns: how they are detected, and the numbers that they become.
 
 Enters: Arrow columns, of text or typed. Leaves: `Column`s, plain values that travel in the manifest and in
 checkpoints, and their numbers: the same for packing and for prediction. Costs: about 0.1 µs per cell of plain numbers.
@@ -7,8 +7,8 @@ checkpoints, and their numbers: the same for packing and for prediction. Costs: 
 |---|---|---|
 | `number` | numbers, durations, times of day | itself; whole numbers above 2**24 make the table float64 |
 | `bool` | true/false, yes/no, t/f, y/n | 0 or 1 |
-| `one-hot` | up to 16 different texts | a column per text, `NAME=TEXT`; all 0 where none of them stands |
-| `codes` | up to 1,000 texts that repeat | 1, 2, ... in the order of `values`; 0 where none of them stands |
+| `one-hot` | up to 16 different texts | a column per text, `NAME=TEXT`; all 0 for any other cell |
+| `codes` | up to 1,000 texts that repeat | 1, 2, ... in the order of `values`; 0 for any other cell |
 | `date` | dates and times | days since 1970, month, weekday, second of the day |
 | `seconds` | a date, where the user says so | seconds since 1970, as float64 |
 """
@@ -45,7 +45,7 @@ from stoker.store.fields import Array
 ONE_HOT_VALUES = 16
 CODE_VALUES = 1000
 MOST_CLASSES = 10_000
-FEW_CLASSES = 20  # whole-number targets of at most so many different values are classes
+FEW_CLASSES = 20  # whole-number targets with at most this many different values are classes
 KINDS = (
     "number", "float64", "bool", "category", "one-hot", "codes", "date", "day-first", "month-first",
     "seconds",
@@ -56,7 +56,7 @@ _UNITS = {"s": SECOND_NS, "ms": 1_000_000, "us": 1000, "ns": 1}
 _NULLS, _NULL = pa.array(NULLS), pa.scalar(None, pa.string())
 _SHOWN_TEXT = 40
 _NUMBER_SHARE = 0.8
-"""From this share of numbers on a column is one of numbers, and its texts are refused row by row."""
+"""A column with at least this share of numbers is numeric, and its texts are refused row by row."""
 _YEAR_MONTH = "^([0-9]{4}-[0-9]{2})$"
 
 
@@ -81,24 +81,24 @@ class Column:
     name: str  # in the files, without spaces around it
     kind: str  # see the table in the module's text
     values: tuple[str, ...] = ()  # the texts of `one-hot` and `codes`, found in the training rows
-    is_wide: bool = False  # it needs float64
+    is_wide: bool = False  # float32 would lose values
     day_first: bool | None = None  # how "10/11/2020" reads; None where no such date is expected
     is_aware: bool = False  # dates carry an offset from UTC
     has_clock: bool = False  # a `date` has a time of day
     has_flag: bool = False  # a further column says where the value is missing
     # columns of `features` that it would give and that the user dropped
     without: tuple[str, ...] = ()
-    is_full: bool = False  # of texts: every row of training had one
+    is_full: bool = False  # for texts: no row lacks a value
     words: tuple[str, ...] = ()  # texts that are values here, though `NULLS` has them
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the columns of `features` that it gives."""
+        """Names of the columns of `features` that it becomes."""
         return tuple(name for name in self.all_outputs if name not in self.without)
 
     @property
     def all_outputs(self) -> tuple[str, ...]:
-        """The same with those that the user dropped."""
+        """Names of its columns of `features`, with those that the user dropped."""
         made: tuple[str, ...] = (self.name,)
         if self.kind == "one-hot":
             made = tuple(f"{self.name}={value}" for value in self.values)
@@ -123,7 +123,7 @@ _SIGNED = re.compile(rf"(?=.*[{_SIGNS.strip()}])[{_SIGNS}]*[-+]?\d[\d.,' ]*[{_SI
 
 
 def are_signed_numbers(texts: Sequence[str]) -> bool:
-    """Tell texts that are numbers with a sign or unit, such as "76,1 %" and "$ 5"; one of them may be anything."""
+    """Return whether texts are numbers with a sign or unit, such as "76,1 %" and "$ 5"; one text may be another."""
     return len(texts) > 2 and sum(bool(_SIGNED.fullmatch(text)) for text in texts) >= len(texts) - 1
 
 
@@ -178,7 +178,7 @@ def as_text(column: Any, kept: Sequence[str] = ()) -> Any:
 def find_kind(name: str, sample: Any, decimal: str, asked: str | None) -> Column | Unusable:
     """Decide what a column becomes, from a sample of its rows.
 
-    `asked` is the user's word, one of `KINDS`; None decides by the values.
+    `asked` is the kind that the user gave, one of `KINDS`; None decides by the values.
     """
     refused = refuse_type(name, sample.type)
     if refused is not None:
@@ -217,7 +217,7 @@ def refuse_type(name: str, kind: pa.DataType) -> Unusable | None:
 
 
 def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
-    with suppress(pa.ArrowInvalid):  # the usual case: plain numbers all through
+    with suppress(pa.ArrowInvalid):  # the usual case: only plain numbers
         if pc.any(pc.is_finite(column.cast(pa.float64()))).as_py():
             return _number_column(name, column, decimal)
     filled = trimmed(column).drop_null()
@@ -233,7 +233,7 @@ def _find_text_kind(name: str, column: Any, decimal: str) -> Column | Unusable:
     total = len(filled)
     numeric = np.array([parse_number(text, decimal) is not None for text in texts])
     num_numbers = int(counts[numeric].sum())
-    # Mostly numbers; or few rows, and a word among the numbers.
+    # Mostly numbers; or few rows, more than half of them numbers.
     is_short = len(texts) <= ONE_HOT_VALUES and 2 * len(texts) > total
     if num_numbers >= _NUMBER_SHARE * total or (2 * num_numbers > total and is_short):
         return _number_column(name, column, decimal)
@@ -268,7 +268,7 @@ def judge_texts(name: str, num_values: int, num_rows: int, example: str) -> Colu
 
 
 def _with_days(texts: Any) -> Any:
-    """Return texts in which "1949-01" is the first of that month."""
+    """Return texts with "1949-01" replaced by "1949-01-01"."""
     return pc.replace_substring_regex(texts, _YEAR_MONTH, r"\1-01")
 
 
@@ -286,9 +286,9 @@ def _number_column(
 
 
 def needs_float64(values: Array) -> bool:
-    """Tell whether float32 would lose values: whole numbers that it does not have, or many that become one.
+    """Return whether float32 would lose values: inexact whole numbers, or many values that become equal.
 
-    Values that are not finite, or from 2**53 on, are left to the quality gate: float64 does not count those either.
+    Values that are not finite, or from 2**53 on, are left to the quality gate: float64 is inexact there too.
     """
     values = values[np.abs(values) < 1 << 53]
     if not len(values):
@@ -338,13 +338,13 @@ def _date_column(name: str, column: Any, asked: str) -> Column | Unusable:
 def numbers(
     column: Any, name: str, decimal: str, faults: MutableMapping[int, Fault] | None = None
 ) -> tuple[Array, Array]:
-    """Return a column as float64, NaN where it is missing or no number; and the rows that are no number."""
+    """Return a column as float64, NaN for missing cells and for other than numbers; and the rows of the latter."""
     column = plain(column)
     kind = column.type
     nothing = np.zeros(0, np.int64)
     if is_text(kind):
         if decimal == ".":
-            # The usual case, a tenth of the time: plain numbers all through.
+            # The usual case, ten times as fast: only plain numbers.
             with suppress(pa.ArrowInvalid):
                 return as_numpy(column.cast(pa.float64())), nothing
         column = trimmed(column)
@@ -385,7 +385,7 @@ def _numbers_one_by_one(
 
 
 def without_codes(batch: Any, codes: Mapping[str, Sequence[float]], decimal: str) -> Any:
-    """Return rows without the numbers that stand for a missing value; see `parse_codes`."""
+    """Return the batch with the codes of missing values replaced by null; see `parse_codes`."""
     for place, name in enumerate(batch.schema.names):
         wanted = np.array([*codes.get(name, ()), *codes.get("", ())])
         column = plain(batch.column(place))
@@ -406,12 +406,12 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def times(column: Any, made: Column) -> tuple[Array, Array]:
-    """Return nanoseconds since 1970, and where they are known."""
+    """Return nanoseconds since 1970, and a mask of the rows with a valid time."""
     column = plain(column)
     kind = column.type
     if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         known = as_numpy(column.is_valid())
-        # By way of whole numbers: Python's datetime has no nanoseconds.
+        # Through integers: Python's datetime has no nanoseconds.
         whole = column.cast(pa.int64() if kind.bit_width == 64 else pa.int32())
         counts = as_numpy(pc.fill_null(whole, 0)).astype(np.int64)
         unit = {pa.date32(): DAY_NS, pa.date64(): _UNITS["ms"]}.get(kind) or _UNITS[kind.unit]
@@ -465,7 +465,7 @@ def _booleans(column: Any, name: str, faults: MutableMapping[int, Fault]) -> Arr
 
 
 def places_in(texts: Any, values: Sequence[str]) -> tuple[Array, Array]:
-    """Return the place of each text among `values`, -1 where it is none of them; and which texts are another one."""
+    """Return the index of each text in `values`, -1 if it is not there; and which non-null texts are not there."""
     places = pc.fill_null(pc.index_in(texts, value_set=pa.array(values, pa.string())), -1)
     found: Array = as_numpy(places).astype(np.int64)
     return found, as_numpy(texts.is_valid()) & (found < 0)
@@ -474,7 +474,7 @@ def places_in(texts: Any, values: Sequence[str]) -> tuple[Array, Array]:
 def _refuse(
     rows: Array, name: str, cells: Any, why: str, faults: MutableMapping[int, Fault]
 ) -> None:
-    """Put rows into `faults` that have no other reason yet."""
+    """Add rows to `faults`, unless they have a reason already."""
     for row in np.flatnonzero(rows).tolist():
         faults.setdefault(row, Fault.of(name, cells[row], why))
 
@@ -482,7 +482,7 @@ def _refuse(
 def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault]) -> Array:
     ns, good = times(column, made)
     column = plain(column)
-    # Other types by way of Arrow, not of Python, whose years end with 9999.
+    # Other types become text in Arrow, not in Python, whose years end with 9999.
     texts = trimmed(column if is_text(column.type) else column.cast(pa.string()))
     known = as_numpy(texts.is_valid())
     _refuse_other_order(texts, made, (ns, good), faults)
@@ -506,10 +506,10 @@ def _encode_times(column: Any, made: Column, faults: MutableMapping[int, Fault])
 def _refuse_other_order(
     texts: Any, made: Column, read: tuple[Array, Array], faults: MutableMapping[int, Fault]
 ) -> None:
-    """Refuse "03/25/2020" by name where days are expected first.
+    """Refuse "03/25/2020", with this reason, where days are expected first.
 
-    Where more rows read only in the other order than only in the expected one, "03/05/2020" is refused too: it would
-    be read as another day without a word. A few mistyped rows condemn no others.
+    If more rows read only in the other order than only in the expected one, "03/05/2020" is refused too: it would
+    silently become another day. A few mistyped rows do not affect other rows.
     """
     ns, good = read
     if made.day_first is None or good.all() or not is_text(texts.type):

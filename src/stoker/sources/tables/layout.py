@@ -1,7 +1,7 @@
 """How a text table is written: compression, encoding, separator, decimal sign, header.
 
-Enters: the first 256 KiB of a file, and what the user said about it. Leaves: a `Layout` with the reason for every
-choice, or one error that names all that cannot be told. Costs: milliseconds per file.
+Enters: the first 256 KiB of a file, and what the user said about it. Leaves: a `Layout` with a description of
+every choice, or an error. Costs: milliseconds per file.
 
 Nothing is guessed where two readings are equally likely: the first line of "Country,2019,2020" may be a header or a
 row, and the user is asked.
@@ -61,7 +61,7 @@ _COMPRESSED = {
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What the user says about text files; None leaves it to be found.
+    """What the user says about text files; None detects it.
 
     Attributes:
         sep: Separator, or one of the words "tab", "comma", "semicolon", "bar", "whitespace".
@@ -107,18 +107,18 @@ class Layout:
     encoding: str  # name of the codec
     skip: int  # lines before the first row, the header among them
     preamble: int  # lines above the header, or above the first row where there is no header
-    # of the columns, without spaces around them; "c0", "c1" ... where there is no header.
+    # names of the columns, without spaces around them; "c0", "c1" ... without a header
     names: tuple[str, ...]
-    has_header: bool  # whether the names stand in the file
-    said: str  # what was found out, in words for the user
-    comment: str | None = None  # what a line that is no row begins with; such lines are passed over
+    has_header: bool  # whether the file has the names
+    said: str  # the layout in words, for the user
+    comment: str | None = None  # how lines that are no rows begin; they are skipped
     is_empty: bool = False  # whether there is a header and nothing below it
 
 
 def file_kind(path: Path, encoding: str | None = None) -> str:
-    """Return what the first bytes of a file say: "text", "parquet", "arrow", "json", or in words what cannot be read.
+    """Return a file's kind by its first bytes: "text", "parquet", "arrow", "json", or an unreadable kind in words.
 
-    Where the user has named an encoding, whatever is not of a known kind is text.
+    If the user named an encoding, every file of unknown kind is text.
     """
     found = _by_magic(path, _MAGIC)
     if found is None and encoding is None and (other := name_kind(path)) is not None:
@@ -138,7 +138,7 @@ def _by_magic(path: Path, known: Mapping[bytes, str]) -> str | None:
 
 
 def refuse_kind(path: Path, kind: str) -> SourceError | None:
-    """Return the error for a file that is no table that stoker reads; None where it is one."""
+    """Return the error for a file that is not a table that stoker reads; None for one that is."""
     if kind in ("text", "parquet", "arrow", "json"):
         return None
     other = name_kind(path)
@@ -148,8 +148,8 @@ def refuse_kind(path: Path, kind: str) -> SourceError | None:
 
 
 def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
-    """Find how a text table is written. `asked` has the last word; `is_whole` says whether `head` is the whole file."""
-    if asked.sep is None and (other := text_kind(path, head)) is not None:  # of a compressed text
+    """Find how a text table is written. `asked` overrides detection; `is_whole`: `head` is the whole file."""
+    if asked.sep is None and (other := text_kind(path, head)) is not None:  # also if compressed
         raise SourceError(
             f"{path} is {other.what}.", "CSV, JSON lines, Parquet or Feather", other.fix
         )
@@ -235,7 +235,7 @@ def _unknown_encoding(head: bytes, path: Path, is_whole: bool) -> SourceError:
 
 
 def _find_arff(lines: Sequence[str], path: Path) -> tuple[tuple[str, ...], int] | None:
-    """Return the names and the number of lines above the rows of a file of Weka's (ARFF); None for other files."""
+    """Return the names and the number of lines above the rows of a Weka file (ARFF); None for other files."""
     stripped = [line.strip() for line in lines]
     first = next((line for line in stripped if line and not line.startswith("%")), "")
     if not re.match(r"@relation\b", first, re.IGNORECASE):
@@ -277,7 +277,7 @@ def _decode(head: bytes, path: Path, asked: str | None, is_whole: bool) -> tuple
                 "the encoding it was written in",
                 "--encoding cp1252",
             ) from error
-        # Western exports without a mark. cp1252 leaves five bytes undefined, which latin-1 does not.
+        # Western exports without a byte order mark. cp1252 leaves five bytes undefined, which latin-1 does not.
         found = "cp1252" if not re.search(rb"[\x81\x8d\x8f\x90\x9d]", head) else "latin-1"
         text = head.decode(found)
         high = sum(letter > "\x7f" for letter in text)
@@ -298,7 +298,7 @@ def _split(lines: Sequence[str], sep: str) -> Iterator[tuple[int, list[str]]]:
     else:
         reader = csv.reader(io.StringIO("".join(lines), newline=""), delimiter=sep)
         numbered = ((reader.line_num, cells) for cells in reader)
-    # A cell of more than 128 kB ends it, in a file that is not meant to have such cells.
+    # The csv module raises for a cell of more than 128 kB: what was read until then is enough.
     with suppress(csv.Error):
         for number, cells in islice(numbered, _HEAD_ROWS):
             if cells and (len(cells) > 1 or cells[0].strip()):
@@ -382,8 +382,8 @@ def _find_header(
 ) -> bool:
     """Tell whether the first row names the columns.
 
-    Text above a column of numbers is a header; a number there is a row. Where only text columns can tell, a text
-    that the column repeats is a row, and a table of nothing but text has a header.
+    Text above a column of numbers is a header; a number there is a row. If only text columns can decide, a text
+    that the column repeats is a row, and otherwise the first line is a header.
     """
     cells = [cell.strip() for cell in first]
     for_header = for_row = 0
@@ -415,6 +415,6 @@ def _find_header(
 
 
 def header_advice(names: Sequence[str], wanted: str) -> str:
-    """Return the closest name that exists, as it is typed."""
+    """Return the closest existing name, quoted for a shell."""
     near = nearest(wanted.strip(), names)
     return quoted(near) if near else ""

@@ -1,7 +1,7 @@
 """Tables as a stream of Arrow batches: text with its layout, JSON lines, Parquet, Feather; files, folders, globs.
 
 Enters: paths as the user typed them. Leaves: `TableFile`s with their column names and notes, and record batches: text
-files as columns of text, the others as they are typed. Costs: one streaming read; memory for one block. JSON lines
+files as columns of text, the others with their types. Costs: one streaming read; memory for one block. JSON lines
 are read whole, and twice: only all of them tell the type of a column.
 """
 
@@ -39,7 +39,7 @@ from stoker.units import format_bytes
 
 CSV_BLOCK_BYTES = 8 << 20
 _HEAD_LINES = 12
-"""Rows that are looked at at least, also where a row has tens of thousands of cells."""
+"""Least number of lines in the head of a file, even if a line has tens of thousands of cells."""
 SUFFIXES = (
     ".csv", ".tsv", ".txt", ".data", ".dat", ".tab", ".arff", ".parquet", ".pq", ".feather", ".arrow", ".ipc",
     ".jsonl", ".ndjson",
@@ -57,12 +57,12 @@ class TableFile:
     path: Path  # as the user knows it
     kind: str  # "text", "parquet", "arrow" or "json"; "frame" for a table in memory
     names: tuple[str, ...]  # column names as they are packed: without spaces around them
-    layout: Layout | None = None  # of a text file; None for the others
+    layout: Layout | None = None  # layout of a text file; None for other files
     # columns that the names of folders give ("year=2020")
     partitions: Mapping[str, str] = field(default_factory=dict)
-    num_rows: int | None = None  # where the file says it; None for text
+    num_rows: int | None = None  # None for text, which does not tell it
     types: Mapping[str, pa.DataType] = field(default_factory=dict)
-    table: Any = None  # of a frame
+    table: Any = None  # rows of a frame
 
     @property
     def decimal(self) -> str:
@@ -81,9 +81,9 @@ def is_table(path: Path) -> bool:
 def find_files(
     paths: Sequence[str | Path],
 ) -> tuple[list[tuple[Path, dict[str, str]]], Counter[str]]:
-    """Return the files that are meant, with the columns that folder names give, and what was passed over.
+    """Return the files that paths stand for, with the columns that folder names give, and counts of ignored files.
 
-    A folder stands for the tables in it and in its subfolders, a pattern such as "day*.csv" for what it matches.
+    A folder stands for all tables below it, a pattern such as "day*.csv" for the files that it matches.
     """
     found: list[tuple[Path, dict[str, str]]] = []
     ignored: Counter[str] = Counter()
@@ -164,7 +164,7 @@ def open_table(
 
 
 def _read_head(stream: Any) -> tuple[bytes, bool]:
-    """Return the first bytes of a text, more of them where rows are long, and whether that is all."""
+    """Return the first bytes of a text (more if rows are long), and whether they are the whole text."""
     head = stream.read(HEAD_BYTES)
     while head.count(b"\n") < _HEAD_LINES and len(head) < CSV_BLOCK_BYTES:
         more = stream.read(HEAD_BYTES)
@@ -179,7 +179,7 @@ def batches(
 ) -> Iterator[Any]:
     """Yield the rows as record batches whose columns have the names of `file.names`.
 
-    `refused` gets the lines of a text file that are no rows; of Parquet only `wanted` columns are decoded.
+    Lines of a text file that are no rows go to `refused`. Of Parquet only `wanted` columns are decoded.
     """
     with readable(file.path):
         if file.kind == "parquet":
@@ -209,7 +209,7 @@ def batches(
 
 
 def read_arrow(path: Path) -> Any:
-    """Return the table in a file of Arrow's: Feather of either version, or a stream of batches; mapped, not read."""
+    """Return the table of an Arrow file: Feather of either version, or a stream of batches. It is memory-mapped."""
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"\xff\xff\xff\xff":
@@ -238,7 +238,7 @@ def _read_lines(path: Path) -> Any:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn what Arrow says about a file into an error of ours that names it."""
+    """Turn errors of Arrow into a SourceError that names the file."""
     try:
         yield
     except UnicodeError as error:
@@ -255,7 +255,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _sound_text(file: TableFile) -> Iterator[None]:
-    """Where Arrow refuses a text, name what it cannot take; for that the file is read once more."""
+    """Name the line of a text that Arrow refuses. To find it, the file is read once more."""
     try:
         yield
     except pa.ArrowInvalid as error:
@@ -280,14 +280,14 @@ def _sound_text(file: TableFile) -> Iterator[None]:
 
 
 class TextFault(NamedTuple):
-    """What Arrow cannot read in a text: a row of too many bytes, or else bytes that are not UTF-8; and its line."""
+    """A fault that Arrow cannot read, with its line: a row of too many bytes, or bytes that are not UTF-8."""
 
     is_long: bool
     line: int
 
 
 def find_fault(blocks: Iterable[bytes], is_utf8: bool, most_bytes: int) -> TextFault | None:
-    """Return the first fault of a text that comes in blocks; a line's end within quotes does not end the row."""
+    """Return the first fault of a text in blocks. A line end within quotes does not end the row."""
     decoder = codecs.getincrementaldecoder("utf-8" if is_utf8 else "latin-1")()
     line = row = 1  # where we are, and where the row began
     length = num_quotes = 0
@@ -309,7 +309,7 @@ def find_fault(blocks: Iterable[bytes], is_utf8: bool, most_bytes: int) -> TextF
 
 
 def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
-    """Open a CSV stream: every column as text, and lines of the wrong length set aside."""
+    """Open a CSV stream: every column as text; lines with a wrong number of cells are refused."""
     layout = file.layout
     assert layout is not None
     num_refused = 0
@@ -353,9 +353,9 @@ def _stream(path: Path) -> Any:
 
 
 def _squeezed(stream: Any) -> Any:
-    """Return a stream in which runs of spaces and tabs outside quotes are one tab, and lines end without any.
+    """Return a stream with one tab for each run of spaces and tabs outside quotes, and none at line ends.
 
-    `stream` is of text whose bytes below 128 are ASCII.
+    The encoding of `stream` must be a superset of ASCII.
     """
     rest = b""
 

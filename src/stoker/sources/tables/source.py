@@ -6,7 +6,7 @@ target column is named, as class numbers when it is text or a few whole numbers;
 every column became is in the manifest (`attributes["table"]`), and `stoker predict` does the same to new rows. Costs: a
 streaming read and as much scratch space as the files; one part of rows in memory per worker.
 
-Missing numbers become NaN and are left to the quality gate, which names them, unless `missing` says otherwise. A row
+Missing numbers become NaN and are left to the quality gate, which reports them, unless `missing` says otherwise. A row
 with a cell that cannot be read is refused with its place; a column that cannot be used is refused by name.
 """
 
@@ -64,11 +64,11 @@ from stoker.units import format_count
 _PIECE = "table-{:05d}.arrow"
 _SPLITS = ("train", "val", "test")
 _EXPECTED = 5
-"""Rows of a class that a split should have by its share, from which on none of them is no accident (1 in 150)."""
+"""If a split should have this many rows of a class by its share, having none is not chance (1 in 150)."""
 _PART_BYTES = 512 << 20
-"""Of text: wide rows make a part shorter, so that it fits the memory and Arrow's 2 GiB of text in a column."""
+"""Most bytes of a part, so that it fits in memory and in Arrow's limit of 2 GiB of text per column."""
 MISSING = ("stop", "flag", "drop", "keep")
-"""What may happen to missing numbers: the gate refuses them; a further column marks them; their rows are left out."""
+"""What happens to missing numbers: the gate refuses them; a further column marks them; their rows are left out."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class TableSource(TableOptions):
         keep: Only these columns (and the target); empty for all.
         dtypes: Column to kind, where the values do not say it; see `columns.KINDS`.
         missing: What happens to missing numbers; see `MISSING`. "keep" is "stop" for a store that repairs them.
-        text: How text files are written, where that shall not be found out.
-        words: By column, texts that are values there, though they usually stand for a missing one: `{"a": ["None"]}`.
+        text: How text files are written, where it should not be detected.
+        words: By column, texts that are values there, although they usually mean a missing one: `{"a": ["None"]}`.
         codes: By column, numbers that stand for a missing value: `{"a": [-999]}`; "" is every column.
     """
 
@@ -111,8 +111,8 @@ class TableSource(TableOptions):
     def prepare(self, scratch: Path) -> Preparation:
         """Read the files once as a stream, leaving Arrow pieces in `scratch` for `build`.
 
-        A CSV cannot be entered in the middle (a quoted cell may hold line breaks), so cutting it is
-        one pass; turning text into numbers, the slow half, is left to the workers.
+        A CSV cannot be read from the middle (a quoted cell may hold line breaks), so it is cut in one
+        pass. Workers do the slow half: turning text into numbers.
         """
         if not self.paths:
             raise SourceError(
@@ -218,7 +218,7 @@ class TableSource(TableOptions):
     def _parts_of(
         self, file: TableFile, refused: RefusalList, wanted: Collection[str]
     ) -> Iterator[Any]:
-        """Yield tables of exactly `part_rows` rows, the last one shorter, and those that grow too large."""
+        """Yield tables of `part_rows` rows; the last one, and those that would exceed `_PART_BYTES`, have fewer."""
         waiting: list[Any] = []
         rows = 0
         for batch in batches(file, refused, wanted):
@@ -246,7 +246,7 @@ def _count_classes(split: Array, targets: Array, target: Target) -> Json:
 
 
 def _tell_of_order(counts: Array, source: TableSource, classes: Sequence[str]) -> list[str]:
-    """Tell where a split by the order of rows leaves a class out that has many rows: the file is ordered by class."""
+    """Return a note for each split without any row of a frequent class: the file is ordered by class."""
     notes = []
     for name, row in zip(_SPLITS, counts, strict=True):
         expected = row.sum() * counts.sum(axis=0) / max(1, counts.sum())
@@ -262,7 +262,7 @@ def _tell_of_order(counts: Array, source: TableSource, classes: Sequence[str]) -
 
 @dataclass(frozen=True)
 class RowPlan:
-    """What becomes of every row of a table: the same for packing and for prediction."""
+    """How each row of a table is encoded: the same for packing and for prediction."""
 
     columns: tuple[Column, ...]
     target: Target | None
@@ -270,7 +270,7 @@ class RowPlan:
 
     @classmethod
     def of(cls, columns: Sequence[Column], target: Target | None) -> RowPlan:
-        """Return the plan with the type that holds all columns."""
+        """Return the plan, with a dtype that fits all columns."""
         dtype = np.dtype("<f8" if any(column.is_wide for column in columns) else "<f4")
         return cls(tuple(columns), target, dtype)
 
@@ -302,7 +302,7 @@ class RowPlan:
     ) -> tuple[Array, dict[str, Array]]:
         """Return the numbers of a table's rows, `(rows, outputs)`.
 
-        `faults` gets the rows that cannot be read, with the reason.
+        Rows that cannot be read are added to `faults`, with the reason.
 
         Returns:
             The numbers, and per column the rows with a text that the training rows did not have.
@@ -314,7 +314,7 @@ class RowPlan:
             values, unknown = encode(table.column(column.name), column, decimal, faults)
             if column.kind == "number" and not column.is_wide and self.dtype == np.float32:
                 _check_narrow(values[:, 0], column.name, path)
-            # A 1e300 becomes inf, which the gate names; a signalling NaN a quiet one.
+            # 1e300 becomes inf, which the gate reports; a signalling NaN becomes a quiet one.
             with np.errstate(over="ignore", invalid="ignore"):
                 made[:, place : place + values.shape[1]] = values
             place += values.shape[1]
@@ -323,7 +323,7 @@ class RowPlan:
         return made, unseen
 
     def targets(self, table: Any, decimal: str, faults: dict[int, Fault]) -> Array:
-        """Return the targets of a table's rows: places of classes, -1 where there is none, or numbers."""
+        """Return the targets of a table's rows: numbers of classes, -1 for unknown ones; or values."""
         assert self.target is not None
         name, classes = self.target.name, self.target.classes
         column = table.column(name)
@@ -350,7 +350,7 @@ class RowPlan:
 
 
 def _check_narrow(values: Array, name: str, path: str) -> None:
-    """Raise where float32 would turn whole numbers into others: the rows that were looked at had none."""
+    """Raise if float32 would change whole numbers: none of the sampled rows had such numbers."""
     finite = values[np.isfinite(values)]
     large = finite[np.abs(finite) > 1 << 24]
     if len(large) and (finite == np.rint(finite)).all() and needs_float64(large):
@@ -362,7 +362,7 @@ def _check_narrow(values: Array, name: str, path: str) -> None:
 
 
 def _missing_words(column: Any) -> list[str | None] | None:
-    """Return the word of each row that stands for a missing value, such as None; None for a column that has none."""
+    """Return for each row the word that marks a missing value, such as "NA"; None for a column without such words."""
     texts = plain(column)
     if not is_text(texts.type):
         return None
@@ -394,7 +394,7 @@ def _check_alike(files: Sequence[TableFile], needed: Sequence[str]) -> None:
 
 
 def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
-    """Return how the files were read, once for those that are alike, and what was passed over."""
+    """Return notes on how the files were read, one for each layout, and on ignored files."""
     said: dict[str, list[Path]] = {}
     for file in files:
         if file.layout is not None and file.layout.said != "separator comma":
@@ -404,7 +404,7 @@ def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
 
 
 def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
-    """A column that is mostly wrong is a mistake in the command, not thousands of bad rows."""
+    """Raise if at least half of a column is faulty: a mistake in the command, not thousands of bad rows."""
     if len(faults) < 2 or 2 * len(faults) < table.num_rows:
         return
     for name in table.column_names:
@@ -412,7 +412,7 @@ def _check_columns(faults: Mapping[int, Fault], table: Any, path: str) -> None:
         if 2 * len(about) >= table.num_rows:
             words = set(filter(None, _missing_words(table.column(name)) or ()))
             given = f"{path}: {about[0].reason}, in {len(about):,} of {table.num_rows:,} rows."
-            if words:  # a class may be called so: "None" is also the damage of most collisions
+            if words:  # such a word may name a class: "None" as the damage of a collision
                 raise SourceError(
                     given,
                     f"values that are not read as missing, as {', '.join(NULLS[1:])} are",

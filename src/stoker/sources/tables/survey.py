@@ -1,8 +1,8 @@
-"""What is asked of a table, and one look at all its rows: what columns become, and all that is wrong, in one message.
+"""Options of a table, and one pass over all its rows: what columns become, and all problems in one message.
 
 Enters: the pieces of a table as they are read. Leaves: the `Column`s with the texts of the training rows, the classes
 of the target, notes for the user; or one error that names every column that cannot be packed. Costs: a sample of 8,192
-rows is read closely; of the others only text columns and long whole numbers are looked at.
+rows is read closely; of the others only text columns and long whole numbers are read.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from stoker.sources.tables.reading import TableFile, batches, shown_names
 from stoker.units import format_count
 
 _SAMPLE_ROWS = 8192
-_LONG_DIGITS = 8  # of 2**24, the first whole number that float32 cannot tell from its neighbour
+_LONG_DIGITS = 8  # digits of 2**24: float32 holds 2**24 + 1 as 2**24
 _LISTED = 6
 _TEXT_KINDS = ("category", "one-hot", "codes")
-"""Kinds that have a code for a missing value; in the others it is no number."""
+"""Kinds that have a code for a missing value; in the others it is NaN."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Target:
     """The column to be predicted."""
 
     name: str  # in the files
-    # their names, in the order of their numbers; () where numbers are predicted
+    # class names, in the order of their numbers; () where numbers are predicted
     classes: tuple[str, ...] = ()
     is_wide: bool = False  # numbers that need float64
     words: tuple[str, ...] = ()  # texts that are classes here, though `NULLS` has them
@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True)
 class TableOptions(PlainSource):
-    """What is asked of the rows of tables: the fields of `TableSource`, which says what each of them means."""
+    """Options of a table; `TableSource` documents each of them."""
 
     paths: tuple[Path | str, ...]
     target: str | None = None
@@ -79,12 +79,12 @@ class TableOptions(PlainSource):
 
 
 class Survey:
-    """Collects what must be known of all rows before any of them is turned into numbers.
+    """Collects facts about all rows before any of them is turned into numbers.
 
-    Spaces around a name that was typed do not count.
+    Spaces around a typed name are ignored.
 
     Raises:
-        SourceError: A name is not there, with the closest one that is; or nothing is left.
+        SourceError: A name is not in the file (the error has the closest one), or no column is left.
     """
 
     def __init__(self, asked: TableOptions, first: TableFile) -> None:
@@ -109,7 +109,7 @@ class Survey:
                     "a text as a value only in a column of texts",
                     f"--dtype {quoted(name + '=category')}",
                 )
-        # the columns that features are made of; those that the user keeps are not left out on suspicion
+        # columns for features; one that the user keeps is not left out as a row index
         self.names = [
             name
             for name in first.names
@@ -118,7 +118,7 @@ class Survey:
             and (not asked.keep or name in self._keep)
         ]
         self.wanted = [*self.names, *([self._target] if self._target else [])]
-        # Of what was dropped, the columns of `features` that a column of the files becomes.
+        # Dropped names that are no columns of the files: parts that such a column becomes.
         self._parts = [name.strip() for name in asked.drop if name.strip() not in first.names]
         self._columns: dict[str, Column] = {}
         self._whole: set[str] = set()
@@ -131,7 +131,7 @@ class Survey:
             raise self._nothing_left()
 
     def _check_names(self, asked: TableOptions, all_names: Sequence[str]) -> None:
-        """Raise where a name that was typed is none of the file's, with the closest ones that are."""
+        """Raise if a typed name is not in the file, with the closest names that are."""
         ends = {
             "--target": dict.fromkeys([asked.target] if asked.target else [], ""),
             "--drop": dict.fromkeys(asked.drop, ""),
@@ -145,7 +145,7 @@ class Survey:
         unknown = []
         for option, names in ends.items():
             for name in names:
-                # A column that another one becomes may be dropped: "Sex=male", "When_month".
+                # A part of a column may be dropped: "Sex=male", "When_month".
                 wholes = (name.partition("=")[0].strip(), name.rpartition("_")[0].strip())
                 is_part = option == "--drop" and any(each in all_names for each in wholes)
                 if name.strip() not in all_names and not is_part:
@@ -156,7 +156,7 @@ class Survey:
                 for option, name in unknown
                 if (near := header_advice(all_names, name))
             ]
-            # One column whose name holds the wanted one: the lines were split by another sign than theirs.
+            # The name of the only column holds the wanted one: the separator is wrong.
             only, wanted = all_names[0] if len(all_names) == 1 else "", unknown[0][1].strip()
             signs = SEPARATORS.items()
             sep = next((word for word, sign in signs if wanted in only.split(sign)), None)
@@ -171,12 +171,12 @@ class Survey:
         return SourceError(given, "at least one", "drop fewer columns")
 
     def check_types(self, file: TableFile) -> None:
-        """Raise where a column is of a type that cannot be packed: by the schema, before the file is decoded."""
+        """Raise if a column's type cannot be packed: by the schema, before the file is decoded."""
         types = {name: file.types[name] for name in self.wanted if name in file.types}
         found = [refuse_type(name, kind) for name, kind in types.items()]
         nested = [each for each in found if each is not None]
         if nested:
-            # A look at some rows of the others, so that all are told at once.
+            # Look at some rows of the others, to report all problems at once.
             others = [name for name in self.wanted if name not in {each.name for each in nested}]
             rows = next(batches(file, RefusalList(), others), None) if others else None
             table = pa.table({}) if rows is None else pa.Table.from_batches([rows]).select(others)
@@ -221,7 +221,7 @@ class Survey:
             if isinstance(found, Unusable):
                 problems.append(found)
                 continue
-            # An index that a library has saved: no name of its own, and numbers that count the rows.
+            # An index that a library has saved: without a name, and with numbers that count the rows.
             joined = name.lower().replace(":", "_").replace(" ", "")
             unnamed = name.lower() in ("index", "level_0") or joined.startswith("unnamed_")
             is_index = unnamed and _counts_rows(sample.column(name), name, ".", rows)
@@ -290,7 +290,7 @@ class Survey:
         Args:
             cut: First row after the training rows; None where all rows are for training.
             firsts: First row of every piece, and the number of all rows.
-            reread: Gives the table of a piece by its number; asked for the one that the cut goes through.
+            reread: Returns the table of a piece by its number; called for the piece that the cut divides.
         """
         made, problems = [], []
         for name, column in self._columns.items():
@@ -434,7 +434,7 @@ def _problem_error(
 
 
 def _different(column: Any, most: int, words: Sequence[str]) -> set[str]:
-    """Return the different texts of a column, at most `most` of them; `words` are values."""
+    """Return the different texts of a column, at most `most` of them; `words` count as values."""
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if is_text(column.type) and not pa.types.is_dictionary(column.type):
         column = column.unique()  # before trimming, which costs more for each row
