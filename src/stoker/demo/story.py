@@ -1,8 +1,8 @@
 """The demo step by step: makes bars, packs, inspects and plans, reads and trains in both ways, examines, tunes.
 
-Enters: a folder. Leaves: CSV files, a store, a script of the usual kind, a config, a run with its report page,
-and a `DemoResult` with the measurements. Costs: about a minute on two cores; half a gigabyte of disk until the
-end. stoker's own run uses a GPU if there is one; the comparison trains on the CPU.
+Enters: a folder. Leaves: CSV files, a store, two training scripts, a config, a run with its report page, and a
+`DemoResult` with the measurements. Costs: about a minute on two cores, and half a gigabyte of disk until the training
+scripts were examined. stoker's own run uses a GPU if there is one; the comparison trains on the CPU.
 """
 
 from __future__ import annotations
@@ -105,40 +105,40 @@ for epoch in range(100):
 
 @dataclass(frozen=True)
 class Examined:
-    """The doctor's findings for two scripts that differ in their loader: a DataLoader over windows, and ours."""
+    """The doctor's findings for two scripts that differ only in their loader: a DataLoader, and stoker's."""
 
     usual: Consultation
     ours: Consultation
 
     @property
     def predicted(self) -> float | None:
-        """Samples per second of the usual way if loading took no time, or None if unknown."""
+        """Samples per second of the script with a DataLoader if loading took no time, or None if unknown."""
         step = self.usual.measurements.compute_seconds
         return None if step is None or not step.median else BATCH_SIZE / step.median
 
     @staticmethod
     def rate(consultation: Consultation) -> float | None:
-        """Samples per second from the median step, or None if unknown."""
+        """Return samples per second by the median step, or None if unknown."""
         step = consultation.measurements.step_seconds
         return None if step is None or not step.median else BATCH_SIZE / step.median
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo measured."""
+    """All results of the demo."""
 
-    packed: PackResult  # the store
-    inspection: Inspection  # what the quality gate says of it
-    plan: Plan  # what `stoker plan` says of it
+    packed: PackResult  # of packing the bars
+    inspection: Inspection  # the quality gate's findings in the store
+    plan: Plan  # the plan for the store, as `stoker plan` makes it
     series: Reading  # reading an epoch from the store
     materialised: Reading  # reading it from written-out windows
-    naive: Training  # training the usual way
-    trained: Training  # training the same with stoker
-    # the doctor on a script of the usual kind, and on the same with stoker's loader
+    naive: Training  # training from written-out windows with a DataLoader
+    trained: Training  # the same training with stoker
+    # the doctor's findings for a script with a DataLoader, and for the same script with stoker's loader
     examined: Examined
-    run: RecipeRun  # a run by `stoker train` of the same job on all its samples
-    tuned: Tuned  # what `stoker tune` makes of its config
-    page: Path  # the report of that run
+    run: RecipeRun  # a run of the same job on all its samples, as `stoker train` does it
+    tuned: Tuned  # the result of `stoker tune` for the run's config
+    page: Path  # the report page of that run
 
 
 def run_demo(
@@ -153,7 +153,7 @@ def run_demo(
         progress: Receives a line for every step.
 
     Raises:
-        InputError: `folder` is a file, or cannot be made.
+        InputError: `folder` is a file, cannot be made, or is not the demo's own.
     """
     progress = progress or Silent()
     try:
@@ -250,7 +250,7 @@ _FIRST_SUNDAY_NS = 1_725_832_800_000_000_000  # Sunday 2024-09-08 22:00, when th
 
 
 def make_bars(folder: Path, weeks: int, seed: int) -> None:
-    """Write `EURUSD_<TF>.csv` for five timeframes, with clustered volatility and no weekends."""
+    """Write `EURUSD_<TF>.csv` with random prices for five timeframes, with clustered volatility and no weekends."""
     folder.mkdir(parents=True, exist_ok=True)
     minute = _make_minutes(weeks, np.random.default_rng(seed))
     for name, minutes in _MINUTES.items():
@@ -263,7 +263,7 @@ def _make_minutes(weeks: int, rng: np.random.Generator) -> dict[str, Array]:
     daily = 1 + 0.6 * np.sin(2 * np.pi * (opened % 1440) / 1440 - 2)
     calm = np.exp(0.5 * np.convolve(rng.normal(size=len(opened)), np.ones(240) / 240**0.5, "same"))
     steps = rng.standard_t(4, size=(4, len(opened))) * 2e-5 * daily * calm
-    # Four ticks a minute make a bar with an open, a close and something in between.
+    # Four ticks per minute make a bar with an open, a close and two prices in between.
     path = 1.1 * np.exp(np.cumsum(steps.T.reshape(-1))).reshape(-1, 4)
     return {
         "time": _FIRST_SUNDAY_NS + opened * _MINUTE_NS,

@@ -1,4 +1,4 @@
-"""Reads and trains in two ways: from windows written out to HDF5 with a DataLoader, and with stoker from stored series.
+"""Reads and trains in two ways: windows written out to HDF5, with a DataLoader; and stored series, with stoker.
 
 Enters: a store of bars. Leaves: the HDF5 file of its windows; a `Reading` and a `Training` of each way, with equal
 losses. Costs: about ten seconds on two cores; half a gigabyte of disk for nine weeks, until the file is deleted.
@@ -32,16 +32,16 @@ BATCH_SIZE = 128
 
 @dataclass(frozen=True)
 class Reading:
-    """Measured cost of reading the windows of one epoch in order, from the page cache, in one way."""
+    """Measured cost of reading the windows of one epoch in order, from the page cache, in one of the two ways."""
 
     stored_bytes: int
     seconds: float
-    window_bytes: int
+    window_bytes: int  # bytes of all windows that were read
     num_samples: int
 
 
 def measure_series(store: Store) -> Reading:
-    """Read each series once and cut every batch from it."""
+    """Measure reading each series once and cutting every batch of windows from it."""
     began = time.perf_counter()
     cut = _window_cutter(store)
     given = sum(
@@ -76,7 +76,7 @@ def write_windows(store: Store, path: Path) -> None:
 
 
 def measure_materialised(store: Store, path: Path) -> Reading:
-    """Read the windows back in batches."""
+    """Measure reading the written-out windows in batches."""
     began = time.perf_counter()
     given = 0
     with h5py.File(path) as file:
@@ -96,7 +96,7 @@ OPTIONS: dict[str, Any] = {
     "d_model": 16,
     "layers": 1,
     "dropout": 0.0,
-    "gaps": "ignore",  # the written-out windows do not say where bars are missing
+    "gaps": "ignore",  # the written-out windows do not record missing bars
 }
 LEARNING_RATE = 1e-3
 _TRAINED_SAMPLES = 1024

@@ -5,8 +5,8 @@ steps that are measured. The job trains in memory while it is measured; nothing 
 
 "Together" is the job's own trainer and loader. The loader alone is the same loader without training. The step
 alone is the same trainer on one batch that is already on the device. The difference between together and the step
-alone is what the data costs. The work of the loader is taken apart as well: reading, decoding, gathering, augmenting
-and copying one batch, each run a few times.
+alone is the cost of the data. The loader's work on one batch is also measured in parts: reading, decoding, gathering,
+augmenting and copying, each a few times.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from stoker.train.precision import choose_precision
 NUM_STEPS_DRAWN = 6
 _SHOWN_TOPICS = (Topic.PRECISION, Topic.OPTIMIZER, Topic.STEP, Topic.ACTIVATIONS, Topic.MEMORY)
 _ROUNDS = 2
-"""Parts are measured in turn, more than once, so that a slow phase of the machine slows all of them."""
+"""Rounds in which all parts are measured in turn, so that a slow phase of the machine affects all of them."""
 _LONG_SECONDS = 30.0
-"""A job whose first round takes longer than this is measured once."""
+"""If the first round takes longer than this, there is no second one."""
 _REPEATS = 7
 _READ_BYTES = 32 << 20
 _FILTERS = {FILTER_DEFLATE: "gzip", FILTER_LZF: "lzf"}
@@ -100,7 +100,7 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
     process = psutil.Process()
 
     def look() -> None:
-        """Note the memory in use, before each batch."""
+        """Record the memory in use, before each batch."""
         host.append(process.memory_info().rss)
         if run.device.type == "cuda":
             on_device.append(torch.cuda.memory_allocated(run.device))
@@ -119,7 +119,7 @@ def _measure_parts(run: Run, patience: Patience, number: int) -> _Round:
 
 
 def _joined(timed: Sequence[Timed]) -> Timed:
-    """Return the laps of all rounds as one; history and phases (whose times are a round's own) are the first's."""
+    """Return one `Timed` with the laps of all rounds. History and phases, timed within a round, are the first's."""
     return replace(timed[0], laps=tuple(lap for each in timed for lap in each.laps))
 
 
@@ -190,10 +190,10 @@ def examine(run: Run, patience: Patience, subject: str) -> Measurements:
 def _per_step(
     laps: Sequence[Lap], step: Timed, work: LoaderWork, batches: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of every optimizer update, and of those what was waited for data.
+    """Return (seconds, seconds of waiting for data) of every optimizer update.
 
-    Gathering and augmenting a batch is work on the step's own device, not waiting. On a GPU the host waits for
-    many reasons; only the part counts by which a step is slower than the step alone.
+    Gathering and augmenting a batch is work on the step's own device, not waiting. On a GPU the host waits for many
+    reasons, so its wait counts at most as the time by which a step is slower than the step alone.
     """
     alone = step.seconds.median if step.seconds is not None and device.type == "cuda" else 0.0
     at_work = (work.collate or 0.0) + (work.transform or 0.0)
@@ -210,7 +210,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _phase(rounds: Sequence[_Round], kind: str, batches: int) -> Spread | None:
-    """Return the seconds of a phase in all rounds, as those of a step are: one round may have been disturbed."""
+    """Return the seconds per update of a phase, over all rounds as for steps: one round may have been disturbed."""
     found = Spread.of(
         end - start for each in rounds for name, start, end in each.together.phases if name == kind
     )
@@ -296,7 +296,7 @@ def _allocator_facts(run: Run, before: tuple[int, int], batches: int) -> Allocat
 
 
 def draw_timeline(timed: Timed) -> tuple[TimelineSpan, ...]:
-    """Return the first few steps as spans: waits, steps, and the phases that were timed."""
+    """Return the first few batches as spans: waits, steps, and the phases that were timed."""
     spans: list[TimelineSpan] = []
     drawn = timed.laps[:NUM_STEPS_DRAWN]
     for number, lap in enumerate(drawn):
@@ -344,7 +344,7 @@ def _gather_and_augment(run: Run, loader: Loader) -> tuple[float, float]:
 
 
 def _times(work: Callable[[], object], device: torch.device) -> list[float]:
-    """Return the seconds of some work, done a few times; the first two, which warm up, are left out."""
+    """Run `work` a few times and return the seconds of each; the first two runs are warm-up and left out."""
     took = []
     for _ in range(_REPEATS + 2):
         began = time.perf_counter()
@@ -364,20 +364,20 @@ class _Rows(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows, decoded."""
+        """Size of the decoded rows."""
         return (self.last - self.first) * self.array.location.row_bytes
 
     @property
     def chunk_rows(self) -> range:
-        """The rows of chunks that they lie in."""
+        """Numbers of the chunks, along the first axis, that contain the rows."""
         height = (self.array.location.chunk_shape or (self.last - self.first,))[0]
         return range(self.first // height, -(-self.last // height))
 
 
 def _read(loader: Loader, batch_size: int) -> tuple[float, float, float, tuple[Hdf5Facts, ...]]:
-    """Read as many samples in a row as a chunk would, in one thread, and scale to one batch.
+    """Read about 32 MiB of consecutive samples in one thread, and scale the times to one batch.
 
-    Returns the seconds of reading, of decoding, and of either without a core; and the layout of the datasets.
+    Returns (seconds of reading, seconds of decoding, seconds of both spent off the CPU, layout of the datasets).
     """
     per_batch = max(1, sum(rows.num_bytes for rows in _rows(loader, 0, batch_size)))
     num_samples = min(len(loader.samples), batch_size * max(1, _READ_BYTES // per_batch))
@@ -397,7 +397,7 @@ def _read(loader: Loader, batch_size: int) -> tuple[float, float, float, tuple[H
 
 
 def _idle_seconds() -> float:
-    """Return the seconds in which this thread neither ran nor queued for a core, up to a constant."""
+    """Return the seconds, plus a constant, in which this thread neither ran nor was queued for a core."""
     queued = 0.0
     with contextlib.suppress(OSError, ValueError, IndexError):
         queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -413,7 +413,7 @@ def _rows(loader: Loader, start: int, stop: int) -> Iterator[_Rows]:
 
 
 def _time_rows(rows: _Rows) -> tuple[float, float]:
-    """Return the seconds for the bytes alone, and for the decoded rows."""
+    """Return (seconds of reading the stored bytes, seconds of reading and decoding the rows)."""
     began = time.perf_counter()
     rows.array.read(rows.first, rows.last)
     whole = time.perf_counter() - began

@@ -3,14 +3,13 @@
 Enters: a command line. Leaves: its own exit code and `Measurements`. Costs the script's time, and 0.1 to 0.25 ms
 more per step.
 
-The probe (`probe/`) gets into every Python process of the command through the environment: the folder
-`probe/entry` is first on its path. stdin, stdout, stderr, the working directory and the process group stay the
-caller's.
+The probe (`probe/`) is loaded into every Python process of the command through the environment: `PYTHONPATH` begins
+with the folder `probe/entry`. The script inherits stdin, stdout, stderr, the working directory and the process group.
 
-Success: the script ends by itself, and its exit code is returned. Limit: after the given steps or seconds the
-script and all its processes are ended, asked first, then killed. Ctrl-C: the terminal interrupts the script too;
-it gets five seconds to end in its own way, and a second Ctrl-C kills it. SIGTERM to the doctor, or any error
-here: the script is ended, so that it never outlives the doctor.
+Success: the script ends by itself, and its exit code is returned. Limit: after the given steps or seconds, the script
+and all its processes get SIGTERM, then SIGKILL. Ctrl-C: the terminal interrupts the script too; it has five seconds to
+shut down, and a second Ctrl-C kills it. SIGTERM to the doctor, or any error here: the script is ended, so that it never
+outlives the doctor.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Attached:
-    """The result of a script."""
+    """The result of running a script with the probe."""
 
-    exit_code: int | None  # the script's own, negative for a signal; None when the doctor ended it
-    # why the doctor ended it: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the doctor); ""
-    # when it ended by itself
+    exit_code: int | None  # the script's own, negative for a signal; None if the doctor ended it
+    # why the doctor ended the script: "steps", "seconds", "interrupt" (Ctrl-C) or "termination" (SIGTERM to the
+    # doctor); "" if it ended by itself
     stopped: str
     measurements: Measurements  # from the probe's files
 
@@ -60,11 +59,11 @@ class Attached:
 def run_script(
     command: Sequence[str],  # as typed after `--`
     *,
-    steps: int | None = None,  # end it after so many optimizer updates past the warm-up
+    steps: int | None = None,  # end it after this number of optimizer updates, warm-up not counted
     seconds: float | None = None,  # end it after this time
     loader_arguments: Mapping[str, Any] | None = None,  # forced on every DataLoader of the script
     cwd: str | Path | None = None,
-    environment: Mapping[str, str] | None = None,  # None is this process's own
+    environment: Mapping[str, str] | None = None,  # None: the environment of this process
 ) -> Attached:
     """Run `command` (such as ["python", "train.py"]) to its end, or for a number of steps or seconds.
 
@@ -85,7 +84,7 @@ def run_script(
     between = measured.between_seconds or 0.0
     step = measured.step_seconds
     if waits(measured) or (step is not None and between > STARVED_SHARE * step.median):
-        # Only then workers may be the remedy, whose gain depends on it.
+        # Measured only if more workers may be the remedy: their gain depends on it.
         worth = cores_worth(machine.cores)
         measured = replace(measured, machine=replace(measured.machine, cores_worth=worth))
     return Attached(code, stopped, measured)
@@ -125,7 +124,7 @@ def probe_variables(
     steps: int | None = None,
     loader_arguments: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Return the environment with which every Python process starts the probe; `folder` gets its files."""
+    """Return environment variables that make every Python process start the probe, which writes to `folder`."""
     variables = {n: value for n, value in environment.items() if not n.startswith("STOKER_DOCTOR_")}
     path = [str(_ENTRY), *filter(None, [variables.get("PYTHONPATH", "")])]
     variables["PYTHONPATH"] = os.pathsep.join(path)
@@ -163,7 +162,7 @@ def _watch(
     seconds: float | None,
     terminated: threading.Event,
 ) -> str:
-    """Wait for the script; return why the doctor ended it, "" if it ended by itself."""
+    """Wait for the script; return why the doctor ended it (see `Attached.stopped`), "" if it ended by itself."""
     deadline = None if seconds is None else time.monotonic() + seconds
     try:
         while True:
@@ -193,7 +192,7 @@ def _watch(
 
 
 def _give_way(process: subprocess.Popen[bytes]) -> None:
-    """Let a script end after Ctrl-C, which it gets from the terminal too; a second Ctrl-C kills it."""
+    """Give the script 5 s to end after Ctrl-C (the terminal interrupts it too); a second Ctrl-C kills it."""
     family = _family(process.pid)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -214,7 +213,7 @@ def _kill(process: subprocess.Popen[bytes], family: Sequence[psutil.Process]) ->
 
 
 def _ask_for_last_words(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Ask the probe to write its last lines, and wait for it up to 1.5 s: the script may block all threads."""
+    """Ask the probe to write its last lines. Waits at most 1.5 s, because the script may block all threads."""
     (folder / "stop").touch()
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
@@ -224,7 +223,7 @@ def _ask_for_last_words(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a script and every process that it has started: SIGTERM, the script first, then SIGKILL."""
+    """End a script and every process that it has started: SIGTERM to the script, then to the others, then SIGKILL."""
     family = _family(process.pid)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -277,15 +276,15 @@ while time.perf_counter() < until:
     count += sum(json.loads(text)) > 0 and len(zlib.decompress(packed)) > 0
 print(count / max(time.process_time() - began, 1e-9))
 """
-"""Work like that of a dataset, counted by the time on a core, so that other programs hardly change the count."""
+"""Work like a dataset's. The result is per second of CPU time, so that other programs hardly change it."""
 _MOST_CORES = 32
 
 
 def cores_worth(cores: int | None) -> float | None:
-    """Measure how much all cores do at once, in single threads; None on one core, on very many, or if it fails.
+    """Measure the throughput of all cores together, as a multiple of one thread's.
 
-    Takes about half a second. On rented machines a core is often one of two threads of a physical one, and the system
-    does not say so.
+    None on one core, on more than 32, or if it fails. Takes about half a second. On rented machines a core is often one
+    of two hardware threads of a physical core, and the system does not say so.
     """
     if cores is None or not 2 <= cores <= _MOST_CORES:
         return None
@@ -304,7 +303,7 @@ def cores_worth(cores: int | None) -> float | None:
 
 
 def physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """Return how many of the usable cores are not the second thread of another usable one; None if unknown."""
+    """Return the number of physical cores among the usable logical cores; None if unknown."""
     try:
         return len(
             {

@@ -1,4 +1,4 @@
-"""What every rule is given: the measurements, the pace of the step, and the wording that rules share.
+"""The input of every rule: the measurements, the pace of the step, and the wording that rules share.
 
 Enters: `Measurements`. Leaves: a `Case`, findings, and lines of evidence. Costs nothing; pure.
 """
@@ -18,7 +18,7 @@ from stoker.doctor.measurements import HostCall, LoaderFacts, Measurements
 from stoker.units import format_seconds
 
 WORTHWHILE = 1.1
-"""A likely gain below this is within the noise of most machines: no advice."""
+"""A remedy is advised only if its likely gain is at least this; smaller gains are within most machines' noise."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def cores(self) -> int:
-        """Cores that the job may use; 2 if unknown, which promises least."""
+        """Cores that the job may use; if unknown, 2, for which predicted gains are smallest."""
         return self.measured.machine.cores or 2
 
     @property
@@ -77,7 +77,7 @@ class Case:
         ends_the_run: bool = False,
         **patch: Any,
     ) -> Finding:
-        """Return a finding; lines of evidence that are None are left out."""
+        """Return a finding; None and empty lines of evidence are left out."""
         return Finding(
             name=name,
             title=title,
@@ -90,7 +90,7 @@ class Case:
         )
 
     def advise(self, *args: Any, **kwargs: Any) -> Finding | None:
-        """Return a finding as `finding` does if its likely gain is above the noise, else None."""
+        """Return what `finding` returns if its likely gain is at least `WORTHWHILE`, else None."""
         found = self.finding(*args, **kwargs)
         return found if found.gain.likely >= WORTHWHILE else None
 
@@ -104,7 +104,7 @@ def rule_name(rule: Rule) -> str:
 
 
 def while_waiting(rule: Callable[[Case, LoaderFacts, Pace], Finding | None]) -> Rule:
-    """Make a rule of a function that is called only if the step waits for its loader."""
+    """Turn a function into a rule that applies only if the step waits for its loader."""
 
     @functools.wraps(rule)
     def asked(case: Case) -> Finding | None:
@@ -114,14 +114,14 @@ def while_waiting(rule: Callable[[Case, LoaderFacts, Pace], Finding | None]) -> 
 
 
 def milliseconds(seconds: float) -> str:
-    """Return "12.3 ms" below a second, seconds above; three digits, so that similar steps differ."""
+    """Return a duration such as "12.3 ms", or in seconds from 1 s; three digits, so that similar steps differ."""
     if seconds >= 1:
         return format_seconds(seconds)
     return f"{seconds * 1e3:.3g} ms"
 
 
 def saved(pace: Pace, seconds: float, low: float = 0.5, likely: float = 0.95) -> Gain:
-    """Return the gain if the host saves the shares `low`, `likely` and all of `seconds`."""
+    """Return the gain if the host saves the share `low`, `likely` or all of `seconds` (high estimate)."""
     return gain(
         pace, pace.saving(seconds * likely), pace.saving(seconds * low), pace.saving(seconds)
     )
@@ -143,12 +143,12 @@ def share_of_work(loader: LoaderFacts, seconds: float | None) -> float:
 
 
 def blocked_share(loader: LoaderFacts) -> float:
-    """Return the share of loading that is waiting, not computing; 0 if unknown."""
+    """Return the share of loading time spent waiting for a disk or network, not computing; 0 if unknown."""
     return loader.blocked_share or 0.0
 
 
 def work_line(loader: LoaderFacts) -> str | None:
-    """Return the parts of loading one batch, the largest first."""
+    """Return a line of evidence with the parts of loading one batch, the largest first; None if none is known."""
     parts = {
         "reading": loader.work.read,
         "decoding": loader.work.decode,
@@ -182,7 +182,7 @@ def busy_cores(loader: LoaderFacts) -> float | None:
 
 
 def cpu_words(loader: LoaderFacts) -> str:
-    """Return how busy a worker is, to be appended to another fact."""
+    """Return how busy a worker is, as a clause to append to a line of evidence; "" if unknown."""
     if not loader.worker_cpu_shares:
         return ""
     each = sum(loader.worker_cpu_shares) / len(loader.worker_cpu_shares)
@@ -209,7 +209,7 @@ def packed_instead(case: Case, loader: LoaderFacts) -> tuple[str, str]:
 
 
 def loader_instead(case: Case, loader: LoaderFacts) -> str:
-    """Return a call of stoker's Loader that reads the same HDF5 file; "" if that cannot be told.
+    """Return a call of stoker's Loader that reads the same HDF5 file; "" if no such call is known.
 
     The datasets must be in one file and have one row per sample.
     """

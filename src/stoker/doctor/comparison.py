@@ -1,7 +1,7 @@
-"""Two examinations compared: is the second one worse? For a check of every change (`stoker doctor compare`).
+"""Compares two examinations, to check in CI if a change made a job slower (`stoker doctor compare`).
 
-Enters: two JSON documents of `stoker doctor --out`. Leaves: a `Comparison`: figures side by side, and the reasons for
-which the second is worse. Costs milliseconds. No torch here.
+Enters: two JSON documents of `stoker doctor --out`. Leaves: a `Comparison`: figures side by side, and the reasons why
+the second is worse. Costs milliseconds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Examination:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result."""
+    """The result of comparing two examinations."""
 
-    figures: tuple[tuple[str, str, str], ...]  # (name, before, after) in words
+    figures: tuple[tuple[str, str, str], ...]  # (name, before, after) as text
     worse: tuple[str, ...]  # why the second is worse; empty if it is not
-    notes: tuple[str, ...]  # what makes the comparison weak
+    notes: tuple[str, ...]  # why the comparison may be misleading: other commands, devices or cores
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -73,13 +73,13 @@ def read_examination(path: str | Path) -> Examination:
 
 
 def compare(before: Examination, after: Examination, tolerance: float) -> Comparison:
-    """Compare a new examination of a job with the one to be held.
+    """Compare a new examination of a job with the reference `before`.
 
-    `tolerance` is the share of the rate that may be lost. A smaller loss, or one within the quartiles of the steps,
-    does not count.
+    `tolerance` is the share of the rate that may be lost. A smaller loss does not count, nor one where the quartiles of
+    the steps overlap.
 
     Raises:
-        InputError: The first one measured no step.
+        InputError: The first examination measured no step.
     """
     old, new = before.measurements, after.measurements
     if old.step_seconds is None:

@@ -1,8 +1,8 @@
-"""The examination of a stoker job: measured, judged, other settings tried, and on request changed and measured again.
+"""Examines a stoker job: measures it, tries other settings, diagnoses, and on request applies a remedy and measures it.
 
 Enters: a config. Leaves: a `Consultation`, and after `--apply` an `Outcome`: samples per second before, predicted
 and after. Costs the measurements: one for the job, one for each proposal, a few short ones of the step alone for
-larger batches. Before and after are measured in turn, so that a machine that drifts slows both.
+larger batches. Before and after are measured in turn, so that a drift of the machine's speed affects both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stoker.report import Progress
 from stoker.train.oom import forget_frames, is_oom
 
 BATCH_GAIN = 1.05
-"""Doubling stops when samples per second grow by less than this factor."""
+"""Doubling stops after two sizes in a row at which samples per second grow by less than this factor."""
 NEAR_BEST = 0.95
 """The smallest batch whose rate is at least this share of the best is proposed."""
 _MOST_DOUBLINGS = 5
@@ -38,7 +38,7 @@ _LONG_SECONDS = 60.0
 
 
 def propose(job: JobConfig, measured: Measurements) -> list[Alternative]:
-    """Return the changes worth trying that this config allows, without larger batches. Pure."""
+    """Return the changes worth trying that this config allows, except larger batches. Pure."""
     training, data, reasons = job.settings.training, job.settings.data, job.settings.reasons
     tier = measured.loader.tier if measured.loader else None
     on_gpu = measured.machine.device == "cuda"
@@ -75,14 +75,14 @@ def propose(job: JobConfig, measured: Measurements) -> list[Alternative]:
 
 def find_knee(
     batch: int,  # the configured size
-    seconds: float,  # of its step alone
-    most: int,
+    seconds: float,  # of the step alone at that size
+    most: int,  # largest size to try
     measure: Callable[[int], float | None],  # seconds of the step alone; None if it does not fit
 ) -> tuple[list[tuple[int, float]], int | None]:
     """Double the batch while the step alone becomes faster per sample.
 
-    Returns the sizes tried with their seconds, and the smallest size that is nearly the best; None if that is the
-    configured one.
+    Returns the sizes tried with the seconds of their steps, and the smallest size whose rate is near the best one; None
+    in its place if that is the configured size.
     """
     doublings = [batch * 2**n for n in range(1, _MOST_DOUBLINGS + 1)]
     sizes = [batch, *(size for size in doublings if size <= most)]
@@ -102,7 +102,7 @@ def find_knee(
 
 
 def batch_proposal(job: JobConfig, size: int) -> Alternative:
-    """Return the change to a larger batch, with fewer accumulation steps if there are any."""
+    """Return the change to a larger batch, with fewer accumulation steps if gradients are accumulated."""
     settings = job.settings
     factor = size // settings.training.batch_size
     changes: dict[str, Any] = {job.key_of("training.batch_size"): size}
@@ -123,7 +123,7 @@ def batch_proposal(job: JobConfig, size: int) -> Alternative:
 def try_alternatives(
     run: Run, job: JobConfig, measured: Measurements, patience: Patience
 ) -> Measurements:
-    """Measure every proposal for a job as it was examined, and add the results to its measurements."""
+    """Measure the job with every proposed change, and add the results to its measurements."""
     ablation = measured.ablation
     assert ablation is not None
     tried, knee = _larger_batches(run, measured, patience)
@@ -143,7 +143,7 @@ def try_alternatives(
 
 
 def _pooled(rate: Spread, again: Timed) -> Spread:
-    """Return a spread that covers both measurements; they differ because machines drift."""
+    """Return a spread that covers both measurements, which differ because the machine's speed drifts."""
     other = again.rate()
     if other is None:
         return rate
@@ -174,7 +174,7 @@ def _larger_batches(
         if per_sample * size * num_steps > _LONG_SECONDS:
             return None
         took, _ = gauge.attempt(size, lambda: time(size))
-        # The faster quartile of the steps: the least disturbed by other work on the machine.
+        # The faster quartile of the steps is least disturbed by other work on the machine.
         return None if took is None else took.low
 
     # At least two updates per epoch.
@@ -233,9 +233,9 @@ _WORDS = {
 
 
 def weigh(measured: Measurements, findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, with measured gains in place of predicted ones.
+    """Return the findings, with predicted gains replaced by measured ones where a remedy was tried.
 
-    A finding whose remedy was tried and brought nothing is left out. Pure.
+    A finding whose remedy was tried without a gain is left out. Pure.
     """
     ablation = measured.ablation
     if ablation is None or ablation.together_rate is None:
@@ -277,10 +277,10 @@ def consult_job(
     *,
     device: str | None = None,  # the first GPU by default, else the CPU
     steps: int | None = None,  # of every measurement; by default 60 on a GPU and 20 on a CPU
-    seconds: float | None = None,  # after which one ends with fewer steps; 4 by default
+    seconds: float | None = None,  # time limit of every measurement; 4 by default
     progress: Progress | None = None,  # told what is being measured
 ) -> Consultation:
-    """Measure a job from its config, try other settings, and diagnose."""
+    """Measure a job from its config, try other settings, and return the findings."""
     with open_run(job.settings, device=device, progress=progress) as run:
         patience = default_patience(run.device, steps, seconds)
         measured = examine(run, patience, job.file)
@@ -291,7 +291,7 @@ def consult_job(
 def choose_treatment(
     job: JobConfig, findings: Sequence[Finding]
 ) -> tuple[Finding, JobConfig] | None:
-    """Return the first finding that a change of the config makes faster, and the changed config."""
+    """Return the first finding with a gain that a change of the config can bring, and the changed config."""
     for finding in findings:
         changes = job.deciding(finding.patch.config)
         if not changes or finding.gain.likely <= 1.0:
@@ -300,7 +300,7 @@ def choose_treatment(
         try:
             return finding, job.with_changes(changes, [note])
         except ConfigError:
-            continue  # another key of this config excludes the change
+            continue  # the change is not allowed together with another key of this config
     return None
 
 
@@ -329,7 +329,7 @@ def treat_job(
 
 
 def _rate(timed: Sequence[Timed]) -> float | None:
-    """Return the median over the rounds of samples per second."""
+    """Return samples per second, the median over the rounds."""
     rates = [
         sum(lap.num_samples for lap in each.laps) / sum(lap.seconds for lap in each.laps)
         for each in timed

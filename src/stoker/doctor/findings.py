@@ -1,7 +1,7 @@
 """The results of an examination: findings, the verdict, and the outcome of an applied remedy.
 
-Enters: what the rules decide. Leaves: frozen values, also as JSON. Costs nothing. No torch: a script is judged
-without it.
+Enters: the decisions of the rules. Leaves: frozen values, also as JSON. Costs nothing. Imports no torch: scripts are
+examined without it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Patch:
     # arguments of torch's DataLoader with their new values, for scripts; these can be tried without editing the script
     # (see `attach.run_script`)
     loader_arguments: Mapping[str, Any] = field(default_factory=dict)
-    where: str | None = None  # file:line of the script that is to be edited
+    where: str | None = None  # file:line of the script to edit
     script: str = ""  # suggested code or edit, a few lines; "" if there is none
-    # code that may stand in the place of the call at `where`, in a script that imports stoker; "" if there is none
+    # code that can replace the call at `where`, in a script that imports stoker; "" if there is none
     replacement: str = ""
 
 
@@ -60,17 +60,17 @@ class Finding:
     gain: Gain = field(default_factory=Gain)
     samples_per_second: float | None = None  # rate now; None if samples were not counted
     patch: Patch = field(default_factory=Patch)
-    # whether the job fails or is worthless if nothing is done: memory that grows, values that are not finite
+    # whether the job fails or is worthless without the remedy: memory that grows, values that are not finite
     ends_the_run: bool = False
 
     @property
     def docs(self) -> str:
-        """The command that prints what it means and what to do; it works wherever stoker is installed."""
+        """The command that explains this finding and its remedy; it works wherever stoker is installed."""
         return command("stoker", "doctor", "explain", self.name)
 
     @property
     def predicted_samples_per_second(self) -> tuple[float, float, float] | None:
-        """After the remedy: low, likely, high."""
+        """Samples per second after the remedy: low, likely, high; None if the rate now is unknown."""
         return self.gain.times(self.samples_per_second)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,18 +90,18 @@ class Finding:
 
 
 def explanations() -> dict[str, str]:
-    """Return the text on every finding, by name: the findings' part of docs/doctor.md, which ships with the package."""
+    """Return the explanation of every finding by name, from `explanations.md` (also a part of docs/doctor.md)."""
     pieces = re.split(r"^### (\S+)$", _EXPLANATIONS.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(pieces[1::2], (text.strip() for text in pieces[2::2]), strict=True))
 
 
 HEALTHY = "nothing to fix"
 _MOST_ELSEWHERE = 0.25
-"""Share of the time since the first step above which the verdict names the time outside of the steps."""
+"""The verdict mentions time outside of the steps above this share of the time since the first step."""
 
 
 def describe_changes(changes: Mapping[str, Any]) -> str:
-    """Return "training.batch_size: 64, training.capture: auto"."""
+    """Return changes of a config as text, such as "training.batch_size: 64, training.capture: auto"."""
     return ", ".join(
         f"{key}: {value if isinstance(value, str) else json_text(value)}"
         for key, value in changes.items()
@@ -110,10 +110,10 @@ def describe_changes(changes: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A remedy that was applied and measured."""
+    """The result of applying a remedy and measuring again."""
 
-    finding: Finding
-    change: str
+    finding: Finding  # whose remedy was applied
+    change: str  # the change in words
     before: float | None  # samples per second without the change
     after: float | None  # samples per second with it; None if it could not be measured
     failure: str = ""  # what went wrong in the run with the change; "" if nothing did
@@ -132,7 +132,7 @@ class Outcome:
 
     @property
     def miss(self) -> str:
-        """How far the measured rate is from the predicted range, in words; "" within it or if unknown."""
+        """By how much the measured rate misses the predicted range, in words; "" if it does not, or if unknown."""
         predicted = self.predicted
         if predicted is None or self.after is None or self.failure:
             return ""
@@ -166,9 +166,9 @@ class Consultation:
     measurements: Measurements  # everything that was measured
     findings: tuple[Finding, ...]  # largest gain first; empty for a healthy job
     outcome: Outcome | None = None  # the result of `--apply`, if it ran
-    # why its speed cannot be judged; "" if it can, or if a finding promises more of it
+    # why the speed cannot be judged; "" if it can, or if a finding predicts a gain
     unjudged: str = ""
-    # what would be found after the first finding's remedy; gains count from there
+    # findings expected after the first finding's remedy; their gains are relative to that
     later: tuple[Finding, ...] = ()
 
     @property
@@ -195,7 +195,7 @@ class Consultation:
 
     @property
     def overlap(self) -> str:
-        """What to say of gains that cannot be multiplied; "" if fewer than two findings have one."""
+        """A note that gains cannot be multiplied; "" if fewer than two findings have one."""
         if sum(finding.gain.likely > 1.0 for finding in self.findings) < 2:
             return ""
         return (
@@ -205,7 +205,7 @@ class Consultation:
 
     @property
     def behind(self) -> tuple[str, ...]:
-        """A line on each cost that the first finding hides, or on speed that cannot be judged."""
+        """A line for each cost that the first finding hides, or one that says why the speed cannot be judged."""
         if self.findings and self.unjudged and not self.later:
             return (f"cannot judge its speed: {self.unjudged}",)
         return tuple(
@@ -215,7 +215,7 @@ class Consultation:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values: what `stoker report` and other programs read."""
+        """Return plain values, for `stoker report` and other programs."""
         document = {
             "verdict": self.verdict,
             "samples_per_second": self.measurements.samples_per_second,

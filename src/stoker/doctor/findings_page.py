@@ -1,4 +1,4 @@
-"""The page of `stoker doctor --html`: the verdict, where the step's time goes, a few steps, the findings.
+"""The page of `stoker doctor --html`: the verdict, the findings, the parts of a step, a timeline of a few steps.
 
 Enters: a `Consultation`. Leaves: one self-contained HTML page as text. Costs string work.
 """
@@ -26,7 +26,7 @@ _MOST_SPANS = 600
 _MOST_PROSE = 400
 _LANE_HEIGHT, _SPAN_HEIGHT = 24, 16
 _NARROW = 0.15
-"""In percent of the picture's width: a thinner span would be invisible."""
+"""Least width of a span in percent of the picture's width: a thinner one would be invisible."""
 
 
 def findings_page(consultation: Consultation) -> str:
@@ -73,7 +73,7 @@ def _summary(consultation: Consultation) -> Html:
 
 
 def spread_text(spread: Spread | None) -> str:
-    """Return "12.3 ms (11.9 to 13.0 ms)"; n/a when it was not measured."""
+    """Return median and quartiles as "12.3 ms (11.9 ms to 13 ms)"; "n/a" if not measured."""
     if spread is None:
         return "n/a"
     if spread.count < 2:
@@ -167,7 +167,7 @@ def _rate(value: float | Spread | None) -> str:
 
 
 def _waterfall(measured: Measurements) -> Html:
-    """Return the parts of a step one below the other, each starting where the previous one ends."""
+    """Return a bar chart of the parts of a step, each bar starting where the previous one ends."""
     parts = split_step(measured)
     whole = max(sum(part.seconds for part in parts), 1e-12)
     rows, at = [], 0.0
@@ -204,7 +204,7 @@ def _bar(colour: str, left: float, wide: float, top: float, height: float) -> st
 
 
 def draw_timeline(spans: Sequence[TimelineSpan]) -> Html:
-    """Return a few steps drawn to scale, a line per lane, with a description for screen readers."""
+    """Return a drawing to scale of a few steps, one row per lane, with a description for screen readers."""
     spans = spans[:_MOST_SPANS]
     end = max((span.start_seconds + span.seconds for span in spans), default=0.0)
     if end <= 0:

@@ -1,12 +1,12 @@
-"""The arithmetic of a step: what its time consists of, and how long it would take after a remedy.
+"""The arithmetic of a step: the parts of its time, and its expected time after a remedy.
 
 Enters: `Measurements`. Leaves: a `Pace`, a `Gain` for a changed one, and the parts of a step for tables. Costs
 nothing; pure.
 
-Without workers a step loads and then computes: load + compute. With workers both happen side by side and
-the slower one sets the pace: max(load / active_workers, compute), where `active_workers` is how many loading processes'
-worth of work really ran at once. Where the loader was the slower one, they are calibrated so that
-the formula gives the step that was measured.
+Without workers a step loads and then computes: load + compute. With workers both happen in parallel, and the slower one
+sets the pace: max(load / active_workers, compute). `active_workers` is the number of loading processes that effectively
+worked at once. If the loader was the slower part, `active_workers` is chosen so that the formula gives the measured
+step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stoker.doctor.findings import Gain
 from stoker.doctor.measurements import LoaderFacts, LoaderWork, MachineFacts, Measurements
 
 STARVED_SHARE = 0.10
-"""Waiting below this share of a step is the normal cost of receiving a batch."""
+"""Waiting for less than this share of a step is the normal cost of receiving a batch."""
 _HAND_OVER_SECONDS, _HAND_OVER_BYTES_PER_SECOND = 7e-4, 2e9
 COLD_SECONDS = 3.5e-4
-"""Time that a process loses per batch if it slept before it, because its caches are cold: the training process that
-waits for a worker, and a worker that waits for work (measured: 0.34 ms on a Xeon, 0.49 on an ARM core)."""
+"""Seconds per batch that a process loses to cold CPU caches if it slept before: the training process that waits for a
+worker, or a worker that waits for work (measured: 0.34 ms on a Xeon, 0.49 on an ARM core)."""
 _LEAST_WAIT_SECONDS = 5e-4
-"""Without workers a shorter wait is the cost of collating a batch that lies ready, and no remedy is shorter."""
+"""Without workers, a shorter wait is the cost of collating samples that are in memory; no remedy makes it shorter."""
 _FEWEST_CORES = 2
-"""Cores that are assumed where their number is unknown, which promises least."""
+"""Assumed number of cores if it is unknown: the predicted gains are then smallest."""
 _SECOND_THREAD = 0.5
 """Work that the second thread of a physical core adds (measured with workers on an H200's host: 0.3 to 0.6)."""
 _EXPLAINED = 0.5
-"""Loading explains the waiting if the workers, all busy, need at least this share of a step for it."""
+"""Loading explains the waiting if the workers, all busy, need at least this share of a step for a step's batches."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Pace:
 
     load: float  # seconds that one loading process needs for the batches of one step
     compute: float  # seconds of a step without waiting for data
-    # loading processes that work at once; 0 if the training process loads
+    # loading processes that effectively work at once; 0 if the training process loads
     active_workers: float = 1.0
-    # seconds per step in which the device computes; no remedy on the host goes below
+    # seconds per step in which the device computes; no remedy on the host makes a step shorter than this
     device_busy: float = 0.0
     hand_over: float = 0.0  # seconds for which a batch from a worker occupies the training process
 
@@ -53,12 +53,12 @@ class Pace:
         return max(self.load / self.active_workers, self.compute + self.hand_over, self.device_busy)
 
     def loading(self, seconds: float, active_workers: float | None = None) -> Pace:
-        """Return the pace if loading costs `seconds` per step, optionally with other active workers."""
+        """Return the pace if loading costs `seconds` per step, optionally with another number of active workers."""
         workers = self.active_workers if active_workers is None else max(0.0, active_workers)
         return replace(self, load=max(0.0, seconds), active_workers=workers)
 
     def saving(self, seconds: float) -> Pace:
-        """Return the pace with `seconds` less on the host and the same work on the device."""
+        """Return the pace with `seconds` less of compute; the time of the device stays a lower bound."""
         floor = min(self.device_busy, self.compute)
         return replace(self, compute=max(floor, self.compute - seconds, 1e-9))
 
@@ -73,7 +73,7 @@ def pace_of(measured: Measurements) -> Pace | None:
     compute = (alone or measured.compute_seconds or measured.step_seconds).median
     busy = measured.kernels.busy_share * step if measured.kernels else 0.0
     load, active_workers = _loading(measured, step, wait)
-    # If the step is not starved, its waiting is the measured cost of the hand-over.
+    # If the step is not starved, its wait is the measured cost of receiving batches.
     hand_over = hand_over_seconds(measured.loader) if active_workers else 0.0
     return Pace(
         load,
@@ -89,22 +89,22 @@ def hand_over_seconds(loader: LoaderFacts | None) -> float:
     if loader is None or loader.kind != "torch":
         return 0.0
     cost = _HAND_OVER_SECONDS + (loader.batch_bytes or 0) / _HAND_OVER_BYTES_PER_SECOND
-    if loader.workers == 0:  # where there are some, the time of the step was measured with it
+    if loader.workers == 0:  # with workers, the measured step includes this cost
         cost += COLD_SECONDS
     # On a busy machine the worker first queues for a core.
     return cost * loader.batches_per_step / running_share(loader)
 
 
 def running_share(loader: LoaderFacts) -> float:
-    """Return the share of a loading process's ready time in which it had a core; at least 0.25."""
+    """Return the share of a loading process's runnable time in which it had a core; at least 0.25."""
     return max(0.25, 1 - (loader.queued_share or 0.0))
 
 
 def worth(threads: float, machine: MachineFacts) -> float:
-    """Return how many single threads' worth of work that many get done side by side on this machine.
+    """Return the throughput of `threads` parallel threads on this machine, as a multiple of one thread's.
 
-    Two threads of one physical core share its units, and together they do about one and a half times the work of one.
-    Where the system says which cores are such threads, they are used last; where it does not, work meets by chance.
+    The two hardware threads of a physical core together do about one and a half times the work of one. If the system
+    reports which logical cores share a physical one, second threads are used last; if not, by chance.
     """
     cores = machine.cores or _FEWEST_CORES
     physical = min(cores, machine.physical_cores or cores)
@@ -120,10 +120,10 @@ def worth(threads: float, machine: MachineFacts) -> float:
 
 
 def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> float:
-    """Return how many of the present workers' worth of work that many get done, beside other work of the machine.
+    """Return the throughput of `workers` loading processes beside other work, as a multiple of one present worker's.
 
-    Ready processes share the cores evenly, so the time that a worker queued tells how many there are. A little
-    queueing happens on every machine and is ignored.
+    Runnable processes share the cores evenly, so the time that a worker queued for a core shows how many there are. A
+    little queueing happens on every machine and is ignored.
     """
     cores, present = machine.cores or _FEWEST_CORES, max(1, loader.workers)
     crowded = min(1.0, max(0.0, ((loader.queued_share or 0.0) - 0.1) / 0.3))
@@ -139,14 +139,14 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
     if loader is None:
         return wait, 0.0
     if loader.kind == "torch" and loader.workers == 0:
-        # The wait is the loading; where it is much longer, the thread was queued for a core behind other programs.
+        # The wait is the loading. If it is much longer, the thread was queued for a core behind other programs.
         seconds = load_seconds(loader)
         return (min(wait, 1.5 * seconds + _LEAST_WAIT_SECONDS) if seconds > 0 else wait), 0.0
     if loader.kind == "stoker":
         alone = measured.ablation.loader_seconds if measured.ablation else None
         alone = alone or loader.alone_seconds
         load = (alone.median if alone else wait) * loader.batches_per_step
-        # If the step waits, the loader is as slow as the step, whatever it manages alone.
+        # If the step waits, the loader is as slow as the step, however fast it is alone.
         return (step, 1.0) if is_starved(measured) else (min(load, step), 1.0)
     load = load_seconds(loader)
     workers, starved = float(loader.workers), is_starved(measured)
@@ -156,13 +156,13 @@ def _loading(measured: Measurements, step: float, wait: float) -> tuple[float, f
 
 
 def load_seconds(loader: LoaderFacts) -> float:
-    """Return the seconds that one loading process needs for a step's batches; 0 if unknown."""
+    """Return the seconds that one loading process needs for the batches of a step; 0 if unknown."""
     whole = loader.alone_seconds.median if loader.alone_seconds else loader.work.total
     return whole * loader.batches_per_step
 
 
 def waits(measured: Measurements) -> bool:
-    """Return whether the step waits for data longer than receiving a batch takes."""
+    """Return whether the step waits for data for longer than receiving a batch takes."""
     share = measured.wait_share
     return share is not None and share > STARVED_SHARE
 
@@ -176,7 +176,7 @@ def is_starved(measured: Measurements) -> bool:
         return True
     if loader.workers == 0:
         return wait.median >= _LEAST_WAIT_SECONDS
-    # The workers take the cores from the training process: loading is too expensive for any number of them.
+    # The workers take the cores from the training process: loading is too expensive for any number of workers.
     if (loader.crowding_share or 0.0) > STARVED_SHARE:
         return True
     taken = load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
@@ -184,12 +184,12 @@ def is_starved(measured: Measurements) -> bool:
 
 
 def gain(now: Pace, likely: Pace, low: Pace | None = None, high: Pace | None = None) -> Gain:
-    """Return the speed-up of `likely`, with a cautious and a hopeful case; never below 1."""
+    """Return the speed-up of `likely` over `now`, with a cautious (`low`) and a hopeful (`high`) case; at least 1."""
     return gain_of_steps(now.step, (low or likely).step, likely.step, (high or likely).step)
 
 
 def gain_of_steps(now: float, low: float, likely: float, high: float) -> Gain:
-    """Return the gain of steps that take `low` (cautious) to `high` (hopeful) seconds instead."""
+    """Return the gain if steps take `likely` seconds, or `low` (cautious) or `high` (hopeful), instead of `now`."""
     least, expected, most = sorted(
         max(1.0, now / max(after, 1e-9)) for after in (low, likely, high)
     )
@@ -199,7 +199,7 @@ def gain_of_steps(now: float, low: float, likely: float, high: float) -> Gain:
 
 
 def suggested_workers(load: float, compute: float, cores: int, blocked_share: float) -> int:
-    """Return the number of loading processes that keep up with the step, as far as the cores allow.
+    """Return the number of loading processes that keep up with the step, limited by the cores.
 
     A worker that waits for a disk needs no core, so there may be more such workers than cores.
     """
@@ -219,7 +219,7 @@ _LOADER_WORDS = {
 
 _ORDER = ("wait", "load", "compute", "host")
 _SMALLEST_SHARE = 1e-3
-"""Share of a step below which a part is not listed."""
+"""Parts below this share of a step are not listed."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def split_step(measured: Measurements) -> list[StepShare]:
 
 
 def _fitted(parts: list[StepShare], step: float) -> list[StepShare]:
-    """Return the parts scaled to fit into the step: medians of uneven steps can add up to more."""
+    """Return the parts, scaled down if their sum is more than the step: medians of uneven steps do not add up."""
     waits = sum(part.seconds for part in parts if part.kind == "wait")
     others = sum(part.seconds for part in parts if part.kind != "wait")
     wait_scale = min(1.0, step / max(waits, 1e-12))
@@ -260,7 +260,7 @@ def _fitted(parts: list[StepShare], step: float) -> list[StepShare]:
 def _known_parts(measured: Measurements) -> list[StepShare]:
     """Return the parts of a step that were measured; 0 seconds for the others."""
     loader, gathering, augmenting = measured.loader, 0.0, 0.0
-    # A replayed step gathers by itself.
+    # A CUDA graph of the step includes the gathering.
     if loader is not None and loader.kind == "stoker" and not measured.captured:
         gathering = (loader.work.collate or 0) * loader.batches_per_step
         augmenting = (loader.work.transform or 0) * loader.batches_per_step
@@ -286,5 +286,5 @@ def _known_parts(measured: Measurements) -> list[StepShare]:
 
 
 def split_work(work: LoaderWork) -> list[tuple[str, float | None]]:
-    """Return the loader's work on one batch by kind; None where it was not measured."""
+    """Return (kind in words, seconds) of the loader's work on one batch; None if it was not measured."""
     return [(words, getattr(work, name)) for name, words in _LOADER_WORDS.items()]

@@ -1,7 +1,7 @@
-"""A config as text that can be changed, resolved and written; used by `--apply`.
+"""A config file as text that can be changed, resolved and written; used by `--apply`.
 
-Enters: a config file, `--set` overrides, `--store`. Leaves: one text with all of them, its settings, and copies with
-other values. Costs a few milliseconds.
+Enters: a config file, `--set` overrides, `--store`. Leaves: one YAML text that includes all of them, its resolved
+settings, and copies with changed values. Costs a few milliseconds.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class JobConfig:
     def read(
         cls, path: str | Path, overrides: Sequence[str] = (), store: str | Path | None = None
     ) -> JobConfig:
-        """Read a config and write overrides into its text.
+        """Read a config and write the overrides into its text.
 
         Raises:
-            ConfigError: It cannot be read, or is not sound.
+            ConfigError: The config cannot be read, or is not valid.
         """
         path = find_config(path)
         refuse_special(path, "config", ConfigError)  # it is read twice
@@ -61,15 +61,15 @@ class JobConfig:
         return resolve(self.config)
 
     def key_of(self, key: str) -> str:
-        """Return the place that decides a key here."""
+        """Return the key under which this config sets `key`: options may have several names."""
         return find_key(self.config, home_of(key))
 
     def deciding(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes under the keys that decide here: others would be overruled."""
+        """Return the changes under the keys that this config uses; under other names they would be overridden."""
         return {self.key_of(key): value for key, value in changes.items()}
 
     def with_changes(self, changes: Mapping[str, Any], notes: Sequence[str] = ()) -> JobConfig:
-        """Return the config with some dotted keys at other values; `notes` go on top as comments.
+        """Return the config with new values for some dotted keys; `notes` are written on top as comments.
 
         Raises:
             ConfigError: A value is not allowed, alone or together with the others.
@@ -79,9 +79,9 @@ class JobConfig:
         return changed
 
     def write(self, path: Path, *, replace: bool = False) -> None:
-        """Write the text to a file, atomically; `replace` allows any existing file to be replaced.
+        """Write the text to a file, atomically; `replace` allows it to replace any existing file.
 
-        A text with a password gets permissions for its owner only.
+        A file whose text holds a password is readable by its owner only.
         """
         has_secret = masked(self.text) != self.text
         write_text(path, self.text, always if replace else never, private=has_secret)

@@ -1,7 +1,7 @@
 """The measurements of a stoker job or a script, as plain frozen values.
 
-Enters: figures from an ablation or from an attached script. Leaves: `Measurements`, also as JSON and back. Costs
-nothing. No torch here: rules, pages and the command line use these values without it.
+Enters: figures from an ablation or from a script run with the probe. Leaves: `Measurements`, also as JSON and back.
+Costs nothing. Imports no torch: rules, pages and the command line use these values without it.
 
 Seconds are wall-clock seconds of the training process unless the name says otherwise; "per step" is one
 optimizer update, "per batch" one batch from the loader. A reading that was not taken is None.
@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 OPERATOR_SECONDS = 40e-6
 """Upper bound for calling one operator of torch, including its Python code."""
 NOTABLE_BETWEEN = 0.12
-"""Share of a step spent between the model's calls from which it is a finding; from half of it a note tells."""
+"""Code between the model's calls is a finding from this share of a step, and a note from half of it."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,19 @@ class MachineFacts:
     """Facts of the machine that the rules use."""
 
     cores: int | None = None  # that the job may use
-    # of these, how many are not the second thread of another one; None if unknown
+    # physical cores among these, without second hardware threads; None if unknown
     physical_cores: int | None = None
-    # work that all of them do at once, in single threads; less than `cores` if threads share a physical core, as on
-    # most rented machines, which do not tell. None if it was not measured
+    # throughput of all these cores together, as a multiple of one thread's; less than `cores` if two share a physical
+    # core, as on most rented machines, which do not report it. None if it was not measured
     cores_worth: float | None = None
     device: Literal["cuda", "cpu"] = "cpu"  # where the step computes: "cuda" or "cpu"
-    device_name: str | None = None  # the vendor's name for it
+    device_name: str | None = None  # the vendor's name of the device
     torch: str | None = None
     # copy rate from pinned memory to the device, if measured
     pinned_bytes_per_second: float | None = None
-    ram_free_bytes: int | None = None  # free host memory when the measurement began
-    device_free_bytes: int | None = None  # free device memory when the measurement began
+    ram_free_bytes: int | None = None  # free host memory after the measurement
+    # free device memory at its end; for a script, all device memory less what the script reserved
+    device_free_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LoaderWork:
     read: float | None = None
     decode: float | None = None  # decoding bytes: images, archives, parsing
     transform: float | None = None  # augmentation and preprocessing of samples
-    collate: float | None = None  # putting samples together into a batch
+    collate: float | None = None  # joining samples to a batch
     copy: float | None = None  # moving the batch: pinning, shared memory, to the device
     other: float | None = None  # the rest of the dataset's code
 
@@ -70,7 +71,7 @@ class LoaderFacts:
 
     # "torch" for a DataLoader, "stoker" for stoker's own
     kind: Literal["torch", "stoker"] = "torch"
-    # loading processes; 0 if the training process loads. For stoker's own loader: threads
+    # loading processes; 0 if the training process loads. For stoker's own loader: reader threads
     workers: int = 0
     batch_size: int | None = None  # samples per batch as configured
     pin_memory: bool | None = None  # whether batches arrive in pinned memory
@@ -83,21 +84,21 @@ class LoaderFacts:
     alone_seconds: Spread | None = None
     # seconds of one more sample in a batch, if samples are fetched one by one
     sample_seconds: Spread | None = None
-    # share of `alone_seconds` that was not computing: a disk, a network, a sleep
+    # share of `alone_seconds` spent waiting, not computing: a disk, a network, a sleep
     blocked_share: float | None = None
-    # share of the time of a fetch in which the loading process was ready and no core was free; not part of
+    # share of the time of a fetch in which the loading process was runnable and no core was free; not part of
     # `alone_seconds`
     queued_share: float | None = None
     # share of a step in which the training queued for a core behind loading processes; part of the wait for data
     crowding_share: float | None = None
-    # whether its dataset is an IterableDataset, which every worker reads whole unless the dataset divides itself
+    # whether its dataset is an IterableDataset, which every worker reads whole unless it divides itself among them
     is_stream: bool = False
     worker_cpu_shares: tuple[float, ...] = ()  # share of one core that each worker kept busy
     main_cpu_share: float | None = None  # number of cores that the training process kept busy
     epoch_starts: int = 0  # iterators made within the measured time
-    # how many of these fell into counted steps; a step with a validation in it is not counted
+    # how many of these were in counted steps; a step with a validation in it is not counted
     counted_starts: int | None = None
-    # from asking for an iterator to its first batch, beyond a usual wait
+    # seconds from asking for an iterator to its first batch, beyond a usual wait
     epoch_start_seconds: float | None = None
     steps_per_epoch: int | None = None  # batches per epoch, if the loader has a length
     batches_per_step: float = 1.0  # above 1 if gradients are accumulated
@@ -110,32 +111,32 @@ class LoaderFacts:
     busiest_share: float | None = None  # share of the loading time on that line
     tier: str | None = None  # tier of a stoker plan: "resident", "chunked" or "streamed"
     # attribute and file name of an HDF5 file that the dataset holds open, which forked workers would share; empty if
-    # there is none
+    # there is no such file
     open_hdf5: tuple[str, ...] = ()
     in_order: bool = False  # whether samples come in the order of the dataset
 
 
 @dataclass(frozen=True)
 class HostCall:
-    """A line that fetches from or waits for the device, or does housekeeping such as `gc.collect`."""
+    """A line of code that fetches from or waits for the device, or does housekeeping such as `gc.collect`."""
 
     where: str  # file:line
     # name of the call: "item", "cpu", "tolist", "numpy", "bool", "synchronize", "gc.collect", ...
     call: str
     calls_per_step: float
-    seconds_per_step: float  # time spent there; a loop of fetches counts with the time between them
+    seconds_per_step: float  # time spent there; in a loop of fetches, with the time between them
     in_model: bool = False  # whether the forward pass of a module calls it
 
 
 @dataclass(frozen=True)
 class DeviceCopy:
-    """A line that copies memory to the device, and the host waits for it."""
+    """A line of code that copies memory to the device while the host waits."""
 
     where: str  # file:line
     bytes_per_step: float
     seconds_per_step: float  # time that the host spent there
     calls_per_step: float = 1.0
-    # whether the memory is pinned, so that the copy need not block; it is pageable otherwise
+    # whether the memory is pinned, so that the copy need not block; otherwise it is pageable
     pinned: bool = False
 
 
@@ -154,26 +155,26 @@ class OperatorFacts:
     """torch's operators on the host in a few steps, from the profiler. Seconds are per step."""
 
     per_step: float  # number of operators, nested ones not counted
-    # time explained by the sizes of the tensors, which grows with the batch or the weights. The rest is the cost of
-    # calling operators
+    # time explained by the sizes of the tensors, which grows with the batch or the weights; the rest of a step's time
+    # is the cost of calling operators
     work_seconds: float
-    # the part of it that grows with the weights only: the optimizer's
+    # the part of `work_seconds` that grows with the weights only: the optimizer's
     weight_seconds: float | None = None
     double_seconds: float | None = None  # time in operators on float64
     # time in matrix products and convolutions, by dtype
     matmul_seconds: Mapping[str, float] = field(default_factory=dict)
     # most rows that a matrix product of the forward pass multiplies. 1 means that the model is called with one sample
-    # at a time; a larger number may be that of weights or of pixels
+    # at a time; a larger number may count weights or pixels
     num_rows: int | None = None
-    # of the kernels on float64, matrix products and convolutions; None without a GPU
+    # time of matrix products and convolutions among the kernels on float64; None without a GPU
     double_product_seconds: float | None = None
-    # how many times as long a product in float64 takes on this GPU as in float32; None if not measured
+    # time of a matrix product in float64 on this GPU, as a multiple of that in float32; None if not measured
     double_times: float | None = None
 
 
 @dataclass(frozen=True)
 class AllocatorFacts:
-    """The device's caching allocator; None on a CPU."""
+    """torch's caching allocator for the device; counts are None on a CPU."""
 
     retries_per_step: float | None = None  # how often the cache was flushed to find room
     device_allocs_per_step: float | None = None  # calls to the driver for memory
@@ -196,7 +197,7 @@ class MemoryFacts:
     def of(
         cls, device: Sequence[int | None], host: Sequence[int | None], per_step: float = 1.0
     ) -> MemoryFacts:
-        """Return the growth of memory in use, from `per_step` readings a step; None is a reading that was not taken."""
+        """Return the growth of memory in use from readings, `per_step` of them in a step; None: not read."""
         grown = creep(device, CREEP_DEVICE_BYTES), creep(host, CREEP_HOST_BYTES)
         device_grown, host_grown = (None if one is None else one * per_step for one in grown)
         device_now, host_now = (
@@ -215,8 +216,8 @@ class Hdf5Facts:
     chunks: tuple[int, ...] | None  # chunk shape; None if it is contiguous
     compression: str | None  # "gzip", "lzf", ...; None if it is not compressed
     bytes_used_per_batch: float  # bytes that the reads of one batch return
-    # bytes of the chunks that had to be read and decompressed for them, without those that the chunk cache of one
-    # process can hold
+    # bytes of the chunks that were read and decompressed for these reads, without chunks that were in the chunk cache
+    # of the process
     bytes_touched_per_batch: float
     seconds_per_batch: float  # time of these reads
     reads_per_batch: float  # number of reads
@@ -236,19 +237,19 @@ class RankFacts:
     rank: int
     # duration of a step; nearly equal on all ranks, because they wait for each other
     step_seconds: float
-    own_seconds: float  # the part of a step in which it does not wait for other ranks
+    own_seconds: float  # the part of a step in which the process does not wait for other ranks
 
 
 @dataclass(frozen=True)
 class LongSteps:
     """A few steps that take much longer than the others: a rollout, a plot, an export."""
 
-    count: int  # how many
-    # by how much they are longer, all together, without evaluation, waiting for data and saving
+    count: int  # number of these steps
+    # sum of the seconds by which they are longer, without evaluation, waiting for data and saving
     seconds: float
-    share: float  # that as a share of the time of all counted steps
-    outside_share: float  # share of it outside of the model, its backward pass and the optimizer
-    # places at which they were sampled, with shares of their time, the largest first
+    share: float  # `seconds` as a share of the time of all counted steps
+    outside_share: float  # share of their samples outside of model, backward pass and optimizer
+    # lines at which they were sampled, with their shares of the samples, the largest first
     lines: tuple[tuple[str, float], ...] = ()
 
 
@@ -258,7 +259,7 @@ class BadValues:
 
     what: str  # "batch", "loss", ... or a field's name
     where: str | None  # file:line, or a field and row
-    count: int  # number of checks that found any
+    count: int  # number of checks that found such values
     looks: int  # number of checks
 
 
@@ -276,9 +277,9 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change of a job's config that is worth trying, and the whole job measured with it."""
+    """A change of a job's config that is worth trying, and the rate of the whole job with it."""
 
-    finding: str  # name of the finding whose remedy it is
+    finding: str  # name of the finding whose remedy the change is
     changes: Mapping[str, Any]  # dotted keys of the config with their new values
     reason: str  # why it was tried, in words
     samples_per_second: Spread | None = None  # its rate; None if it was not tried or could not run
@@ -326,21 +327,21 @@ class Measurements:
     memory: MemoryFacts = field(default_factory=MemoryFacts)  # growth of memory
     host_calls: tuple[HostCall, ...] = ()  # `gc.collect` and `torch.save` by line
     # lines outside of the model, its backward pass and the optimizer at which the training thread was sampled,
-    # costliest first; time that is measured otherwise (a DataLoader, copies, syncs) is not in it
+    # costliest first; without time that is measured directly (a DataLoader, copies, syncs)
     between: tuple[HostCall, ...] = ()
-    # their time per step, all lines together; None if it was not sampled
+    # time per step of all such lines together; None if it was not sampled
     between_seconds: float | None = None
-    # whether most of it looks like loading, which workers could do; otherwise it is code that could run rarely or not
-    # at all, such as logging
+    # whether most of that time looks like loading, which workers could do; otherwise it is code that could run rarely
+    # or not at all, such as logging
     between_loads: bool = True
-    # part of a usual step from `model.eval()` to `model.train()`; 0 if it has none
+    # part of a usual step from `model.eval()` to `model.train()`; 0 if there is none
     evaluation_seconds: float = 0.0
     evaluation_where: str | None = None  # line that calls `eval()`
     # part of a usual step in which the forward pass runs Python code and no operator
     python_seconds: float = 0.0
     # lines of modules at which the training thread was sampled, the most frequent first
     python_lines: tuple[str, ...] = ()
-    # what a few steps do that take much longer than the others; None if that is little
+    # a few steps that take much longer than the others; None if their extra time is small
     long_steps: LongSteps | None = None
     busy_cores: float | None = None  # cores that the training process kept busy; None if unknown
     hdf5: tuple[Hdf5Facts, ...] = ()  # datasets read through h5py, costliest first
@@ -349,8 +350,8 @@ class Measurements:
     ablation: Ablation | None = None  # parts measured alone; only for stoker's own jobs
     precision: str | None = None  # precision of the step ("fp32", "bf16", ...), if known
     captured: bool | None = None  # whether the step is replayed as a CUDA graph
-    # share of the time since the first step that went to other DataLoaders, to evaluation now and then, to a few long
-    # steps, or came after the last step; it is in no other figure
+    # share of the time since the first step that went to other DataLoaders, to occasional evaluation, to a few long
+    # steps, or passed after the last step; it is in no other figure
     elsewhere_share: float | None = None
     timeline: tuple[TimelineSpan, ...] = ()  # a few steps, for drawing
     unjudged: tuple[str, ...] = ()  # why the steps cannot be judged, in words; empty if they can
@@ -358,7 +359,7 @@ class Measurements:
 
     @property
     def mean_step_seconds(self) -> float | None:
-        """Mean duration of a step, which decides samples per second."""
+        """Mean duration of a step, from which samples per second are computed; None if no step was measured."""
         return self.seconds / self.steps if self.steps and self.seconds > 0 else None
 
     @property
@@ -385,7 +386,7 @@ class Measurements:
         """Read what `to_json` returned, also after it was written as JSON.
 
         Raises:
-            CorruptError: It is something else.
+            CorruptError: The document holds something else.
         """
         apart = ("format_version", "generator")
         values = {name: value for name, value in document.items() if name not in apart}
@@ -407,7 +408,7 @@ _field_types = cache(typing.get_type_hints)
 
 
 def build(kind: Any, value: Any) -> Any:
-    """Return `value`, made of lists and dicts, as the annotated type `kind`."""
+    """Convert `value`, made of lists and dicts, to the annotated type `kind`."""
     origin, inside = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None:

@@ -1,12 +1,12 @@
-"""A training process that already runs, looked at from outside (`stoker doctor --pid N`).
+"""Examines a running training process from outside (`stoker doctor --pid N`).
 
-Enters: the number of a process. Leaves: a `Look`: where its main thread spends its time, by file and line, and how busy
-it and its workers are. Costs the seconds of the look; py-spy stops the process for about a millisecond per sample, 25
-times a second.
+Enters: a process id. Leaves: a `Look`: where the main thread spends its time, by file and line, and how busy the
+process and its workers are. Costs the seconds of the look; py-spy stops the process for about a millisecond per sample,
+25 times a second.
 
-Before version 3.14 a running Python cannot be entered from outside, so its stacks are read by py-spy, a program of its
-own. Without it, or without permission to look into the process, only the cores are counted, and the `Look` says what is
-missing. A gain cannot be predicted this way: steps are not seen.
+Before Python 3.14 no code can be run inside another Python process, so the separate program py-spy reads the stacks.
+Without py-spy, or without permission to inspect the process, only its CPU use is measured, and the `Look` says what is
+missing. Steps are not visible from outside, so no gain is predicted.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _INSTALL = "pip install py-spy"
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a process."""
+    """The result of examining a running process."""
 
     subject: str  # its command line
-    seconds: float  # how long it was looked at
-    busy_cores: float  # cores that it kept busy itself
+    seconds: float  # duration of the examination
+    busy_cores: float  # cores that the process itself kept busy
     worker_cores: tuple[float, ...]  # cores that each of its child processes kept busy
-    num_samples: int  # samples of its main thread; 0 if stacks could not be read
+    num_samples: int  # stack samples of its main thread; 0 if stacks could not be read
     # share of the samples by what the thread did: "loader" (inside a DataLoader), "data" (other code that looks like
     # loading), "model", "between" (anything else)
     shares: dict[str, float]
-    # the user's lines outside of the model with most samples: (file:line, share)
+    # the user's lines of code outside of the model with the most samples: (file:line, share)
     lines: tuple[tuple[str, float], ...]
     unread: str = ""  # why stacks could not be read; "" if they could
 
@@ -76,7 +76,7 @@ class _Code(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """As much of a frame as `describe_training` reads."""
+    """The attributes of a Python frame that `describe_training` reads."""
 
     f_code: _Code
     f_lineno: int
@@ -84,10 +84,10 @@ class _Frame(NamedTuple):
 
 
 def look_at(pid: int, seconds: float) -> Look:
-    """Look at a process for a while. Blocking.
+    """Examine a process for `seconds`. Blocking.
 
     Raises:
-        InputError: There is no such process, or it is no Python process of this user.
+        InputError: There is no such process, or it may not be inspected.
     """
     try:
         process = psutil.Process(pid)
@@ -130,7 +130,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
-    """Return lines of collapsed stacks with counts, or why there are none."""
+    """Return (lines of collapsed stacks with counts, "") or ([], why the stacks could not be read)."""
     program = shutil.which("py-spy")
     if program is None:
         missing = "py-spy is not installed, which reads the stacks of a running Python"
@@ -153,7 +153,7 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
         )
         if done.returncode or not raw.exists():
             lines = done.stderr.strip().splitlines() or ["it said nothing"]
-            # Its complaint, not the trace below it.
+            # The error line, not the traceback below it.
             said = next(
                 (line for line in lines if "Error" in line or "Permission" in line), lines[0]
             )
@@ -162,9 +162,9 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
 
 
 def count_stacks(stacks: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
-    """Return the samples of the main thread by what it did, and by the user's line outside of the model.
+    """Return the samples of the main thread, counted by activity and by the user's line outside of the model.
 
-    py-spy writes a stack as its frames from the outermost, and a count.
+    Each line of py-spy's raw format is a stack, outermost frame first, and its number of samples.
     """
     doing: Counter[str] = Counter()
     lines: Counter[str] = Counter()
@@ -184,7 +184,7 @@ def count_stacks(stacks: Sequence[str]) -> tuple[Counter[str], Counter[str]]:
         kind = "loader" if "torch/utils/data/" in found[2] else "model" if kind == "timed" else kind
         doing[kind] += int(found[3])
         if kind != "model":
-            # The loop that waits, where a library waits.
+            # If a library is waiting, count the user's line that called it.
             line = line or next(own_places(frame), None)
             if line is not None:
                 lines[line] += int(found[3])

@@ -24,9 +24,9 @@ RULES: tuple[Rule, ...] = (
     *rules_run.RULES,
 )
 _IDLE_CORES = 2.0
-"""Cores that are idle before more workers are offered first."""
+"""More workers are the first remedy if at least this many cores are idle."""
 _LEAST_LEFT = 0.02
-"""Share of a step that is left, at least, without the cost of a finding."""
+"""Least share of a step that is assumed to remain without the cost of a finding."""
 _MUCH_WAITING, _MUCH_QUEUEING, _SMALL_COST = 0.3, 0.1, 0.05
 FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
@@ -35,7 +35,7 @@ FINDING_NAMES = (
 
 
 def consult(measurements: Measurements) -> Consultation:
-    """Return the findings, what the first one hides, and why the speed cannot be judged."""
+    """Return the findings, the costs that the first one hides, and why the speed cannot be judged if so."""
     found = diagnose(measurements)
     later = find_later(measurements, found)
     unjudged = why_unjudged(measurements, found)
@@ -45,8 +45,8 @@ def consult(measurements: Measurements) -> Consultation:
 def diagnose(measurements: Measurements) -> list[Finding]:
     """Return the findings; an empty list if there is nothing to fix.
 
-    Findings that end the run come first, then more workers if cores are idle, then the larger gain. The generic
-    starved-by-loader is left out if another rule names the cause and no core is idle.
+    The order: findings that end the run; more workers, if cores are idle; the others by falling gain. The generic
+    starved-by-loader is left out if another rule names the cause and fewer than two cores are idle.
     """
     found = _judge(measurements)
     if measurements.kind == "script" and all(one.gain.likely <= 1.0 for one in found):
@@ -55,7 +55,7 @@ def diagnose(measurements: Measurements) -> list[Finding]:
 
 
 def _judge(measurements: Measurements) -> list[Finding]:
-    """Return what the rules find, each looking at its own remedy alone, in the order of `diagnose`."""
+    """Return the findings of all rules, each predicted for its own remedy alone, in the order of `diagnose`."""
     case = Case.of(measurements)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     names = {finding.name for finding in found}
@@ -69,9 +69,9 @@ def _judge(measurements: Measurements) -> list[Finding]:
 
 
 def _entangled(measurements: Measurements) -> list[Finding]:
-    """Return the cost of a step beside which loading takes about as long, so that neither remedy helps alone.
+    """Return a cost of the step that takes about as long as loading beside it, so that neither remedy helps alone.
 
-    Each is found in the measurements without the other; `find_later` tells the second. Empty if there are no two.
+    Each is found in the measurements without the other; `find_later` returns the second. Empty without such a pair.
     """
     step = measurements.step_seconds
     for name in (*_HOST, "sync-every-step", "slow-between-steps"):
@@ -89,10 +89,10 @@ def _entangled(measurements: Measurements) -> list[Finding]:
 
 
 def find_later(measurements: Measurements, findings: Sequence[Finding]) -> list[Finding]:
-    """Return what would be found after the remedy of the first finding with a gain: costs that it hides now.
+    """Return the findings that would appear after the first finding's remedy: costs that it hides now.
 
-    Loading beside a step hides what the step wastes, and the other way round; a large cost makes a small one a small
-    share. Gains count from the step without the first cost.
+    Loading in workers hides time that the step wastes, and the other way round; a large cost makes the share of a small
+    one small. Gains are relative to the step without the first cost.
     """
     first = next((finding for finding in findings if finding.name in _HIDDEN), None)
     if first is None or measurements.kind != "script":
@@ -111,7 +111,7 @@ _HIDDEN = _LOADING | set(_HOST) | _STEP
 
 
 def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measurements | None:
-    """Return the measurements as they would be without the cost of a finding; None if that cannot be told."""
+    """Return the measurements expected without the cost of the finding `name`; None if they are unknown."""
     step, compute = measured.step_seconds, measured.compute_seconds
     if step is None or compute is None:
         return None
@@ -127,7 +127,7 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
     elif name == "sync-every-step":
         spent = sum(one.seconds_per_step for one in measured.syncs)
         if measured.kernels is not None:
-            # The host waited for work of the device as well, which remains.
+            # Part of the wait was for the device's own work, which remains.
             spent = min(spent, compute.median - measured.kernels.busy_share * step.median)
         rest = replace(measured, syncs=())
     elif name == "slow-between-steps":
@@ -148,7 +148,7 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
 
 
 def _shorter(measured: Measurements, step: Spread, seconds: float) -> Measurements:
-    """Return the measurements with a median step of that many seconds, and the same work on the device."""
+    """Return the measurements with a median step of `seconds` and the same work on the device."""
     after = _less(step, step.median - seconds)
     kernels = measured.kernels
     if kernels is not None:
@@ -161,10 +161,10 @@ def _shorter(measured: Measurements, step: Spread, seconds: float) -> Measuremen
 def _beside_workers(
     measured: Measurements, step: Spread, compute: Spread, loader: LoaderFacts, spent: float
 ) -> Measurements:
-    """Return the measurements of a step that computes `spent` seconds less beside its workers.
+    """Return the measurements of a step that computes `spent` seconds less while its workers load.
 
-    They were timed alone, so their pace is known: they deliver a batch every `load / workers` seconds, and no faster
-    than the cores can do all work of a step. What the step does not compute meanwhile, it waits.
+    The time of a fetch was measured, so the workers' pace is known: the batches of a step every `load / workers`
+    seconds, but no faster than the cores can do all work of a step. The rest of that time, the step waits.
     """
     load = load_seconds(loader)
     own = max(0.0, (loader.main_cpu_share or 0.0) * step.median - spent)
@@ -174,7 +174,7 @@ def _beside_workers(
     if after <= compute.median + hand_over_seconds(loader):
         return replace(_shorter(measured, step, compute.median), wait_seconds=None)
     wait = after - compute.median
-    # Cores are as busy as the same work in less time makes them.
+    # The same work in less time: cores are busy for a larger share of it.
     times = step.median / after
     changed = replace(
         loader,
@@ -188,7 +188,7 @@ def _beside_workers(
 
 
 def _less(spread: Spread, seconds: float, least: float = 0.0) -> Spread:
-    # Medians of uneven steps do not add up: something is left of every step.
+    # Medians of uneven steps do not add up, so a small share of every step is kept.
     low, median, high = (
         max(value - seconds, least, _LEAST_LEFT * value)
         for value in (spread.low, spread.median, spread.high)
@@ -197,7 +197,7 @@ def _less(spread: Spread, seconds: float, least: float = 0.0) -> Spread:
 
 
 def _one_word_remedy(case: Case) -> str:
-    """Return the finding to offer first because more workers, one argument, have idle cores to run on; else ""."""
+    """Return the finding about more workers if idle cores make it the first remedy to offer; else ""."""
     loader = case.measured.loader
     if loader is None or loader.kind != "torch" or loader.open_hdf5 or loader.is_stream:
         return ""
@@ -210,7 +210,7 @@ def _one_word_remedy(case: Case) -> str:
 
 
 def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str:
-    """Return why the speed of a job cannot be judged; "" if it can, or if a finding promises more of it."""
+    """Return why the speed of a job cannot be judged; "" if it can, or if a finding predicts a gain."""
     if any(one.gain.likely > 1.0 for one in findings) or not measurements.steps:
         return ""
     if measurements.unjudged:
@@ -234,7 +234,7 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
 
 
 def _unknown_device(measurements: Measurements) -> str:
-    """Return why waits for a GPU cannot be divided into its work and idling; "" if they can or are short."""
+    """Return why it is unknown if the GPU works while the host waits for it; "" if known, or if waits are short."""
     if measurements.machine.device != "cuda" or measurements.kernels is not None:
         return ""
     waits = [one.seconds_per_step for one in measurements.syncs]
@@ -250,7 +250,7 @@ def _unknown_device(measurements: Measurements) -> str:
 
 
 def _hidden_costs(measurements: Measurements) -> str:
-    """Return the costs of a step of which each hides the other, so that no remedy alone helps; "" if they are small."""
+    """Return the costs of a step that hide each other, so that no single remedy helps; "" if they are small."""
     parts = split_step(measurements)
     whole = sum(part.seconds for part in parts)
     on_gpu = measurements.machine.device == "cuda"  # there the host waits for the step's own work

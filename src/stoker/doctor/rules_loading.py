@@ -2,8 +2,8 @@
 
 Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
-The residues below are the shares of a cost that remain after its remedy. The cautious one is large, because the
-doctor cannot know how well data will be packed or an augmentation rewritten.
+The constants `_CAUTIOUS` and `_LIKELY` are the shares of a cost that remain after its remedy. The first one is large,
+because the doctor cannot know how well data will be packed or an augmentation rewritten.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from stoker.units import MB, format_bytes, format_count
 _CAUTIOUS, _LIKELY = 0.30, 0.05
 """Shares of a removed cost that remain: cautious and likely estimates."""
 _DOMINANT = 0.4
-"""A part of loading is called the cause if it is at least this share."""
+"""A part of loading is named as the cause if it takes at least this share of the loading time."""
 _LEAST_BETWEEN_SECONDS = 1e-4
-"""Less is not known by sampling: the thread that samples gets Python's lock where a line writes or waits."""
+"""Sampling cannot measure less: the sampling thread gets Python's lock mostly where a line writes or waits."""
 _NOTABLE_LINE = 0.03
-"""Share of a step below which the costliest line is none that a person could mend."""
+"""If the costliest line takes less than this share of a step, no single line is worth improving."""
 _OWN_DATA = (
     "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays there, in one "
     "call, instead of making tensors of lists."
 )
 _OVERLAP = 0.95
-"""Share of their time in which workers work side by side."""
+"""Share of their time in which workers work in parallel."""
 _LEAST_REST = 0.05
-"""Share of a step that is assumed to remain, at least, without the code between the model's calls."""
+"""Least share of a step that is assumed to remain without the code between the model's calls."""
 _PLAIN_READ_BYTES_PER_SECOND = 1.0e9
 """Rate of reading decoded samples from a file in memory or on a local disk."""
 _HDF5_READ_SECONDS = 80e-6
 """Fixed cost of one h5py slice of contiguous, uncompressed data (measured: 60 to 170 µs)."""
 _HDF5_BYTES_PER_SECOND = 2.0e9
 _WASTEFUL = 4.0
-"""Bytes read per byte used above which the chunks are called wrong."""
+"""From this number of bytes read per byte used, the chunks are reported as unfit."""
 
 NAMED_CAUSES = frozenset({
     "decode-bound", "disk-bound", "augment-on-cpu", "python-collate", "hdf5-chunks", "hdf5-compressed",
@@ -65,7 +65,7 @@ NAMED_CAUSES = frozenset({
 
 
 def _without(loader: LoaderFacts, pace: Pace, part: float, residue: float = 0.0) -> Gain:
-    """Return the gain of loading without the share `part`, of which at least `residue` seconds remain."""
+    """Return the gain of removing the share `part` of loading; at least `residue` seconds per batch of it remain."""
     left = pace.load * (1 - part)
     removed = pace.load * part
     residue *= loader.batches_per_step
@@ -77,12 +77,12 @@ def _without(loader: LoaderFacts, pace: Pace, part: float, residue: float = 0.0)
 
 
 def _ready_seconds(loader: LoaderFacts) -> float:
-    """Return the seconds of reading a batch whose values are stored decoded."""
+    """Return the seconds that reading a batch would take if its values were stored decoded."""
     return (loader.batch_bytes or 0) / _PLAIN_READ_BYTES_PER_SECOND
 
 
 def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
-    """Return what decoding ahead in threads would give: the decoding that was measured, and nothing else of loading."""
+    """Return a line on the step if threads decoded ahead and loading cost nothing else; None if the gain is small."""
     decode = loader.work.decode
     if loader.kind == "stoker" or not decode:
         return None
@@ -281,10 +281,10 @@ def slow_between_steps(case: Case) -> Finding | None:
     if not case.measured.between_loads and case.measured.between:
         costliest = case.measured.between[0].seconds_per_step
         if case.share_of_step(costliest) < _NOTABLE_LINE:
-            return None  # a loss or a metric of many lines, as long as each of them
-    # Both without the time queued for a core, of which a step has as much as its parts.
+            return None  # a loss or a metric of many lines, each of them short
+    # Both without the time queued for a core, whose share is the same in a step and in its parts.
     step, between = pace.step, case.share_of_step(between) * pace.step
-    # Samples are shares: what a small model takes is known better by the clock, and is never nothing.
+    # Samples only give shares. The clock measures a small model better, and its time is never 0.
     timed = (case.measured.backward_seconds, case.measured.optimizer_seconds)
     known = sum(spread.median for spread in timed if spread is not None)
     # A GPU computes while the host is there, so no remedy makes a step shorter than its kernels.
@@ -301,7 +301,7 @@ def slow_between_steps(case: Case) -> Finding | None:
         f"({case.share_of_step(line.seconds_per_step):.0%})"
         for line in case.measured.between[:3]
     ]
-    # Work that is no loading, such as logging, may be left out of most steps.
+    # Other work than loading, such as logging, can be left out of most steps.
     likely = divided if case.measured.between_loads else rest + _LIKELY * between
     if not case.measured.between_loads:
         remedy = (
@@ -330,7 +330,7 @@ def slow_between_steps(case: Case) -> Finding | None:
             *lines,
         ],
         remedy,
-        # In one background thread it still takes its time; in workers it is divided.
+        # One background thread still needs the whole time; workers divide it.
         gain_of_steps(step, max(rest, between), likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,
         script=script,
@@ -352,7 +352,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _hdf5_cause(case: Case, loader: LoaderFacts) -> Hdf5Facts | None:
-    """Return the HDF5 dataset whose slow reads are most of loading; None if there is none."""
+    """Return the HDF5 dataset whose slow reads dominate loading; None if there is none."""
     costliest = max(case.measured.hdf5, key=lambda data: data.seconds_per_batch, default=None)
     if costliest is None or _hdf5_share(loader, costliest) < _DOMINANT:
         return None

@@ -17,7 +17,7 @@ from stoker.units import KIB, MIB, format_bytes, format_count
 _DRIVER_ALLOC_SECONDS = 150e-6
 _RETRY_SECONDS = 20e-3
 _CALL_SECONDS = 15e-6
-"""Time of calling one operator of the model on a CPU, without its work (about 10 µs on a Xeon, 20 on an ARM core)."""
+"""Overhead of calling one operator of the model on a CPU (about 10 µs on a Xeon, 20 on an ARM core)."""
 _UNEVEN = 1.15
 _EVALUATE_EVERY = 10
 
@@ -96,7 +96,7 @@ def _housekeeping(
         f"{milliseconds(seconds)} of a step on average ({case.share_of_step(seconds):.0%})",
         *call_lines(calls),
     ]
-    # The call goes away whole; what it does is still done now and then.
+    # All calls in the loop are saved; their work still has to be done occasionally.
     gained = saved(case.pace, seconds, low=0.9, likely=1.0)
     return case.advise(
         name,
@@ -140,7 +140,7 @@ def evaluates_each_step(case: Case) -> Finding | None:
 
 
 def long_steps(case: Case) -> Finding | None:
-    """A few steps take long because of what they do beside training."""
+    """A few steps take long because of work beside training, such as plots or exports."""
     long = case.measured.long_steps
     if long is None:
         return None
@@ -165,8 +165,8 @@ def long_steps(case: Case) -> Finding | None:
 def _saved_on_gpu(operators: OperatorFacts, double: float) -> float:
     """Return the seconds by which kernels on float64 are shorter in float32.
 
-    Products by what this GPU was measured to do: some have as many units for float64 as for float32, some a 64th. The
-    others move half of the bytes.
+    Matrix products use the ratio measured on this GPU: some GPUs have as many units for float64 as for float32, some a
+    64th. The other kernels move half of the bytes.
     """
     product = min(double, operators.double_product_seconds or 0.0)
     times = 2.0 if operators.double_times is None else max(1.0, operators.double_times)
@@ -181,12 +181,12 @@ def double_precision(case: Case) -> Finding | None:
     double = min(operators.double_seconds, pace.compute)
     products = operators.matmul_seconds
     if products and not products.get("float64"):
-        return None  # only data is converted from float64; the model computes in something else
+        return None  # only data is converted from float64; the model computes in another type
     listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
     floor = replace(pace, device_busy=0.0)
     if case.on_gpu:
         less = _saved_on_gpu(operators, double)
-        # Shorter kernels shorten a step as far as it waits for them.
+        # Shorter kernels make a step shorter only in proportion to the device's share of it.
         less *= min(1.0, pace.device_busy / max(pace.compute, 1e-9))
         low, high = 0.6 * less, 1.3 * less
     else:
@@ -215,7 +215,7 @@ def double_precision(case: Case) -> Finding | None:
 
 
 def allocator_retries(case: Case) -> Finding | None:
-    """The device's memory is so full that the allocator flushes its cache to find room."""
+    """The device's memory is so full that the allocator has to flush its cache to find room."""
     retries = case.measured.allocator.retries_per_step
     if case.pace is None or not retries or retries < 0.01:
         return None

@@ -18,29 +18,29 @@ _SHORT_KERNEL_SECONDS = 25e-6
 _LAUNCH_FLOOR_SECONDS = 2e-6
 """Time for which an empty kernel keeps the device busy."""
 _PINNED_BYTES_PER_SECOND = 20e9
-"""PCIe 4 with 16 lanes, where the machine was not measured."""
+"""Rate of PCIe 4 with 16 lanes, used if the machine was not measured."""
 _LAUNCH_SECONDS = 80e-6
-"""As OPERATOR_SECONDS, where the operator launches kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
+"""Like OPERATOR_SECONDS, for operators that launch kernels (measured on an H200: 43 µs in a loop of 24 operators)."""
 _NODE_SECONDS = 1e-6
-"""Time between two kernels of a CUDA graph of which one needs the other's result."""
+"""Time between two kernels of a CUDA graph if one needs the other's result."""
 _NOTABLE_PYTHON = 0.15
-"""Share of a step from which Python code of the forward pass is a finding."""
+"""Python code of the forward pass is a finding from this share of a step."""
 _NOTABLE_FETCH = 0.03
-"""Share of a step from which fetching values is."""
+"""Fetching values is a finding from this share of a step."""
 _SMALL_BATCH = 64
 _MOST_TIMES_LARGER, _ENOUGH = 32, 512
-"""Limits of the batch that is proposed: times the present one, and samples."""
+"""Limits of the proposed batch: as a multiple of the present one, and in samples."""
 _FETCH_SECONDS = 60e-6
 """Fixed cost of asking a dataset for a batch."""
 _COLLATE_CALLS, _COLLATE_BYTES_PER_SECOND = 40, 4e9
-"""Fixed cost of torch's default_collate, in small samples; and the rate at which it copies large ones."""
+"""Fixed cost of torch's default_collate, as a number of small samples; and the rate at which it copies large ones."""
 
 
 def pageable_copies(case: Case) -> Finding | None:
     """The host waits for copies of batches to the device: their memory is not pinned, or the call blocks."""
     copies = case.measured.copies
     if case.pace is None or not copies or not case.on_gpu or case.measured.kernels is None:
-        return None  # such a copy waits for the work before it: without kernels' times its own part is unknown
+        return None  # a copy also waits for the work before it: without the kernels' times its own cost is unknown
     seconds = sum(copy.seconds_per_step for copy in copies)
     num_bytes = sum(copy.bytes_per_step for copy in copies)
     rate = case.measured.machine.pinned_bytes_per_second or _PINNED_BYTES_PER_SECOND
@@ -82,7 +82,7 @@ def pageable_copies(case: Case) -> Finding | None:
 
 def sync_every_step(case: Case) -> Finding | None:
     """The host waits for the device, or fetches values one by one, in every step."""
-    # Values that the model's own code works with are fetched for it: that is the finding of `python_in_model`.
+    # Values fetched for Python code of the forward pass belong to the finding of `python_in_model`.
     fetched = _fetched_for_python(case)
     every = (sync for sync in case.measured.syncs if sync.calls_per_step >= 0.5)
     syncs = [sync for sync in every if sync not in fetched]
@@ -129,7 +129,7 @@ def launch_bound(case: Case) -> Finding | None:
         gained = gain(pace, likely, low, high)
     else:
         gap = _launching(case, pace, kernels)
-        # Kernels of a graph follow each other closely, but not at once.
+        # There are short gaps between the kernels of a graph, too.
         after = max(0.1 * pace.device_busy, kernels.per_step * _NODE_SECONDS)
         gained = gain(pace, pace.saving(gap - after), pace.saving(0.4 * gap), pace.saving(gap))
     return case.advise(
@@ -148,9 +148,9 @@ def launch_bound(case: Case) -> Finding | None:
 
 
 def _launching(case: Case, pace: Pace, kernels: KernelFacts) -> float:
-    """Return the seconds of a step in which the device waits for launches, and not for the host's other work.
+    """Return the seconds of a step in which the device waits for launches, and not for other work of the host.
 
-    A fetch or a blocking copy first waits for the device, which then works: only what is longer is other work.
+    During a fetch or a blocking copy the device works at first: only time beyond its busy time is other work.
     """
     measured = case.measured
     waits = sum(sync.seconds_per_step for sync in measured.syncs)
@@ -163,9 +163,9 @@ def _launching(case: Case, pace: Pace, kernels: KernelFacts) -> float:
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """The cost of a step hardly depends on its samples, and it has few.
+    """A step has few samples, and its cost hardly depends on their number.
 
-    Without a DataLoader their number is unknown, unless the model multiplies one row at a time.
+    Without a DataLoader that number is unknown, unless the model multiplies one row at a time.
     """
     samples, pace = case.measured.samples_per_step, case.pace
     operators = case.measured.operators
@@ -180,7 +180,7 @@ def batch_too_small(case: Case) -> Finding | None:
     if samples > _SMALL_BATCH or fixed_and_growing is None:
         return None
     fixed, growing = fixed_and_growing
-    if case.measured.loader is None:  # code of the user's makes the samples, each by itself
+    if case.measured.loader is None:  # the user's own code makes the samples, one at a time
         made = min(fixed, case.measured.between_seconds or 0.0)
         fixed, growing = fixed - made, growing + made
     loading = _growing_load(case, pace, samples)
@@ -217,7 +217,7 @@ def _growing_load(case: Case, pace: Pace, samples: float) -> float:
 
 
 def _growing_collate(loader: LoaderFacts, samples: float) -> float:
-    """Return the seconds of collating that grow with the samples; all of them for the user's own function."""
+    """Return the seconds of collating that grow with the samples: all of them for a collate function of the user's."""
     collate = loader.work.collate or 0.0
     if loader.collate_where is not None:
         return collate
@@ -226,7 +226,7 @@ def _growing_collate(loader: LoaderFacts, samples: float) -> float:
 
 
 def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
-    """Return the seconds of computing that are fixed per step, and those that grow with the batch."""
+    """Return (seconds of computing that are fixed per step, seconds that grow with the batch); None if unknown."""
     kernels, operators = case.measured.kernels, case.measured.operators
     if case.on_gpu:
         if kernels is None:
@@ -247,7 +247,7 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
 def _measured_batches(
     case: Case, pace: Pace, samples: float, tried: Sequence[tuple[int, float]]
 ) -> Finding | None:
-    """Decide by steps that were measured with larger batches."""
+    """Return the finding based on measured steps with larger batches; None if they gain little."""
 
     def rate(size: int, seconds: float) -> float:
         times = size / samples
@@ -258,7 +258,7 @@ def _measured_batches(
     best_size, best_seconds = max(tried, key=lambda one: rate(*one))
     if best_size <= samples:
         return None
-    # The smallest size within 5 % of the best one: more would only cost memory.
+    # The smallest size whose rate is within 5 % of the best: a larger one would only cost memory.
     best = rate(best_size, best_seconds)
     size, seconds = min(
         (one for one in tried if rate(*one) >= 0.95 * best and one[0] > samples),
@@ -316,8 +316,8 @@ def _fetched_for_python(case: Case) -> list[HostCall]:
 def python_in_model(case: Case) -> Finding | None:
     """The forward pass spends a notable part of a step in Python code, not in operators.
 
-    What fetches the values for it goes with it. On a GPU that is the wait for all work before, beside which the code
-    could have run: neither is saved without the other.
+    Fetching the values for that code counts too. On a GPU a fetch waits for all earlier work, during which the code
+    could otherwise run: neither is saved without the other.
     """
     seconds, pace = case.measured.python_seconds, case.pace
     share = case.share_of_step(seconds)

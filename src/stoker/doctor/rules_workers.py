@@ -1,4 +1,4 @@
-"""Findings about workers: none, too few, too many, restarted ones, slow hand-over of batches.
+"""Findings about workers: none, too few, too many, restarted workers, slow transfer of batches.
 
 Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 """
@@ -35,11 +35,11 @@ from stoker.units import format_bytes, format_count
 _WORTH_ALONE = 0.85
 """If loading and computing one after the other take less than this share of a step, workers are a loss."""
 _LEAST_LOAD, _LEAST_COMPUTE = 0.4, 0.65
-"""Shares of the time of loading, and of computing, that are left at least with warm caches (measured: 0.4 and 0.7)."""
+"""Least shares of the times of loading and of computing that remain with warm caches (measured: 0.4 and 0.7)."""
 _SLOW_HAND_OVER = 0.3
-"""Share of a step spent waiting, with workers that are fast enough, above which the hand-over is the cause."""
+"""If workers are fast enough and the step still waits for more than this share, transferring batches is the cause."""
 _CROWDED = 0.3
-"""Share of its time that a worker was queued for a core, above which its lateness is not its own."""
+"""A worker that queued for a core for more than this share of its time was late because of other programs."""
 _SHARE_OUT = (
     " Its dataset is an IterableDataset: each worker must yield a share of its own "
     "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
@@ -47,18 +47,18 @@ _SHARE_OUT = (
 
 
 def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gain]:
-    """Return a number of workers and its gain, limited by the cores."""
+    """Return (suggested number of workers, its gain), both limited by the cores."""
     blocked = blocked_share(loader)
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
     busy = busy_cores(loader)
     step = pace.step
-    # Upper bound: all cores busy with the work that was counted, less a twentieth, which is the probe's own work
-    # and the wake-ups for each batch.
+    # Lower bound of a step: all cores busy with the measured work, less 5 % for the probe's own work and for waking up
+    # at each batch.
     machine = case.measured.machine
     bound = 0.95 * step * busy / worth(case.cores, machine) if busy is not None else 0.0
-    # A host that loads lets the device compute meanwhile: a step takes no less than that either.
+    # The device computes while the host loads, so a step also takes at least the device's time.
     compute = max(pace.compute + hand_over_seconds(loader), pace.device_busy)
-    # Processes never overlap perfectly: assume half of the loss that the present ones show.
+    # Processes never overlap perfectly: assume half of the loss that the present workers show.
     now = loader.workers * running_share(loader)
     efficiency = (1 + min(1.0, pace.active_workers / now)) / 2 if loader.workers else 0.95
     active_workers = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
@@ -150,7 +150,7 @@ def starved_by_loader(case: Case) -> Finding | None:
 
 
 def _slow_hand_over(case: Case) -> Finding | None:
-    """Workers are fast enough, but the step waits for the hand-over of batches."""
+    """Workers are fast enough, but transferring their batches to the training process takes long."""
     loader, pace, wait = case.measured.loader, case.pace, case.measured.wait_seconds
     if loader is None or pace is None or wait is None or loader.workers == 0:
         return None
@@ -160,10 +160,10 @@ def _slow_hand_over(case: Case) -> Finding | None:
         return None  # the workers were late because other programs had the cores
     step = pace.compute + wait.median
     alone = pace.load + pace.compute
-    # Workers that are not there are not started again for every epoch either.
+    # Without workers, restarting them for every epoch costs nothing either.
     again = _restart_seconds(loader) if loader.epoch_starts and not loader.persistent_workers else 0
     if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * (step + again):
-        # One process that never waits for another has warm caches.
+        # A single process that never waits for another one keeps its caches warm.
         cold = COLD_SECONDS * loader.batches_per_step
         warm = sum(
             max(part - cold, least * part)
@@ -249,7 +249,7 @@ def workers_restarted(case: Case) -> Finding | None:
     if loader.epoch_starts < 2 or not start or not length or not mean:
         return None
     lost = _restart_seconds(loader)
-    # The mean holds the restarts that fell into counted steps; those beside a validation are not in it.
+    # The mean includes restarts in counted steps, but not those in steps with a validation.
     counted = loader.epoch_starts if loader.counted_starts is None else loader.counted_starts
     now = mean if 2 * counted >= loader.epoch_starts else max(mean, pace.step + lost)
     return case.advise(
@@ -266,7 +266,7 @@ def workers_restarted(case: Case) -> Finding | None:
             ),
         ],
         "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
-        # No remedy for restarts makes the steps between them shorter.
+        # Avoiding restarts does not make the steps between them shorter.
         gain_of_steps(now, *(max(pace.step, now - part * lost) for part in (0.6, 0.9, 1.0))),
         loader_arguments={"persistent_workers": True},
         where=loader.where,

@@ -1,8 +1,8 @@
-"""The examination of a script: run with the probe, judged, and on request run again with a remedy.
+"""Examines a script: runs it with the probe, diagnoses it, and on request runs it again with a remedy.
 
-Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; an `Outcome`
-after a second run with other DataLoader arguments. Costs the script's own time for each run. The script's files are
-never written. No torch here.
+Enters: a command line. Leaves: its exit code and a `Consultation`; suggested edits as a unified diff; after a second
+run with other DataLoader arguments, an `Outcome`. Costs the script's own time for each run. The script's files are
+never written. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stoker.units import format_count
 _CONTEXT = 2
 _NO_NEWLINE = "\\ No newline at end of file\n"
 _POSITIONAL = 5
-"""Positional arguments of a DataLoader before those that the doctor suggests: dataset to batch_sampler."""
+"""A DataLoader call with more positional arguments than this (dataset to batch_sampler) is not edited."""
 
 
 def consult_script(
@@ -39,7 +39,7 @@ def treat_script(
     steps: int | None = None,
     seconds: float | None = None,
 ) -> Outcome | None:
-    """Run a script again with the DataLoader arguments of the first finding that has any; None if none has."""
+    """Run a script again with the first DataLoader arguments that a finding suggests; None if no finding has any."""
     found = next((item for item in consultation.findings if item.patch.loader_arguments), None)
     if found is None:
         return None
@@ -56,7 +56,7 @@ def treat_script(
 
 
 def _describe_failure(again: Attached, seconds: float | None) -> str:
-    """Return what went wrong in the second run; "" if it ended normally and was measured."""
+    """Return how the second run failed; "" if it ended normally and steps were measured."""
     num_steps = again.measurements.steps
     ended_well = not again.exit_code and again.stopped not in ("interrupt", "termination")
     if ended_well and num_steps:
@@ -71,7 +71,7 @@ def _describe_failure(again: Attached, seconds: float | None) -> str:
 
 
 def suggest_patch(findings: Sequence[Finding]) -> str:
-    """Return the suggested edits by finding: comments, and a diff where the call is found."""
+    """Return the suggested edit of each finding as comments, with a diff where the call is found in the source."""
     return "\n".join(
         _suggest(finding)
         for finding in findings
@@ -101,9 +101,9 @@ def _suggest(finding: Finding) -> str:
 
 
 def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
-    """Return a unified diff that gives the call at file:line these keyword arguments.
+    """Return a unified diff that sets these keyword arguments in the call at file:line.
 
-    None when the file cannot be read or no call stands there.
+    None if the file cannot be read, no call is on that line, or the call cannot be edited.
     """
     found = _call_at(where)
     if found is None or len(found[2].args) > _POSITIONAL:
@@ -113,9 +113,9 @@ def edit_call(where: str | None, arguments: Mapping[str, Any]) -> str | None:
 
 
 def replace_call(where: str | None, code: str) -> str | None:
-    """Return a unified diff that puts `code`, which uses the name stoker, in the place of the call at `where`.
+    """Return a unified diff that replaces the call at file:line by `code`, and imports stoker if necessary.
 
-    None when the file cannot be read or no call stands there.
+    None if the file cannot be read or no call is on that line.
     """
     found = _call_at(where)
     if found is None:
@@ -139,7 +139,7 @@ def replace_call(where: str | None, code: str) -> str | None:
 
 
 def _call_at(where: str | None) -> tuple[str, str, ast.Call] | None:
-    """Return file, source and the call at file:line; None when there is none."""
+    """Return (file, source, call) for the call at file:line; None if there is no call."""
     file, _, line = (where or "").rpartition(":")
     if not file or not line.isdigit():
         return None
@@ -162,16 +162,16 @@ def _diff(file: str, source: str, edited: str) -> str | None:
     except (ValueError, SyntaxError):  # for example a last argument in parentheses of its own
         return None
     before, after = source.splitlines(keepends=True), edited.splitlines(keepends=True)
-    # Relative to the working folder, where the patch is applied, else to /.
+    # Paths in the diff are relative to the working folder if the file is below it, else to /.
     path, here = Path(file).resolve(), Path.cwd()
     name = path.relative_to(here if path.is_relative_to(here) else path.anchor)
-    # With a/ and b/, as `git apply` and `patch -p1` expect them.
+    # `git apply` and `patch -p1` expect the prefixes a/ and b/.
     found = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=_CONTEXT)
     return "".join(line if line.endswith("\n") else f"{line}\n{_NO_NEWLINE}" for line in found)
 
 
 def _span(source: str, node: ast.expr) -> tuple[int, int]:
-    """Return begin and end of a node, whose columns ast counts in bytes, in characters of the whole text."""
+    """Return the offsets of a node's begin and end in characters of `source`; ast counts columns in UTF-8 bytes."""
     lines = source.splitlines(keepends=True)
 
     def place(line: int, column: int) -> int:

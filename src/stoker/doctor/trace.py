@@ -1,4 +1,4 @@
-"""A stoker job under torch's profiler: a chrome trace, the costliest operations, the device's kernels.
+"""Runs a stoker job under torch's profiler: a chrome trace, the costliest operations, the device's kernels.
 
 Enters: a `Run` that has not begun, and a schedule: steps to skip, to warm up, to record. Leaves: a `Trace`, and on
 request a file for chrome://tracing or ui.perfetto.dev. Costs the steps, which are slower while they are recorded, and
@@ -36,13 +36,13 @@ class Schedule:
     """Which steps are recorded."""
 
     wait: int = 10  # steps skipped at the beginning; on a GPU the first ones capture the graph
-    # steps that run under the profiler and are not kept, because its start costs time
+    # steps that run under the profiler but are not kept, because starting the profiler takes time
     warmup: int = 3
     active: int = 5  # steps that are recorded
 
     @property
     def most(self) -> int:
-        """Steps in all."""
+        """Number of steps, skipped and warm-up steps included."""
         return self.wait + self.warmup + self.active
 
 
@@ -50,7 +50,7 @@ class Schedule:
 class Operation:
     """One kind of operation over the recorded steps."""
 
-    name: str  # as torch calls it
+    name: str  # torch's name of the operation
     calls: int  # number of calls
     cpu_seconds: float  # self time on the host
     device_seconds: float  # self time on the device; 0 without a GPU
@@ -69,11 +69,11 @@ class Trace:
 def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
     """Train a job that has not begun for the steps of the schedule under torch's profiler.
 
-    The chrome trace goes to `out`, compressed where that ends with ".gz"; None keeps none.
+    The chrome trace is written to `out`, compressed if the name ends with ".gz"; without `out` it is not kept.
 
     Raises:
         InputError: An epoch of the job has no batch.
-        NonFiniteError: The loss was not finite before the last of them.
+        NonFiniteError: The loss became not finite before the last step.
         StoreError: The trace cannot be written.
     """
     on_gpu = run.device.type == "cuda"
@@ -102,7 +102,7 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
 
 
 def measure_kernels(run: Run, warm_up: int, steps: int = 8) -> KernelFacts | None:
-    """Return what the device does in a few steps; None where the profiler sees no kernel."""
+    """Return the facts of the device's kernels in a few steps; None if the profiler sees no kernel."""
     try:
         return record(run, Schedule(warm_up, 2, steps)).kernels
     except NonFiniteError:  # already reported by the examination
@@ -168,7 +168,7 @@ def _intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def find_kernels(intervals: Sequence[tuple[float, float]], num_steps: int) -> KernelFacts | None:
-    """Return how many kernels a step has, how long they are, and how much of the time one ran.
+    """Return the number of kernels per step, their mean duration, and the share of the time in which any ran.
 
     `intervals` are begin and end of every kernel, in seconds, in any order.
     """

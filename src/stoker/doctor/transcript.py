@@ -1,7 +1,7 @@
-"""The lines that probes wrote, read back: processes, their steps, their loader, and which steps count.
+"""Reads the files that the probe wrote: processes, their steps, their loader, and which steps count.
 
-Enters: a folder with one file per process of a script. Leaves: a `Process` each, the `Training` of one, and
-`LoaderFacts` and `Hdf5Facts` of the loader that feeds it. Costs milliseconds. Lines cut by a kill are left out.
+Enters: a folder with one file per process of a script. Leaves: a `Process` for each file, the `Training` of one of
+them, and `LoaderFacts` and `Hdf5Facts` of its loader. Costs milliseconds. Lines cut by a kill are left out.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from stoker.measure.readings import Spread
 from stoker.strict_json import parse_json
 
 _ENOUGH_ROWS = 12
-"""Steps of one kind from which on the others are left out."""
+"""With this many steps of the preferred kind, the other steps are left out."""
 _FEWEST_LONG = 3
-"""Long steps below which they may be chance."""
+"""Fewer long steps than this may be chance."""
 _LONG_AFTER_SECONDS = 2.0
-"""Time after the last step that is normal for the end of a script."""
+"""Up to this much time after the last step is normal at the end of a script."""
 
 
 @dataclass
 class Process:
-    """The lines of one process."""
+    """The recorded lines of one process."""
 
     rows: list[Row] = field(default_factory=list)  # its steps, including the warm-up
     fetches: list[Fetch] = field(default_factory=list)  # the batches that it loaded
-    state: dict[str, Any] = field(default_factory=dict)  # its last snapshot of everything else
+    state: dict[str, Any] = field(default_factory=dict)  # its last snapshot of all other data
 
     @property
     def rank(self) -> int | None:
@@ -53,7 +53,7 @@ class Process:
 
 
 def read_folder(folder: Path) -> list[Process]:
-    """Return every process that wrote a state."""
+    """Return the processes that wrote at least one snapshot."""
     found = [_read_process(path) for path in sorted(folder.glob("*.jsonl"))]
     return [process for process in found if process.state]
 
@@ -81,7 +81,7 @@ def _read_process(path: Path) -> Process:
 
 
 def main_process(processes: Sequence[Process]) -> Process | None:
-    """Return rank 0, or the process that trained longest."""
+    """Return the process of rank 0, else the one that trained longest; None if no process trained."""
     training = [
         one for one in processes if one.state.get("role") != "worker" and one.state.get("kind")
     ]
@@ -92,7 +92,7 @@ def main_process(processes: Sequence[Process]) -> Process | None:
 
 
 def usual_rows(main: Process) -> tuple[list[Row], int | None]:
-    """Return the steps that count, and the number of the loader that feeds them."""
+    """Return (steps that count, number of the loader that feeds them or None)."""
     fed = Counter(row.loader for row in main.rows if row.loader >= 0)
     number = fed.most_common(1)[0][0] if fed else None
     warm = main.rows[WARM_UP:] if len(main.rows) > 2 * WARM_UP else main.rows[1:]
@@ -114,21 +114,21 @@ def usual_rows(main: Process) -> tuple[list[Row], int | None]:
 class Elsewhere:
     """Seconds since the first step that are in no other figure."""
 
-    # time of steps that read another DataLoader, without a usual step each; also after the last step
+    # time of steps that read another DataLoader, less a usual step each; also such time after the last step
     loaders: float
-    # time of `model.eval()` to `model.train()` in other steps, where a usual step has none
+    # time from `model.eval()` to `model.train()` in other steps, if a usual step has no evaluation
     evaluation: float
-    # time by which a few steps are longer than a usual one, in nothing that is measured otherwise
+    # time by which a few long steps exceed a usual one, without time that is measured otherwise
     long: float
-    num_long: int  # how many
-    # time of all counted steps, as that of the long ones without queueing for a core
+    num_long: int  # number of these long steps
+    # time of all counted steps; like `long`, without queueing for a core
     counted: float
     after: float  # time after the last step, if it was long and read no other loader
     whole: float  # all time since the first step
 
     @property
     def share(self) -> float | None:
-        """Share of the whole; None if there was no step."""
+        """Share of all time since the first step; None if there was no step."""
         spent = self.loaders + self.evaluation + self.long + self.after
         return spent / self.whole if self.whole > 0 else None
 
@@ -139,7 +139,7 @@ def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) ->
     seconds, flags, loader = main.state.get("running") or (0.0, 0, -1)
     whole = sum(row.seconds for row in main.rows) + seconds
     if not main.rows or any(_reads_other(row.flags, row.loader, number) for row in counted):
-        loaders = 0.0  # no step has ended yet, so the loader is the training's; or every step reads several
+        loaders = 0.0  # no step has ended yet, so the loader feeds the training; or counted steps read several loaders
     else:
         # The step that follows a validation contains a usual step.
         loaders = sum(
@@ -169,7 +169,7 @@ def find_elsewhere(main: Process, counted: Sequence[Row], number: int | None) ->
 
 
 def _longer(counted: Sequence[Row]) -> list[float]:
-    """Return by how many seconds the long ones of these steps exceed a usual one; none unless they are a few."""
+    """Return the seconds by which each long step exceeds a usual one; empty unless a few steps are long."""
     taken = [max(0.0, computing(row) - row.host) for row in counted]
     usual = statistics.median(taken) if taken else 0.0
     longer = [seconds - usual for seconds in taken if seconds > LONG * usual]
@@ -182,7 +182,7 @@ def _reads_other(flags: int, loader: int, number: int | None) -> bool:
 
 
 def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
-    """Return the share of a core that each worker kept busy, by number; a restarted worker keeps its number."""
+    """Return the share of a core that each worker kept busy, by worker number; a restarted worker keeps its number."""
     spent: dict[int, list[float]] = {}
     for one in workers:
         cpu = one.state.get("cpu")
@@ -195,10 +195,10 @@ def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Clock:
-    """Divides the time that a step queued for a core by whose work it queued behind.
+    """Divides the time that a step queued for a core by the processes that it queued behind.
 
     Queueing behind other programs is left out of the step. Queueing behind the script's own loading processes is
-    time that loading costs the step, and counts as waiting for data.
+    a cost of loading, and counts as waiting for data.
     """
 
     outside: float = 1.0  # share of the queueing behind other programs
@@ -206,7 +206,7 @@ class Clock:
 
     @classmethod
     def of(cls, process: Process, processes: Sequence[Process]) -> Clock:
-        """Return the clock of one process's training thread, from who kept the cores busy."""
+        """Return the clock of a process's training thread, from the CPU time of all processes."""
         cpu, busy = process.state.get("cpu"), process.state.get("busy")
         seconds = sum(row.seconds for row in process.rows)
         if not cpu or busy is None or seconds <= 0:
@@ -242,23 +242,23 @@ class Clock:
 
 
 def computing(row: Row) -> float:
-    """Return a step's seconds without its wait for data and without any queueing for a core."""
+    """Return the seconds of a step without waiting for data and without queueing for a core."""
     return max(0.0, row.seconds - row.delay) - max(0.0, row.wait - row.wait_delay)
 
 
 def undisturbed(row: Row) -> float:
-    """Return the share of a step's time, without its wait, that was not queueing for a core."""
+    """Return the share of a step, its wait for data left out, in which it did not queue for a core."""
     apart = row.seconds - row.wait
     return min(1.0, max(0.0, computing(row) / apart)) if apart > 0 else 1.0
 
 
 def running(row: Row) -> float:
-    """Return the time on a core as a share of the time on or queued for one."""
+    """Return the time on a core as a share of the time on a core or queued for one."""
     return row.cpu / (row.cpu + row.delay) if row.cpu > 0 else 1.0
 
 
 class Training:
-    """The process that is measured, among all of a script: its usual steps, the loader that feeds them, its clock."""
+    """The measured process of a script: its usual steps, the loader that feeds them, its clock."""
 
     def __init__(self, main: Process, processes: Sequence[Process]) -> None:
         self.main, self.processes, self.state = main, processes, main.state
@@ -266,9 +266,9 @@ class Training:
         self.clock = Clock.of(main, processes)
         self.watched = [row for row in self.rows if not row.flags & UNWATCHED]
         unwatched = [row for row in self.rows if row.flags & UNWATCHED]
-        # Steps that the probe did not slow: those in which it timed no calls, if there are enough.
+        # Steps that the probe did not slow down: those in which it timed no calls, if there are enough.
         self.plain = unwatched if len(unwatched) >= _ENOUGH_ROWS else self.rows
-        # In which calls were timed: the divisor of their totals.
+        # Number of steps in which calls were timed: the totals of calls are divided by it.
         self.num_watched = max(1, int(self.state.get("num_watched", self.state["num_steps"])))
         loaders: list[dict[str, Any]] = self.state["loaders"]
         self.loader = next((facts for facts in loaders if facts["number"] == self.number), None)
@@ -285,9 +285,9 @@ class Training:
             ]
 
     def spread(self, rows: Sequence[Row], seconds: Callable[[Row], float]) -> Spread | None:
-        """Return the spread of the means over rounds of the workers; smaller rounds if there are few steps.
+        """Return the spread of means over groups of one step per worker; smaller groups if there are few steps.
 
-        Workers deliver together, so that single steps alternate.
+        Workers deliver their batches at about the same time, so that short and long steps alternate.
         """
         size = max(1, min(self.num_workers, len(rows) // 4))
         starts = range(0, len(rows) - size + 1, size)
@@ -299,7 +299,7 @@ _SAME = (
     "workers", "batch_size", "is_stream", "pin_memory", "persistent_workers", "prefetch_factor", "start_method",
     "batch_bytes", "where", "dataset_where", "collate_where", "in_order",
 )  # fmt: skip
-"""Facts of a loader that are called the same in the probe and in `LoaderFacts`."""
+"""Facts of a loader with the same name in the probe and in `LoaderFacts`."""
 
 
 def read_loader(training: Training) -> LoaderFacts | None:
@@ -318,7 +318,7 @@ def read_loader(training: Training) -> LoaderFacts | None:
     ran = sum(max(0.0, fetch.seconds - fetch.delay) for fetch in fetches)
     idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
     lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
-    # Samples in a library that no code of the user's calls have no line.
+    # Samples in a library that was not called by the user's code have no line.
     looks = sum(sum(one.state["doing"].values()) for one in workers)
     seen = (lines.most_common(1) or [(None, 0)])[0]
     batches = sum(row.batches for row in rows)
@@ -333,7 +333,7 @@ def read_loader(training: Training) -> LoaderFacts | None:
         work=_work(workers, fetches),
         alone_seconds=Spread.of(fetch.seconds - fetch.delay for fetch in fetches),
         sample_seconds=Spread.of(fetch.sample for fetch in fetches if fetch.sample is not None),
-        # Time queued for a core is neither work nor waiting.
+        # Time queued for a core counts neither as work nor as waiting.
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,
         crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
@@ -351,7 +351,7 @@ def read_loader(training: Training) -> LoaderFacts | None:
 
 
 def _work(workers: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
-    """Split the work on a batch: collating was timed, the rest was sampled."""
+    """Split the work on a batch by kind: collating was timed, the rest was sampled."""
     if not fetches:
         return LoaderWork()
     whole = statistics.median(fetch.seconds - fetch.delay for fetch in fetches)
@@ -372,7 +372,7 @@ def _work(workers: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
 
 
 def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, float | None]:
-    """Return the number of epochs that began after warm-up, and the cost of ending and beginning one."""
+    """Return the number of epochs that began after the warm-up, and the seconds between the steps of two epochs."""
     began = [
         started + max(0.0, waited - usual_wait)
         for step, started, waited in facts["epochs"]
@@ -385,9 +385,9 @@ def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, flo
 
 
 def _filling_seconds(main: Process, counted: Sequence[Row], facts: Mapping[str, Any]) -> float:
-    """Return by how much the steps after the first of an epoch are slower while new workers fill their queues.
+    """Return the seconds that an epoch's next steps lose while new workers fill their queues, the median over epochs.
 
-    The median over the epochs; `counted` are the usual steps. Workers that are kept have filled them before.
+    `counted` are the usual steps. 0 with persistent workers, whose queues are filled ahead.
     """
     ahead = facts["workers"] * (facts["prefetch_factor"] or 0)
     if not ahead or facts["persistent_workers"] or not counted:

@@ -1,7 +1,7 @@
-"""From a transcript to measurements.
+"""Turns the probe's records into measurements.
 
-Enters: the processes of a script. Leaves: `Measurements` of the one that trains, with what its workers and
-the other ranks saw. Costs nothing; pure.
+Enters: the processes of a script. Leaves: `Measurements` of the process that trains, with those of its workers and
+of the other ranks. Costs nothing; pure.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ from stoker.units import format_count
 _NOTABLE_SHARE = 0.1
 _NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
 _MOST_UNEXPLAINED = 2.0
-"""Times as long a step may compute beside other work as its operators explain."""
+"""Beside other programs, a step may compute for this many times the time that its operators explain."""
 _UNEVEN = 3.0
-"""Beside other work, a quarter of the steps that takes this many times as long as another quarter tells too little."""
+"""Beside other programs, steps are too uneven to judge if their upper quartile is this many times the lower one."""
 _TIMING_SECONDS = 4e-6
-"""What timing one call costs at most."""
+"""Most time that timing one call costs."""
 _LEAST_SYNC = 0.5
-"""Share of the seconds of syncs that is theirs at least, whatever the timing costs."""
+"""Least share of the measured seconds of syncs that counts as theirs, whatever the timing costs."""
 _AHEAD = 0.9
-"""A step shorter than this share of its kernels' time ends before they do."""
+"""A step shorter than this share of its kernels' time ends before its kernels do."""
 _SHORT_STEP_SECONDS = 1e-3
-"""A step that the profiler makes notably longer as a whole."""
+"""The profiler makes steps below this notably longer as a whole."""
 _LOOSE = 1.2
-"""Factor on the time between passes of a few profiled steps, which samples of all steps may reach."""
+"""The sampled time between passes may exceed that of the few profiled steps by this factor."""
 _NOTABLE_UPDATE = 0.3
-"""Share of a step on a CPU from which an update that is not fused is told of."""
+"""A note reports an update on a CPU that is not fused from this share of a step."""
 _FUSED_ON_CPU = (2, 5)
-"""The first torch whose Adam, AdamW, SGD and Adagrad are all fused on a CPU."""
+"""The first version of torch with fused Adam, AdamW, SGD and Adagrad on a CPU."""
 _FEW_STEPS = 10
-"""Steps below which every figure is rough."""
+"""With fewer steps, every figure is rough."""
 _FEW_LOOKS = 20
-"""Samples of the training thread below which shares of a step are not told."""
+"""With fewer samples of the training thread, no shares of a step are given."""
 
 
 def measure(
@@ -161,16 +161,16 @@ def measure(
 
 @dataclass(frozen=True)
 class _Usual:
-    """A usual step, and the factors from totals of timed calls to their part of it."""
+    """A usual step, and the factors that turn totals of timed calls into their part of a step."""
 
-    step: Spread | None
-    wait: Spread | None  # for data
-    seconds: float  # of all counted steps
+    step: Spread | None  # seconds
+    wait: Spread | None  # seconds of waiting for data
+    seconds: float  # of all counted steps together
     is_ahead: bool  # whether the host runs ahead of the GPU
-    evaluated: float  # from `model.eval()` to `model.train()`
-    known: float  # waiting for data, or in what is timed
-    count_factors: Mapping[str, float]  # by family of calls
-    second_factors: Mapping[str, float]
+    evaluated: float  # seconds from `model.eval()` to `model.train()`
+    known: float  # seconds of waiting for data and in calls that are timed
+    count_factors: Mapping[str, float]  # for numbers of calls, by family of calls
+    second_factors: Mapping[str, float]  # for their seconds
 
     def calls(self, state: Mapping[str, Any], family: str) -> tuple[HostCall, ...]:
         """Return the calls of a family by line, the costliest first."""
@@ -188,7 +188,7 @@ class _Usual:
 
 
 def _usual_step(seen: Training) -> _Usual:
-    """Return the time of a usual step, and what is known of it by the clock."""
+    """Return the time of a usual step, and the parts of it that were timed."""
     state, plain, clock = seen.state, seen.plain, seen.clock
     step, slowed = seen.spread(plain, clock.seconds), seen.spread(seen.watched, clock.seconds)
     # A host that never waits for the GPU runs ahead of it: then the GPU's time is the step's.
@@ -197,12 +197,12 @@ def _usual_step(seen: Training) -> _Usual:
     if step is not None and is_ahead:
         step = Spread(busy, max(busy, step.low), max(busy, step.high), step.count)
     wait = seen.spread(plain, clock.wait) if seen.loader else None
-    # What timing the calls costs a usual step is taken off those in which they were timed.
+    # Steps in which calls were timed are longer by the cost of timing, which is subtracted.
     cost = max(0.0, slowed.median - step.median) if slowed and step and plain != seen.rows else 0.0
     seconds = max(0.0, sum(map(clock.seconds, seen.rows)) - cost * len(seen.watched))
     if is_ahead:
         seconds = max(seconds, busy * len(seen.rows))
-    # Syncs are too many to read the scheduler's clock at each: assume that they queue like the rest of the step.
+    # There are too many syncs to read the scheduler's clock at each: assume that they queue like the rest of the step.
     on_core = statistics.median(map(running, seen.rows)) if seen.rows else 1.0
     watched, every = 1.0 / seen.num_watched, 1.0 / max(1, state["num_steps"])
     copied, host = watched * on_core, _usual_host(seen)
@@ -241,18 +241,18 @@ def _costliest(state: Mapping[str, Any], family: str) -> list[dict[str, Any]]:
 
 def _usual_sync(
     seen: Training,
-    otherwise: float,  # the factor if most steps have none
+    otherwise: float,  # the factor to return if most steps have no sync
     slowed: Spread | None,  # seconds of steps in which calls were timed
-    step: Spread | None,  # of a usual one
+    step: Spread | None,  # seconds of a usual step
 ) -> float:
-    """Return the factor from the seconds of all syncs to those of a usual step.
+    """Return the factor that turns the seconds of all syncs into those of a usual step.
 
-    In a loop of thousands of calls the timing of each takes longer than the call. So the rest of a step in which calls
-    are timed is taken off a step in which they are not.
+    In a loop of thousands of calls, timing a call takes longer than the call. So the seconds of syncs are those of a
+    step without timing, less the other time of a step with timing.
     """
     sites = [site for site in seen.state["sites"] if site["family"] == "sync"]
     whole = float(sum(site["seconds"] for site in sites))
-    # A share of the time that was not queueing for a core: a call on a CPU counts without it.
+    # A share of the time without queueing for a core, which does not count for calls on a CPU.
     shares = [row.sync / max(row.seconds - row.delay, 1e-9) for row in seen.watched]
     share = min(1.0, statistics.median(shares)) if shares else 0.0
     if share <= 0 or whole <= 0 or slowed is None or step is None:
@@ -260,15 +260,15 @@ def _usual_sync(
     timed = share * slowed.median
     calls = float(sum(site["calls"] for site in sites)) / seen.num_watched
     least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
-    # On a crowded machine timing takes longer; calls never take longer than the step that they are part of.
+    # On a busy machine timing takes longer, but calls never take longer than their step.
     return min(timed, step.median, max(step.median - slowed.median + timed, least)) / whole
 
 
 def _usual_host(seen: Training) -> float:
-    """Return the factor from the seconds of all housekeeping to those of a step.
+    """Return the factor that turns the seconds of all housekeeping into those of a step.
 
-    Where most steps have some, it is what their median step would be shorter without it: the mean of all steps also
-    holds the first ones, which collect less. Otherwise it is the mean.
+    If most steps have housekeeping, its seconds are the difference that it makes to the median step: the mean would
+    include the first steps, in which less garbage is collected. Otherwise they are the mean.
     """
     state, rows, clock = seen.state, seen.plain, seen.clock
     told = (site["seconds"] for site in state["sites"] if site["family"] in ("host", "empty"))
@@ -289,9 +289,9 @@ def _between(
 ) -> tuple[tuple[HostCall, ...], float | None, list[str]]:
     """Return lines between model calls, their seconds per step, and why they cannot be judged.
 
-    The training thread was sampled while no DataLoader was working. Calls that are timed anyway are known by the clock,
-    and a call that holds Python's lock, such as `gc.collect`, is never sampled: samples are shares of the rest. `known`
-    are the seconds of a step that pass waiting for data and in calls that are timed.
+    The training thread was sampled while no DataLoader was working. Timed calls are known exactly, and calls that hold
+    Python's lock, such as `gc.collect`, are never sampled: so samples divide the rest of the step. `known` are the
+    seconds of a step spent waiting for data and in timed calls.
     """
     doing = state.get("training", {})
     looks = sum(doing.values())
@@ -300,7 +300,7 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    # A loop of timed calls is timed whole, and sampled between two of them as well.
+    # A loop of timed calls is timed as a whole, so samples between two of its calls are left out.
     loops = {site["where"] for site in state["sites"] if site["calls"] >= 3 * state["num_steps"]}
     inside = sum(count for where, count in state["between"].items() if where in loops)
     seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0) - inside)
@@ -330,8 +330,8 @@ def _python(
 ) -> float:
     """Return the seconds of a step in which the forward pass runs Python code and no operator.
 
-    Samples in the code of a module may also be operators that it calls, the few profiled steps may be unusual ones, and
-    a thread that waits runs nothing: it is the smallest of the three. `known` is as for `_between`.
+    The smallest of three upper bounds: samples in a module's code may be in operators that it calls, the few profiled
+    steps may be unusual, and a waiting thread runs no code. `known` is as in `_between`.
     """
     looks = int(sum(count for kind, count in state.get("training", {}).items() if kind != "timed"))
     profiled = float(state["profile"].get("python_seconds", 0.0))
@@ -344,7 +344,7 @@ def _python(
 
 
 def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | None:
-    """Return what a few long steps do; None if they take little time."""
+    """Return the facts of a few long steps; None if their extra time is small."""
     doing = state.get("late", {})
     looks = sum(doing.values())
     share = elsewhere.long / max(elsewhere.counted, 1e-9)
@@ -361,7 +361,7 @@ def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | N
 
 
 def _copies(state: Mapping[str, Any], usual: _Usual) -> tuple[DeviceCopy, ...]:
-    """Return the copies to the device by line."""
+    """Return the copies to the device by line of code, the costliest first."""
     count, second = usual.count_factors["copy"], usual.second_factors["copy"]
     found = (
         DeviceCopy(
@@ -444,13 +444,13 @@ def _ranks(processes: Sequence[Process]) -> tuple[RankFacts, ...]:
 
 
 def _why_no_step(processes: Sequence[Process], ending: str) -> str:
-    """Return why nothing was measured: how the script ended, and the line it was at until then."""
+    """Return why nothing was measured: how the script ended, and the line at which it was blocked until then."""
     standing = [
         place
         for one in processes
         if one.state.get("role") != "worker" and (place := one.state.get("stands"))
     ]
-    # A launcher waits in a library; the process that it launched is in the user's code.
+    # The user's code first: a launcher waits in a library, the process that it launched in the user's code.
     standing.sort(key=lambda place: is_foreign(place.rpartition(":")[0]))
     if standing:
         return f"no step was seen: {ending or 'it ended'}, and until then it stood at {standing[0]}"
@@ -550,7 +550,7 @@ def _queued_outside(seen: Training) -> float:
 def _notes_between(
     lines: Sequence[HostCall], seconds: float | None, step: Spread | None
 ) -> list[str]:
-    """Tell of code between the model's calls that takes less of a step than makes a finding."""
+    """Return a note on code between the model's calls that takes too little of a step for a finding."""
     share = seconds / step.median if lines and seconds and step else 0.0
     if not NOTABLE_BETWEEN / 2 <= share < NOTABLE_BETWEEN:
         return []
@@ -560,7 +560,7 @@ def _notes_between(
 
 
 def _why_unjudged(seen: Training, step: Spread | None, unjudged: list[str]) -> list[str]:
-    """Return why the steps cannot be judged: few of them, other work, or what `unjudged` says of their samples."""
+    """Return why the steps cannot be judged: too few steps, other programs, or the given reasons (`unjudged`)."""
     profile = seen.state["profile"]
     if not seen.rows:
         return ["too few training steps ended to measure one: let it run for longer (--seconds)"]
@@ -582,9 +582,9 @@ def _why_unjudged(seen: Training, step: Spread | None, unjudged: list[str]) -> l
 
 
 def _unexplained(profile: Mapping[str, Any], computes: Spread | None) -> list[str]:
-    """Say that a step beside other work computes for much longer than its operators explain, so that it tells nothing.
+    """Return the reason if, beside other programs, a step computes for much longer than its operators explain.
 
-    Each takes longer with cold caches, and waits for its second thread, which has no core.
+    An operator takes longer with cold caches, and while its other threads have no core. Empty if times agree.
     """
     operators = _operators(profile)
     if operators is None or computes is None:
@@ -597,7 +597,7 @@ def _unexplained(profile: Mapping[str, Any], computes: Spread | None) -> list[st
 
 
 def _notes_update(torch: Mapping[str, Any], rows: Sequence[Row], step: Spread | None) -> list[str]:
-    """Tell of an update on a CPU that takes much of a step and updates one tensor after the other."""
+    """Return a note if, on a CPU, an update that is not fused takes a large share of a step."""
     name, fused = torch.get("optimizer") or ("", True)
     version = tuple(map(int, re.findall(r"\d+", torch.get("version") or "0")[:2]))
     if fused or torch.get("cuda") or step is None or version < _FUSED_ON_CPU or not rows:
@@ -614,7 +614,7 @@ def _notes_update(torch: Mapping[str, Any], rows: Sequence[Row], step: Spread | 
 
 
 def _timeline(seen: Training) -> tuple[TimelineSpan, ...]:
-    """Return the spans of a few steps, with what the workers did meanwhile."""
+    """Return the spans of a few steps, and those of the workers in the same time."""
     main = seen.main
     raw = [tuple(span) for span in main.state["spans"]]
     drawn = sorted({step for step, *_ in raw if step < len(main.rows)})

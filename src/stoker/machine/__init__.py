@@ -1,7 +1,7 @@
-"""Cores, memory, disk and GPUs of this machine, and the part of them this process may use.
+"""Cores, memory, disk and GPUs of this machine, and the part of them that this process may use.
 
 Enters: /proc, /sys and the cgroup files under a root folder, the disk behind a path, and NVML.
-Leaves: one frozen `Machine`; whatever cannot be read is None, with a line in its notes.
+Leaves: one frozen `Machine`. Readings that fail are None; for GPUs and the disk, its notes say why.
 Costs about 2 ms, plus 30–100 ms to start NVML, plus up to 1 s when the disk is measured. Blocking.
 
 Files: `_limits.py` cores and memory, `_disk.py` the disk, `_gpus.py` NVML (no other file talks
@@ -94,14 +94,14 @@ def probe(
     nvml: Any = None,
     environ: Mapping[str, str] | None = None,
 ) -> Machine:
-    """Describe this machine. Never raises because a reading is missing.
+    """Describe this machine. A missing reading never raises an exception.
 
     Args:
-        path: Whose disk to describe; the folder of the data.
-        measure: Also read from that disk for up to a second.
-        root: Where /proc and /sys stand; tests give a copy.
+        path: The disk of this path is described; usually the folder of the data.
+        measure: Also measure the speed of that disk, for up to a second.
+        root: Folder with `proc` and `sys`; tests give a copy.
         nvml: Module with pynvml's functions; None imports pynvml.
-        environ: Variables to read `CUDA_VISIBLE_DEVICES` from; None is `os.environ`.
+        environ: Variables to read `CUDA_VISIBLE_DEVICES` from; None: `os.environ`.
     """
     notes: list[str] = []
     groups = Cgroups(root)
@@ -131,7 +131,7 @@ def probe(
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process can still take, by machine, cgroup and resource limits."""
+    """Return the bytes that this process can still allocate, by machine, cgroup and resource limits."""
     root = Path("/")
     found = [read_memory(root, Cgroups(root))[1]]
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -147,8 +147,8 @@ def recommended_workers(
 ) -> Choice:
     """Choose a number of loading processes.
 
-    Half the usable cores, kept within 2–4 when the GPU augments and 4–8 when the CPU does, and
-    always leaving one core to the training process. 0 when batches are cut on the device.
+    Half the usable cores, limited to 2–4 when the GPU augments and 4–8 when the CPU does, and
+    always leaving one core to the training process. 0 when batches are assembled on the device.
     """
     if augmentation == "none":
         return Choice(0, "batches are cut on the device: workers would only copy them once more")
@@ -165,14 +165,14 @@ def recommended_workers(
 
 @functools.cache
 def _read_torch() -> tuple[str | None, str | None]:
-    """Return (version, CUDA version) of the installed torch without importing it (1–2 s)."""
+    """Return (version, CUDA version) of the installed torch, without importing it, which takes 1–2 s."""
     try:
         version = importlib.metadata.version("torch")
         spec = importlib.util.find_spec("torch")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None, None
     for folder in (spec.submodule_search_locations if spec else None) or []:
-        # A list of plain assignments; its version also names the build, such as +cu130.
+        # A file of plain assignments; its version also names the build, such as +cu130.
         file = Path(folder) / "version.py"
         exact = find_text(file, r"^__version__\b[^=\n]*=\s*['\"](.+?)['\"]")
         return exact or version, find_text(file, r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]")
@@ -183,21 +183,21 @@ _STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def rss_bytes() -> int:
-    """Return the resident memory."""
+    """Return the resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_rss_bytes() -> int:
-    """Return the most that was resident since the start, or since `forget_peak`."""
-    # VmHWM is of the address space. `ru_maxrss` is inherited through fork and exec: a small child of a large
-    # parent would look large.
+    """Return the peak resident memory of this process since its start, or since `forget_peak`."""
+    # VmHWM belongs to the address space, while `ru_maxrss` is inherited through fork and exec: a small child of a
+    # large parent would look large.
     found = find_text(_STATUS, r"^VmHWM:\s*(\d+) kB$")
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else int(found)
     return kilobytes * KIB
 
 
 def forget_peak() -> None:
-    """Let the kernel count the peak anew; where it may not, the peak stays that of the whole life."""
+    """Reset the peak of `peak_rss_bytes`; if the kernel does not permit that, it stays the peak since the start."""
     try:
         with _FORGET.open("r+") as file:
             file.write("5")

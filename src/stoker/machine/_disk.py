@@ -1,7 +1,7 @@
-"""The disk behind a path: what it is, how full, and how fast.
+"""The disk behind a path: its kind, its free space, and on request its speed.
 
 Enters: a path, /proc and /sys under a root folder. Leaves: a frozen `Disk`. Costs microseconds,
-or up to a second and a temporary file when it is measured. Blocking.
+or up to a second and a temporary file if the speed is measured. Blocking.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def read_disk(path: Path, root: Path, measure: bool, notes: list[str]) -> Disk:
     """Describe the filesystem of `path`, or of its nearest parent that exists."""
     absolute = path.resolve()
     while not absolute.exists() and absolute != absolute.parent:
-        absolute = absolute.parent  # a store that is still to be written
+        absolute = absolute.parent  # `path` may be a store that is not written yet
     total = free = None
     try:
         stats = os.statvfs(absolute)
@@ -68,7 +68,7 @@ def read_disk(path: Path, root: Path, measure: bool, notes: list[str]) -> Disk:
     except OSError as error:
         notes.append(f"disk of {path}: {error.strerror}")
     over = [mount for mount in read_mounts(root) if absolute.is_relative_to(mount.point)]
-    # The longest mount point holds the path; of two at one point the later covers the earlier.
+    # The longest mount point holds the path; of two mounts at one point, the later one covers the earlier.
     mount = max(reversed(over), key=lambda each: len(each.point), default=None)
     kind = None if mount is None else _disk_kind(mount, root)
     speed = measure_read(absolute, notes) if measure else None
@@ -98,7 +98,7 @@ def _disk_kind(mount: Mount, root: Path) -> str | None:
 
 
 def _block_kind(folder: Path, depth: int) -> str | None:
-    """Return the kind of a /sys/block folder, looking through partitions, LVM and RAID."""
+    """Return the kind of disk of a /sys/block folder, resolving partitions, LVM and RAID."""
     if (folder / "partition").exists():
         folder = folder.parent
     slaves = folder / "slaves"
@@ -109,7 +109,7 @@ def _block_kind(folder: Path, depth: int) -> str | None:
         return next((k for k in (None, "virtual", "rotational", "ssd") if k in kinds), "nvme")
     vendor = (read_text(folder / "device/vendor") or "").strip().lower()
     if re.match(r"(vd|xvd|nbd|rbd|loop|zram)", folder.name) or vendor in _VIRTUAL_VENDORS:
-        return "virtual"  # its rotational flag says what the host pretends
+        return "virtual"  # its rotational flag does not describe the host's real disk
     if folder.name.startswith("nvme"):
         return "nvme"
     rotational = read_int(folder / "queue/rotational")
@@ -124,16 +124,15 @@ def _bandwidth_class(kind: str | None, speed: float | None) -> BandwidthClass:
         return known[kind]
     if speed is None:
         return "unknown"
-    # SATA ends at 0.55 GB/s and a disk with platters at 0.28 GB/s.
+    # The limit of SATA is 0.55 GB/s, that of a rotating disk 0.28 GB/s.
     return "nvme" if speed > 0.7e9 else "ssd" if speed > 0.3e9 else "hdd"
 
 
 def measure_read(path: Path, notes: list[str], seconds: float = 0.7) -> float | None:
-    """Return sequential read speed of one thread in bytes/s, past the page cache.
+    """Return the sequential read speed of one thread in bytes/s, bypassing the page cache. Blocking.
 
-    Reads `path` itself when it is a file of 32 MiB or more, else a temporary file of up to 256
-    MiB that is written beside it for half of `seconds` and removed. None, with a note, when
-    neither works.
+    Reads `path` itself if it is a file of 32 MiB or more; else an unnamed temporary file in its folder, of up to
+    256 MiB, written for half of `seconds`. None, with a note, if neither works.
     """
     if not hasattr(os, "O_DIRECT"):
         notes.append("disk speed is measured on Linux only")
@@ -189,7 +188,7 @@ def _read_rate(handle: int, buffer: mmap.mmap, seconds: float) -> float | None:
         got = os.preadv(handle, [buffer], offset)
         done, offset = done + got, offset + got
         if got < len(buffer):
-            if offset == got:  # the file is shorter than one block: too short to say anything
+            if offset == got:  # the file is shorter than one block, too short to measure
                 return None
-            offset = 0  # from the start again; direct reads pass the page cache
+            offset = 0  # from the start again; direct reads bypass the page cache
     return done / spent if done else None

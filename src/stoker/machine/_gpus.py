@@ -1,9 +1,9 @@
-"""GPUs through NVML: the only file that talks to it.
+"""Reads GPUs through NVML; no other file calls it.
 
 Enters: pynvml or a stand-in, and `CUDA_VISIBLE_DEVICES`. Leaves: frozen `Gpu` readings. Costs
 30–100 ms to start NVML, then 0.2 ms per GPU and reading (measured on an H200).
-PCIe traffic comes from counters of bytes, in 0.1 ms, where they are wide enough; on an H200 they wrap within
-0.1 s, and `sample_traffic` asks for what passed in 20 ms each way: 41 ms, 1.3 of them on a core.
+PCIe traffic is read from byte counters, in 0.1 ms, if they are wide enough. On an H200 they wrap within 0.1 s, so
+`sample_traffic` measures the traffic of 20 ms in each direction: 41 ms in all, 1.3 ms of them on a core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-# Names of the bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h), in words.
+# Names in words of the bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h).
 THROTTLE_WORDS: Mapping[int, str] = {
     0x001: "idle", 0x002: "application clocks setting", 0x004: "power cap",
     0x008: "hardware slowdown", 0x010: "sync boost", 0x020: "software thermal slowdown",
@@ -24,11 +24,11 @@ THROTTLE_WORDS: Mapping[int, str] = {
 
 # Bytes/s of one lane in one direction after line coding; generation 6 in FLIT mode.
 _PCIE_LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-# Of nvmlDeviceGetFieldValues: bytes that the GPU received and sent since the driver started.
+# Fields of nvmlDeviceGetFieldValues: bytes that the GPU received and sent since the driver started.
 _PCIE_RECEIVED, _PCIE_SENT = 198, 197
-# Of nvmlDeviceGetPcieThroughput, which answers in KB/s.
+# Counters of nvmlDeviceGetPcieThroughput, which returns KB/s.
 _SENT, _RECEIVED = 0, 1
-# Types of such a value that do not wrap within seconds; 32 bits are 0.1 s of a full link.
+# Types of field values that do not wrap within seconds; 32 bits wrap after 0.1 s on a full link.
 _LONG_VALUES = {2: "ulVal", 3: "ullVal"}
 _FAILED = object()
 
@@ -91,14 +91,14 @@ class Gpu:
 
 
 class GpuReader:
-    """Reads every GPU through NVML, once or again and again. Use as a context manager.
+    """Reads every GPU through NVML, once or repeatedly. Use as a context manager.
 
-    One `read()` takes 0.2 ms per GPU and starts nothing on it. Not thread-safe. What fails
-    is None in the reading and said once in `notes`; no exception leaves this class.
+    One `read()` takes 0.2 ms per GPU and starts no work on it. Not thread-safe. A value that
+    cannot be read is None, with one line in `notes`; this class raises no exceptions.
 
     Attributes:
-        driver: Driver version, once entered.
-        notes: What could not be read, and why.
+        driver: Driver version; None outside of the context, or if unknown.
+        notes: Values that could not be read, and why.
     """
 
     def __init__(self, nvml: Any = None, environ: Mapping[str, str] | None = None) -> None:
@@ -215,7 +215,7 @@ def _text(value: str | bytes | None) -> str | None:
 
 
 def _counter(field: Any) -> int | None:
-    """Return the value of an NVML field that counts; None where this GPU does not."""
+    """Return the value of an NVML counter; None if this GPU has none that is wide enough."""
     name = _LONG_VALUES.get(field.valueType)
     return None if field.nvmlReturn != 0 or name is None else int(getattr(field.value, name))
 

@@ -1,7 +1,7 @@
-"""Cores and memory as affinity and cgroups (versions 1 and 2, nested) allow.
+"""The cores and memory that affinity and cgroups (versions 1 and 2, nested) allow.
 
-Enters: /proc and /sys under a root folder. Leaves: counts and bytes; None for what is not
-written there. Costs about 1 ms of small files.
+Enters: /proc and /sys under a root folder. Leaves: counts and bytes; None for missing values.
+Costs about 1 ms, for reading small files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_LIMIT = 2**60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def read_text(path: Path) -> str | None:
-    """Return a small kernel file, or None when it is not there."""
+    """Return the text of a small kernel file, or None if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """Return the one number in a file, or None."""
+    """Return the number that is the whole content of a file, or None."""
     text = (read_text(path) or "").strip()
     return int(text) if re.fullmatch(r"-?[0-9]+", text) else None
 
@@ -38,7 +38,7 @@ def find_text(path: Path, pattern: str) -> str | None:
 
 
 def _count_list(text: str | None) -> int | None:
-    """Return how many a kernel list such as "0-3,8" names."""
+    """Return the number of items in a kernel list such as "0-3,8"; None if it is not such a list."""
     if not text or not re.fullmatch(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*", text):
         return None
     pairs = [part.split("-") for part in text.split(",")]
@@ -58,7 +58,7 @@ class Mount:
 
 
 def read_mounts(root: Path) -> list[Mount]:
-    """Return every mount this process sees, in the order they were made."""
+    """Return every mount that this process sees, in the order in which they were made."""
     mounts = []
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         # man 5 proc: id parent major:minor root point options [tags…] - type source options
@@ -85,7 +85,7 @@ class Cgroups:
         self.entries = [line.split(":", 2) for line in lines if line.count(":") >= 2]
 
     def folders(self, controller: str) -> list[tuple[int, Path]]:
-        """Return (version, folder) from our own group up to the top that we can see."""
+        """Return (version, folder) of this process's group and of its visible parents, innermost first."""
         found: list[tuple[int, Path]] = []
         for _, names, path in self.entries:
             for mount in self.mounts:
@@ -104,14 +104,14 @@ class Cgroups:
         try:
             below = PurePosixPath(path).relative_to(mount.root)
         except ValueError:
-            # In a container the path is the host's and the mount shows our group as its top.
+            # In a container, the path is the host's, and the mount's root is the group of this process.
             return [top]
         if ".." in below.parts:
             return [top]
         return [top / below, *(top / parent for parent in below.parents)]
 
     def cpu_quota(self) -> float | None:
-        """Return the tightest quota in cores; an outer group binds all groups inside it."""
+        """Return the tightest quota in cores; the quota of an outer group also limits all groups inside it."""
         quotas = []
         for version, folder in self.folders("cpu"):
             if version == 2:
@@ -124,7 +124,7 @@ class Cgroups:
         return min((quota for quota in quotas if quota > 0), default=None)
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Return (tightest limit, bytes left under the group that has least left)."""
+        """Return (tightest limit, bytes left in the group that has the fewest left)."""
         limits, left = [], []
         for version, folder in self.folders("memory"):
             names = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
@@ -137,7 +137,7 @@ class Cgroups:
                 continue
             limits.append(limit)
             if used is not None:
-                # The kernel reclaims file pages that were not used lately before it kills a process.
+                # Before the kernel kills a process, it reclaims file pages that were not used lately.
                 cached = find_text(folder / "memory.stat", r"^(?:total_)?inactive_file (\d+)$")
                 left.append(max(0, limit - used + min(int(cached or 0), used)))
         return min(limits, default=None), min(left, default=None)
@@ -158,7 +158,7 @@ def read_cores(root: Path, groups: Cgroups) -> tuple[int | None, int | None, flo
 
 
 def read_memory(root: Path, groups: Cgroups) -> tuple[int | None, int | None, int | None]:
-    """Return bytes (in the machine, available to this process, cgroup limit)."""
+    """Return the bytes (of the machine, available to this process, of the cgroup limit)."""
 
     def kib(name: str) -> int | None:
         text = find_text(root / "proc/meminfo", rf"^{name}:\s*([0-9]+) kB$")

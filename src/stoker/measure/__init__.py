@@ -1,1 +1,1 @@
-"""Measuring: a job run for a few seconds, its time and its memory. Below `tune` and `doctor`, which decide."""
+"""Measures the time and memory of a job that runs for a few seconds; `tune` and `doctor` decide by the results."""

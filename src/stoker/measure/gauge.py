@@ -1,12 +1,12 @@
-"""Memory of a try: how much it used, and how much it may use.
+"""Memory of a try: how much it uses, and how much it may use.
 
 Enters: a device. Leaves: peak bytes between `begin` and `peak_bytes`, and their limit. Costs a garbage collection
 per try; on a GPU the allocator's cache is emptied first, so that one try does not count for another.
 
-On a GPU the peak is the memory that torch has reserved, CUDA graphs included; the limit is what was free. On a CPU
-it is the process's resident memory; the limit is that plus what the machine (or its cgroup) has available. There a
-size that does not fit ends the process instead of raising an error. So sizes far beyond those seen are refused
-before they run, estimated in proportion to the last one.
+On a GPU the peak is the memory that torch has reserved, CUDA graphs included; the limit is the memory that was free. On
+a CPU the peak is the process's resident memory; the limit is that plus the available memory of the machine or its
+cgroup. On a CPU, a size that does not fit kills the process instead of raising an error. So a size is refused before it
+runs if its memory, in proportion to the largest size that ran, exceeds the limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gauge:
         self._margin = margin
         self._before = 0
         self._seen: tuple[int, int] | None = None
-        # Once: the limit of the process does not depend on what it holds at the moment.
+        # Computed once: the limit of the process does not depend on the memory that it holds at the moment.
         self._room = 0
         if not self._on_gpu:
             free = probe().ram_available_bytes or int(psutil.virtual_memory().available)
@@ -44,7 +44,7 @@ class Gauge:
         self.cap_bytes = 0  # limit of the current try, including what the process used before it
 
     def begin(self) -> None:
-        """Free what earlier tries left, and measure from here on."""
+        """Free the memory of earlier tries, and measure from here on."""
         self.release()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -72,7 +72,7 @@ class Gauge:
         return peak_rss_bytes()
 
     def attempt(self, size: int, work: Callable[[], T]) -> tuple[T | None, str]:
-        """Run one try; return what it gave, or None and why: it must not be tried, or memory ran out."""
+        """Run one try; return (its result, ""), or (None, why): it is too large to try, or memory ran out."""
         self.begin()
         refused = self.expect(size)
         if refused:
@@ -88,7 +88,7 @@ class Gauge:
         return done, ""
 
     def note(self, size: int) -> None:
-        """Remember the memory of a size that has run, for `expect`."""
+        """Remember the peak memory of a size that has run, for `expect`."""
         taken = max(0, self.peak_bytes() - self._before)
         if self._seen is None or size >= self._seen[0]:
             self._seen = (size, taken)

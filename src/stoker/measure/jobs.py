@@ -1,10 +1,10 @@
-"""A ready job run for a while and timed: as it is, its step alone, its loader alone.
+"""Runs a ready job for a while and times it: the whole job, its step alone, or its loader alone.
 
-Enters: a `Run` that has not begun, and how long to measure. Leaves: `Timed`: a `Lap` per batch, and what the
-trainer chose. Costs the steps that are measured; the job trains in memory, nothing is written.
+Enters: a `Run` that has not begun, and how long to measure. Leaves: `Timed`: a `Lap` per batch, and the choices of
+the trainer. Costs the steps that are measured; the job trains in memory, nothing is written.
 
-What runs is the run's own trainer, eager or captured, with its optimizer, precision and loader. The loop ends
-because the stopwatch lets no more batches through: the trainer sees short epochs.
+The run's own trainer runs, eager or captured, with its optimizer, precision and loader. The loop ends because the
+stopwatch passes on no more batches: the trainer sees short epochs.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ _BLOCKS = 5
 
 
 def warm_up_batches(device: torch.device) -> int:
-    """Return how many batches do not count.
+    """Return the number of warm-up batches, which do not count.
 
-    On a GPU a captured step trains three eagerly, is captured, and its first replays are checked.
+    On a GPU a captured step first runs eagerly for three batches, is captured, and its first replays are checked.
     """
     return 16 if device.type == "cuda" else 3
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One loop that was timed."""
+    """The result of timing a loop over batches."""
 
     laps: tuple[Lap, ...]  # one per batch
-    # what the trainer chose and did; empty where nobody trained
+    # the trainer's choices and epochs; empty without training
     history: History = field(default_factory=History)
-    trouble: NonFiniteError | None = None  # a loss that was not finite
-    # forward, backward and update, with start and end on the laps' clock; on a CPU only
+    trouble: NonFiniteError | None = None  # raised for a loss that was not finite
+    # (kind, start, end) of forward, backward and update, on the laps' clock; on a CPU only
     phases: tuple[tuple[str, float, float], ...] = ()
-    tier: str = ""  # of the loader
-    device_data_bytes: int = 0  # what the loader keeps on the device
+    tier: str = ""  # the loader's tier
+    device_data_bytes: int = 0  # data that the loader keeps on the device
 
     @property
     def seconds(self) -> Spread | None:
-        """Of a batch."""
+        """Seconds per batch; None if no batch was counted."""
         return Spread.of(lap.seconds for lap in self.laps)
 
     def rate(self) -> Spread | None:
-        """Samples per second, of a few blocks of steps."""
+        """Return samples per second, as the spread over a few blocks of batches."""
         return Spread.of(block_rates(self.laps, _BLOCKS))
 
 
@@ -69,7 +69,7 @@ def time_together(
     *,
     with_epoch_ends: bool = True,
 ) -> Timed:
-    """Train for a while as the run would, and time it; `each` is called before every batch."""
+    """Train for a while as the run would, and time it; `each` is called before every batch. Blocking."""
     with run.make_train_loader() as loader:
         watch = Stopwatch(patience, run.device, each)
         with Phases(run.job.model, run.device) as phases:
@@ -86,10 +86,10 @@ def time_together(
 
 
 def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
-    """Train on one batch that is on the device already, and time it; not `captured` where the whole run is not."""
+    """Train repeatedly on one batch that is on the device, and time it. `captured=False` turns CUDA graphs off."""
     watch = Stopwatch(patience, run.device)
     held = HeldLoader(hold_batch(run), watch, patience.most)
-    # Training on one batch repeatedly may diverge, which is no fault of the job.
+    # Training on one batch repeatedly may diverge, which is not an error of the job.
     capture = run.settings.training.capture if captured else "off"
     calm = run.with_settings(
         run.settings.changed({"training.nonfinite": "skip", "training.capture": capture})
@@ -101,7 +101,7 @@ def time_step(run: Run, patience: Patience, *, captured: bool = True) -> Timed:
 
 
 def time_loader(run: Run, patience: Patience, captured: bool) -> Timed:
-    """Take batches at the pace of the step, without training."""
+    """Iterate over the run's loader without training, and time it; index batches only if the step is `captured`."""
     with run.make_train_loader() as loader:
         if run.drawn_augmentation is not None:
             loader.use_augmentation(run.drawn_augmentation)
@@ -131,14 +131,14 @@ def hold_batch(run: Run) -> Batch:
 def train_over(
     run: Run, loader: Any, watch: Stopwatch, most: int
 ) -> tuple[History, NonFiniteError | None]:
-    """Train in memory until the watch has had enough; return the trainer's history, and what went wrong.
+    """Train in memory until the watch has enough batches; return (history, error of a loss that is not finite).
 
-    The loader is the run's, or a held batch; it hands out `most` batches at most.
+    The loader is the run's own or a `HeldLoader`; it yields at most `most` batches.
     """
     if isinstance(loader, Loader):
         loader.on_iteration = watch.timed
     epochs = max(1, math.ceil(most / max(1, len(loader))))
-    # The watch alone ends it: a run of few steps, or one that may stop early, would leave nothing to time.
+    # Only the watch ends the training: a limit of steps or early stopping could leave nothing to time.
     ends = {"training.epochs": epochs, "training.max_steps": None, "training.patience": 0}
     ready = run.with_settings(run.settings.changed(ends))
     trainer = ready.make_trainer(loader, None, Silent(), run_dir=None)
@@ -148,10 +148,10 @@ def train_over(
     except NonFiniteError as error:
         trouble = error
     except InputError:
-        # What was wanted of the last epoch may be nothing: then it has no batch.
+        # The watch may take no batch of the last epoch, which the trainer reports as an empty epoch.
         if not watch.is_enough():
             raise
-    # The trainer has heeded the signal, the measurement must too.
+    # The trainer stopped because of SIGTERM, so the measurement must end as well.
     if trainer.history.ended == "terminated":
         raise SystemExit(128 + signal.SIGTERM)
     return trainer.history, trouble

@@ -1,11 +1,11 @@
-"""Timing of a loop over batches: the wait for each batch, and the length of each step.
+"""Times a loop over batches: the wait for each batch, and the duration of each step.
 
 Enters: any iterator of batches, a device, and how long to measure. Leaves: the same batches, as many as needed,
 and one `Lap` for each after the warm-up. Costs two clock readings per batch, on CUDA also one event; the host does
 not wait for the device before `laps` is called.
 
-On CUDA the host runs ahead of the device. So the length of a step is measured between events on the device, and
-the wait on the host.
+On CUDA the host runs ahead of the device. So the duration of a step is measured between events on the device, and the
+wait on the host.
 """
 
 from __future__ import annotations
@@ -34,26 +34,23 @@ class Patience:
     """How long to measure."""
 
     warm_up: int  # first batches, not counted: threads start, caches fill, graphs are captured
-    steps: int  # most batches to count
+    steps: int  # largest number of batches to count
     seconds: float  # time limit from the end of the warm-up
-    least: int = LEAST_LAPS  # batches to count even if the time is over
+    least: int = LEAST_LAPS  # number of batches to count even after the time limit
 
     @property
     def most(self) -> int:
-        """Batches at most, warm-up included."""
+        """Largest number of batches, warm-up included."""
         return self.warm_up + self.steps
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One batch of a loop: asked for at `began` (seconds since the first counted one), there after `wait_seconds`.
+    """Times of one batch in a loop."""
 
-    `seconds` go on until the next one is asked for.
-    """
-
-    began: float
-    wait_seconds: float
-    seconds: float
+    began: float  # when it was asked for, in seconds since the first counted batch was
+    wait_seconds: float  # until it arrived
+    seconds: float  # until the next batch was asked for, the wait included
     num_samples: int
 
 
@@ -71,12 +68,12 @@ class Stopwatch:
         self._device = device
         self._on_gpu = device.type == "cuda"
         # A mark is the time at which a batch is asked for, on the host and on the device. The last request of
-        # an epoch returns no batch, so every batch stores the number of its mark.
+        # an epoch yields no batch, so every batch stores the number of its mark.
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self._batches: list[
             tuple[int, float, int]
-        ] = []  # number of its mark, when it came, samples
+        ] = []  # number of its mark, time of its arrival, number of samples
 
     @property
     def began(self) -> float:
@@ -89,11 +86,11 @@ class Stopwatch:
 
     @property
     def num_batches(self) -> int:
-        """Batches that were yielded."""
+        """Number of batches that were yielded."""
         return len(self._batches)
 
     def is_enough(self) -> bool:
-        """Whether no more batches are wanted."""
+        """Return whether enough batches were timed."""
         counted = self.num_batches - self._patience.warm_up
         if counted >= self._patience.steps:
             return True
@@ -145,7 +142,7 @@ class Stopwatch:
         return self._marks[other] - self._marks[one]
 
     def _mark(self) -> None:
-        """Record that a batch is asked for; after an epoch's end, for the second time."""
+        """Record that a batch is asked for; after the end of an epoch this is the second request for it."""
         last = self._batches[-1][0] if self._batches else -1
         is_again = bool(self._marks) and last < len(self._marks) - 1
         if self._each is not None and not is_again:
@@ -163,9 +160,9 @@ def block_rates(
     batches_per_update: int = 1,
     count: Callable[[Lap], int] = lambda lap: lap.num_samples,
 ) -> list[float]:
-    """Return the rates of at most `num_blocks` blocks of laps, in order; what `count` counts, per second.
+    """Return the rates (the sum of `count` over laps, per second) of at most `num_blocks` blocks of laps, in order.
 
-    Unlike in a median of steps, slow steps count in full. Blocks have whole updates of `batches_per_update` batches.
+    Unlike in a median of steps, slow steps count in full. A block has whole updates of `batches_per_update` batches.
     """
     num_updates = len(laps) // batches_per_update
     edges = [
@@ -187,10 +184,10 @@ def _count_samples(batch: Any) -> int:
 
 
 class Phases:
-    """Times of the forward pass, the backward pass and the update of each step, on a CPU.
+    """Records the times of the forward pass, the backward pass and the update of each step, on a CPU.
 
-    Use as a context manager around the training. On CUDA the host only launches kernels, and a captured step
-    runs no hooks: nothing is recorded there.
+    Use as a context manager around the training. On CUDA nothing is recorded: there the host only launches kernels,
+    and a captured step runs no hooks.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Repeated readings of one thing: their quartiles, and whether they keep growing.
+"""Repeated readings of one quantity: their quartiles, and whether they keep growing.
 
 Enters: numbers in the order in which they were read. Leaves: a `Spread`, or the growth per reading. Costs a
 sort; pure, and without torch.
@@ -16,12 +16,12 @@ CREEP_HOST_BYTES, CREEP_DEVICE_BYTES = 8 << 20, 1 << 20
 """Growth below this is an allocator settling; torch's own count on a device is exact."""
 _CREEP_BLOCKS = 6
 _STEADY_SHARE = 0.08
-"""Least share of the whole growth per block: an allocator that settles grows in the first blocks only."""
+"""Each block must have at least this share of the whole growth: an allocator that settles grows only at first."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Repeated readings of one thing: their median, their quartiles `low` and `high`, and how many there are."""
+    """Median, quartiles (`low` and `high`) and number of repeated readings of one quantity."""
 
     median: float
     low: float
@@ -46,10 +46,10 @@ def _at_share(ordered: list[float], share: float) -> float:
 
 
 def creep(readings: Sequence[float | None], least: float) -> float | None:
-    """Return by how much readings keep growing, per reading; 0 when they settle, None when that is unknown.
+    """Return the steady growth of readings, per reading; 0 if they settle, None if there are too few.
 
-    The first quarter is left out. The rest must grow from each of six blocks to the next, by `least` in all: what
-    settles grows once, and what breathes goes up and down.
+    The first quarter is left out. The rest must grow from each of six blocks to the next, and by `least` in all:
+    memory that settles grows only once, and other memory goes up and down.
     """
     points = [(at, value) for at, value in enumerate(readings) if value is not None]
     points = points[len(points) // 4 :]

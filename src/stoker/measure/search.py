@@ -1,9 +1,9 @@
 """Search for a size: which one to try next, and which of the tried ones to choose.
 
 Enters: a list of sizes (levels) and a function that measures one. Leaves: the outcomes, and a choice that was
-measured, fits, and pays. Costs nothing by itself; there are at most as many tries as levels.
+measured, fits, and pays. Costs only the tries, of which there are at most as many as levels.
 
-There are two rules. The search goes on to the next level only while it gains at least `LEAST_GAIN`; the first
+There are two rules. The search continues to the next level while each one gains at least `LEAST_GAIN`; the first
 level that does not ends that direction (or the second, on request). The choice is the smallest size within
 `LEAST_GAIN` of the best, or the configured one if it is among those: a change must pay.
 """
@@ -19,12 +19,12 @@ LEAST_GAIN = 0.02  # least gain of a change: medians of short runs differ by as 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One try."""
+    """The result of one try."""
 
     # samples per second, or another rate; None if the try did not run to its end
     rate: float | None
-    fits: bool  # whether it ran, and left the margin of memory free
-    reason: str = ""  # why not, in words
+    fits: bool  # whether the try ran, and left the margin of memory free
+    reason: str = ""  # why it does not fit, in words
 
 
 OutcomeT = TypeVar("OutcomeT", bound=Outcome)
@@ -35,7 +35,7 @@ OutcomeT = TypeVar("OutcomeT", bound=Outcome)
 
 @dataclass(frozen=True)
 class UpdateShape:
-    """How the samples of one update are divided into batches."""
+    """The division of an update's samples into batches."""
 
     batch_size: int
     accumulation_steps: int
@@ -49,8 +49,8 @@ class UpdateShape:
 def shape_ladder(configured: UpdateShape, most: int) -> tuple[UpdateShape, ...]:
     """Return the shapes to consider, by rising batch size up to `most`, and always the configured one.
 
-    Batches up to the effective one keep it: half the batch, twice the batches per update (rounded up if it does
-    not divide). Above it the batch doubles, and the update grows.
+    Up to the effective batch size the samples per update stay: half the batch, twice the batches per update (rounded
+    up if it does not divide). Above it the batch doubles, and the update grows.
     """
     whole = configured.samples_per_update
     shapes = {configured.batch_size: configured}
@@ -77,7 +77,7 @@ def shape_ladder(configured: UpdateShape, most: int) -> tuple[UpdateShape, ...]:
 
 
 def keeps_update(shape: UpdateShape, configured: UpdateShape) -> bool:
-    """Whether a shape has the configured samples per update, up to rounding the last batch up."""
+    """Return whether a shape has the configured samples per update, except for rounding up the last batch."""
     whole = configured.samples_per_update
     more = shape.samples_per_update - whole
     return shape.batch_size <= whole and 0 <= more < shape.batch_size
@@ -95,14 +95,14 @@ def climb(
 ) -> dict[int, OutcomeT]:
     """Measure levels from `start` upwards while that pays; if it never does, downwards while that pays.
 
-    If `start` does not fit, the search begins at the first level below that does; above one that does not fit, none
-    does. A level pays when it is better by the share `least_gain`; `most_misses` in a row may fail to be, since a
-    single one may be noise. Returns each level's outcome, in the order of trying; nothing is tried twice.
+    If `start` does not fit, the search begins at the first level below that fits; levels above one that does not fit
+    are not tried. A level pays if its rate is higher by the share `least_gain`; `most_misses` levels in a row may fail,
+    since one may be noise. Returns each level's outcome, in the order of trying; nothing is tried twice.
     """
     tried: dict[int, OutcomeT] = {}
 
     def walk(here: int, step: int) -> int:
-        """Continue in one direction while it pays; return the last level that did."""
+        """Continue in one direction while it pays; return the last level that paid."""
         at, num_misses = here, 0
         while 0 <= at + step < num_levels and num_misses <= most_misses:
             at += step
@@ -139,9 +139,9 @@ def choose(
     allowed: Callable[[int], bool] = lambda _: True,
     least_gain: float = LEAST_GAIN,
 ) -> int | None:
-    """Return the level to choose among the `allowed` ones that were tried and fit; None if none does.
+    """Return the level to choose among those that were tried, fit and are `allowed`; None if there is none.
 
-    The configured level, `start`, is kept unless another gains `least_gain`.
+    The configured level, `start`, is kept unless another level gains `least_gain`.
     """
     rates = {
         level: outcome.rate

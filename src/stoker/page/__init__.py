@@ -1,11 +1,11 @@
 """Pages for browsers: one self-contained HTML file, made of escaped text and inline SVG.
 
 Enters: titles, facts, tables, counts. Leaves: a page that needs no network, no script and no
-font, follows the reader's light or dark setting, fits a phone, and prints. Costs: string work.
+font, follows the reader's light or dark setting, fits a phone, and can be printed. Costs: string work.
 
-`Html` is text that is already markup; every other string is escaped on its way in, so that a
-column called `<script>` is shown, never run. A content policy in the page forbids scripts and
-requests as a second lock. Curves over time are in `stoker.page.charts`.
+`Html` is text that is already markup; every other string is escaped when it is added, so that a
+column called `<script>` is shown, never run. As a second protection, a content policy in the page
+forbids scripts and requests. Curves over time are in `stoker.page.charts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stoker.ownership import SIGNATURE
 from stoker.page._style import STYLE
 
 MAX_TEXT = 160
-# Control characters and lone surrogates have no place in HTML, and the latter not in UTF-8.
+# Control characters and lone surrogates are not allowed in HTML; lone surrogates cannot be encoded as UTF-8 either.
 _UNPRINTABLE = re.compile(rf"(?![\t\n\r])[{UNPRINTABLE}\ufffe\uffff]")
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -35,7 +35,7 @@ class Html(str):
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page; its `key`, of letters, digits and dashes, is its anchor."""
+    """A part of a page. Its `key`, made of letters, digits and dashes, is its anchor."""
 
     key: str
     title: str
@@ -43,46 +43,46 @@ class Section:
 
 
 def escape(text: str) -> Html:
-    """Return `text` as markup, without the passwords of URLs; markup stays as it is."""
+    """Return `text` as markup, with passwords in URLs masked; `Html` is returned unchanged."""
     if isinstance(text, Html):
         return text
     return Html(_html.escape(_UNPRINTABLE.sub("\ufffd", masked(text)), quote=True))
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:
-    """Return `text`, or its beginning and how much was left out."""
+    """Return `text` with passwords in URLs masked; beyond `limit`, its beginning and how many characters follow."""
     if isinstance(text, Html):
         return text
-    text = masked(text)  # first: half a URL does not show where its password ends
+    text = masked(text)  # before cutting: in half a URL the end of the password is unknown
     if len(text) <= limit:
         return text
     return f"{text[:limit]}… (+{len(text) - limit:,} characters)"
 
 
 def join(parts: Iterable[str]) -> Html:
-    """Return the parts one after the other, each escaped unless it is markup."""
+    """Return the concatenated parts, each escaped unless it is `Html`."""
     return Html("".join(escape(part) for part in parts))
 
 
 def name(text: str) -> Html:
-    """Return a name from the user's data: shortened, and unable to turn the text around it."""
+    """Return a name from the user's data: shortened, and isolated so that right-to-left text affects no other text."""
     return Html(f"<bdi>{escape(shorten(text))}</bdi>")
 
 
 def code(text: str) -> Html:
-    """Return something to type."""
+    """Return code or a command as markup, shortened to 600 characters."""
     return Html(f"<code>{escape(shorten(text, 600))}</code>")
 
 
 def instruction(text: str) -> Html:
-    """Return prose in which options and commands are set as code."""
+    """Return prose, shortened to 600 characters, in which options with their values are set as code."""
     text = shorten(text, 600)
     parts = re.split(r"""(--[a-z-]+ (?:'[^']*'|"[^"]*"|[^\s'"])+(?<![.,;]))""", text)
     return join(code(part) if index % 2 else part for index, part in enumerate(parts))
 
 
 def paragraph(text: str, *, quiet: bool = False) -> Html:
-    """Return a paragraph; a `quiet` one is printed in grey."""
+    """Return a paragraph; a `quiet` one is grey."""
     return Html(f"<p{' class=quiet' if quiet else ''}>{escape(text)}</p>")
 
 
@@ -93,7 +93,7 @@ def bullets(lines: Iterable[str], most: int = 400) -> Html:
 
 
 def legend(colours: Iterable[tuple[str, str]]) -> Html:
-    """Return names, each behind its colour as CSS writes it."""
+    """Return a legend of (name, colour in CSS) pairs."""
     items = "".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
         for name, colour in colours
@@ -107,7 +107,7 @@ def badge(text: str, kind: str = "plain") -> Html:
 
 
 def details(summary: str, body: Html) -> Html:
-    """Return something that is folded away until it is asked for."""
+    """Return `body` folded away under `summary` until the reader opens it."""
     return Html(f"<details><summary>{escape(summary)}</summary>{body}</details>")
 
 
@@ -127,14 +127,14 @@ def table(
     *,
     key: str,  # the table's id
     numeric: Iterable[int] = (),  # columns to align to the right
-    labels: Iterable[int] = (),  # columns never to break
-    # columns of prose; a table that has some shows each row as a block on a phone, its numbers with the titles of
-    # their columns
+    labels: Iterable[int] = (),  # columns whose text is never broken
+    # columns of prose; a table with such columns shows each row as a block on a phone, with the column titles beside
+    # numbers
     wide: Iterable[int] = (),
     # save width on a phone, where the last columns matter as much as the first
     tight: bool = False,
 ) -> Html:
-    """Return a table: wide ones scroll inside their own box, prose stacks up on a phone."""
+    """Return a table. A table that is too wide scrolls inside its own box."""
     classes = dict.fromkeys(numeric, "number") | dict.fromkeys(labels, "label")
     prose = dict.fromkeys(wide, "wide")
     classes |= prose
@@ -165,7 +165,7 @@ def table(
 
 
 def figures_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, key: str) -> Html:
-    """Return a table of figures behind names that never break; it saves width on a phone."""
+    """Return a table of names, which are never broken, and numbers; it saves width on a phone."""
     shown = [header[0], *(shorten(text, 60) for text in header[1:])]
     numeric = range(1, len(header))
     return table(shown, rows, key=key, numeric=numeric, labels=(0,), tight=True)
@@ -179,20 +179,20 @@ def figure(title: Html, picture: Html, caption: Html) -> Html:
 
 
 def grid(figures: Iterable[Html]) -> Html:
-    """Return figures side by side, as many as the width takes."""
+    """Return figures side by side, as many as fit into the width."""
     return Html(f'<div class="grid">{"".join(figures)}</div>')
 
 
 def svg_histogram(
     counts: Sequence[int],  # height of each bar
-    edges: Sequence[float],  # one more than bars; told to those who cannot see the picture
+    edges: Sequence[float],  # one more than bars; used in the description for screen readers
     title: str,  # what is counted
     *,
     key: str,  # the picture's id, unique on the page
     marked: Iterable[int] = (),  # bars to draw in the warning colour
     height: int = 56,  # in pixels
 ) -> Html:
-    """Return a histogram as inline SVG, stretched to the width of its box."""
+    """Return a histogram as inline SVG, scaled to the width of its box."""
     top = max(max(counts, default=0), 1)
     special = set(marked)
     plain = [0 if index in special else count for index, count in enumerate(counts)]
@@ -220,14 +220,14 @@ def _bars(counts: Sequence[int], top: int, height: int, style: str, least: float
     steps = []
     for index, count in enumerate(counts):
         if count:
-            # A bar of one value beside one of a million must still be seen, a marked one found.
+            # A bar of one value must be visible beside one of a million; a marked bar must be noticed.
             tall = max(least, count / top * (height - 2))
             steps.append(f"M{index * 4} {height}v-{tall:.1f}h3.4v{tall:.1f}z")
     return f'<path class="{style}" d="{"".join(steps)}"/>' if steps else ""
 
 
 def format_number(value: float | None) -> str:
-    """Return a number as people read it: "1,234", "0.0312", "4.96×10⁸"; n/a when unknown."""
+    """Return a number as text: "1,234", "0.0312", "4.96×10⁸"; "n/a" if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return "n/a"
     if value == 0:

@@ -1,4 +1,4 @@
-"""How every page looks: light or dark as the reader likes, on a phone and in print; colours of curves."""
+"""The CSS of all pages: light or dark by the reader's setting, for screens, phones and print; colours of curves."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Curves over time or steps, as a figure of a page: inline SVG, labels that keep their size.
 
 Enters: lines of points, reference marks, units. Leaves: one `<figure>`. Costs: string work, about
-10 bytes per point; thin long lines first (`thin`).
+10 bytes per point; reduce long lines first (`thin`).
 
-The drawing is stretched to the width of its box, so its labels are HTML beside it: at phone width a
-curve gets narrow, and its numbers stay readable. Where nothing was recorded, the figure says so.
+The drawing is scaled to the width of its box, and its labels are HTML beside it: at phone width a
+curve gets narrow, but its numbers stay readable. If nothing was recorded, the figure says so.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Line:
     """One curve.
 
     Attributes:
-        label: Its name in the legend; a figure with one unnamed line has none.
-        points: (x, y), x never going back; a y of None or not finite breaks the curve.
+        label: Its name in the legend; "" leaves it out of the legend.
+        points: (x, y) with rising x; a y that is None or not finite interrupts the curve.
         colour: A number; the same number has the same colour on the whole page.
         style: "plain", "dashed", or "dots" for a few values that are far apart.
     """
@@ -56,13 +56,13 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """The values that can be drawn."""
+        """The y values that can be drawn: neither None nor infinite nor NaN."""
         return [y for _, y in self.points if y is not None and math.isfinite(y)]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A value to compare with: a line at `low`, in dots or dashes, or the band from `low` to `high`."""
+    """A reference: a dotted or dashed line at `low`, or with `high` a band between the two."""
 
     label: str
     low: float
@@ -75,19 +75,19 @@ class Chart:
     """Curves with one axis of values, as data.
 
     Attributes:
-        key: Its id, unique on the page; also the name of its file where it is one.
-        title: What is drawn.
-        lines: Those without a single value are left out.
-        unit: Of the values.
-        scale: What x is: seconds since the beginning, a count, or any number.
-        along: Name of x where it is no time, such as "step".
-        begin: Where x begins at the latest.
-        marks: Values to compare with; they widen the axis.
-        low: Where the axis of values begins at the latest; None lets the values say.
-        high: Where it ends at the earliest.
-        is_log: A logarithmic axis, where all values are above zero.
-        caption: A sentence below.
-        absent: What to say where there is nothing to draw.
+        key: Its id, unique on the page; also the file name if the chart is saved as a file.
+        title: Title of the figure.
+        lines: The curves; lines without any value are left out.
+        unit: Unit of the values.
+        scale: Meaning of x: seconds since the beginning, a count, or any number.
+        along: Name of the x axis if it is not time, such as "step".
+        begin: Largest allowed start of the x axis; smaller x extend it.
+        marks: Reference values, which extend the axis of values.
+        low: Largest allowed start of the axis of values; None: the smallest value.
+        high: Smallest allowed end of the axis of values; None: the largest value.
+        is_log: Whether the axis is logarithmic; used only if all values are above zero.
+        caption: Sentence below the figure.
+        absent: Text shown if there is nothing to draw.
     """
 
     key: str
@@ -106,13 +106,13 @@ class Chart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
+        """Whether no line has a value."""
         return not any(line.values for line in self.lines)
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """One direction: which values are seen, and where they are named; of ratios where `is_log`."""
+    """One axis: its range, its ticks and their names; logarithmic if `is_log`."""
 
     low: float
     high: float
@@ -125,7 +125,7 @@ class _Axis:
         if self.is_log:
             low, high, value = math.log(self.low), math.log(self.high), math.log(value)
         else:
-            # Halves, since the whole distance between two numbers can be more than a float holds.
+            # Half of the values, because the difference of two floats can overflow.
             low, high, value = self.low / 2, self.high / 2, value / 2
         return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.0
 
@@ -134,9 +134,9 @@ class _Axis:
 
 
 def thin(points: Points, most: int = MAX_POINTS, *, peaks: bool = False) -> Points:
-    """Return at most `most` points: means of neighbours, or their greatest with `peaks`.
+    """Return at most `most` points: means of neighbouring points, or with `peaks` their maxima.
 
-    Gaps stay, as one missing value each, unless there are so many that only dots would be left.
+    Each gap stays as one missing value, unless there are so many that only dots would be left.
     """
     if len(points) <= most:
         return points
@@ -173,9 +173,9 @@ def round_ticks(low: float, high: float) -> tuple[float, ...]:
     span = high - low
     if span <= 0:
         return (low, low + 1.0)
-    if span <= 1e-9 * abs(low):  # a float has no room for round numbers in between
+    if span <= 1e-9 * abs(low):  # the precision of a float is too low for round numbers in between
         return (low, high)
-    # Beyond the range of powers of ten as floats there are no round numbers.
+    # Outside of this range, powers of ten are not representable as floats.
     size = 10.0 ** math.floor(math.log10(span / _MOST_TICKS)) if 1e-300 < span < 1e300 else 0.0
     if size == 0.0:
         return (low, high)
@@ -206,7 +206,7 @@ def _named(ticks: Sequence[float]) -> tuple[str, ...]:
     step = min((size for size in steps if size), default=1.0)
     if top and top < 1e-4:
         return tuple(format_number(tick) for tick in ticks)
-    # Half a step shows as one more digit: 2.5 needs a decimal although it is above 1.
+    # As many decimals as the step needs: 2.5 needs one although it is above 1.
     decimals = next(d for d in range(12) if abs(round(step, d) - step) < step * 1e-6 or d == 11)
     return tuple(f"{tick:,.{decimals}f}" for tick in ticks)
 
@@ -249,7 +249,7 @@ def _along_axis(low: float, high: float, scale: Scale) -> _Axis:
 
 def line_chart(chart: Chart) -> Html:
     """Return a chart as a figure."""
-    # A curve of one value would be a speck as wide as its stroke.
+    # A line with a single value would be almost invisible, so it is drawn as a dot.
     drawn = [
         replace(line, style="dots") if len(line.values) == 1 else line
         for line in chart.lines
@@ -277,7 +277,7 @@ def line_chart(chart: Chart) -> Html:
 
 
 def chart_grid(figures: Iterable[Html]) -> Html:
-    """Return charts side by side where there is room, one below the other where not."""
+    """Return charts side by side if there is room, else one below the other."""
     return Html(f'<div class="charts">{"".join(figures)}</div>')
 
 
@@ -340,7 +340,7 @@ def _along_names(along: _Axis) -> Iterator[Html]:
 
 
 def _down(upward: _Axis, value: float) -> float:
-    """Return the distance from the top: pictures count downwards."""
+    """Return the y coordinate of a value; in SVG it counts from the top."""
     return (1 - upward.share(value)) * _HEIGHT
 
 
@@ -357,7 +357,7 @@ def _drawn_mark(mark: Mark, upward: _Axis) -> str:
 
 
 def _path(line: Line, along: _Axis, upward: _Axis) -> str:
-    """Return the curve: one stroke per stretch without a gap; a lone point is a stroke of no length."""
+    """Return the SVG path of a line: one stroke per stretch without a gap; a single point is a stroke of length 0."""
     strokes = []
     for drawable, group in groupby(line.points, key=lambda point: _drawable(point[1])):
         if drawable:

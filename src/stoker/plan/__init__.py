@@ -1,14 +1,14 @@
-"""The plan: what is in GPU memory and what in RAM, and why; decided before anything is loaded.
+"""The plan: which data is kept in GPU memory and which in RAM, and why; decided before anything is loaded.
 
 Enters: facts of a store, free bytes of GPU memory and RAM, the cost of the model. Leaves: a
-frozen `Plan`: the tier, the sizes, and a reason for every byte. Costs microseconds; pure, without torch.
+frozen `Plan`: the tier, the sizes, and a reason for every line of bytes. Costs microseconds; pure, without torch.
 
-Tiers, best that fits:
-resident   all data on the device, compact: windows are cut from rows that are there once.
+Tiers; the plan takes the first one that fits:
+resident   all data on the device, compact: windows are cut from rows that are stored once.
 chunked    a ring of two or more slots; the next chunk loads while this one trains.
 streamed   batches are built in pinned host memory and copied; no data stays on the device.
 
-The caps are hard: no plan's lines add up to more than it was given. More memory never gives a
+The given amounts of memory are hard limits: the lines of a plan never add up to more. More memory never gives a
 worse tier. Without a GPU the device is the RAM, and the same rules hold there.
 
 Files: `facts.py` bytes of stores and models, `budget.py` what fits at a batch size, `decision.py` the plan.

@@ -1,6 +1,6 @@
-"""What fits into memory at a given batch size.
+"""Computes what fits into memory at a given batch size.
 
-Enters: facts, caps, shares. Leaves: lines of bytes with reasons, and whether a tier fits. Pure.
+Enters: facts, memory limits, shares. Leaves: lines of bytes with reasons, and whether a tier fits. Pure.
 
 More memory never gives a worse tier, because every bound rises with the memory: memory is counted in whole pages,
 reserves are at most a sixteenth of it, and the shares leave at least a tenth.
@@ -21,22 +21,22 @@ Where = Literal["gpu", "ram"]
 TIERS: tuple[Tier, ...] = ("resident", "chunked", "streamed")
 
 MIN_CHUNK_BATCHES = 4
-"""Chunks below this many batches are no better than streaming: nothing to shuffle, nothing to hide."""
+"""Chunks of fewer batches are no better than streaming: they hardly shuffle, and hide no loading time."""
 _PAGE = 4096
 _ACTIVATION_FACTOR = 8
 SLAB_BYTES = 8 * MIB
-"""50 GB/s on an H200 with a quiet host, 45 the first time; 4 MB reaches 33, 16 MB 51, but 40 the first time."""
+"""Measured on an H200 with a quiet host: 50 GB/s, 45 the first time; 4 MB: 33 GB/s; 16 MB: 51, 40 the first time."""
 MAX_READERS = 10
-"""More gain nothing, and lose on a busy machine: 45 GB/s with 10, 40 with 12, 37 with 16, of 16 cores."""
-SPARE_SLABS = 2  # being copied while every reader fills one
+"""More readers do not help, and are slower on a busy machine: 45 GB/s with 10, 40 with 12, 37 with 16, of 16 cores."""
+SPARE_SLABS = 2  # slabs that are being copied while every reader fills one
 _STREAM_DEPTH, _LEAST_DEPTH = 4, 2
-_THREAD_BYTES = 8 * MIB  # a decoded chunk or a piece being checked
+_THREAD_BYTES = 8 * MIB  # for a decoded chunk, or a piece that is being verified
 _CONTEXT_BYTES, _PROCESS_BYTES = 512 * MIB, 1536 * MIB
 
 
 @dataclass(frozen=True)
 class PlanLine:
-    """Some bytes somewhere, and why."""
+    """One amount of memory in a plan: where it is, what it holds, its size and the reason."""
 
     where: Where
     what: str
@@ -46,7 +46,7 @@ class PlanLine:
 
 @dataclass(frozen=True)
 class Question:
-    """What `make_plan` was asked, and what fits at any batch size."""
+    """The arguments of `make_plan`, with methods that compute what fits at a batch size."""
 
     facts: StoreFacts
     gpu: int | None
@@ -63,27 +63,27 @@ class Question:
 
     @property
     def is_told(self) -> bool:
-        """Whether the user said how much memory the data gets; then it is obeyed or refused."""
+        """Whether the user gave the amount of memory for data; it is then used exactly, or refused."""
         return self.data_bytes is not None or self.chunk_bytes is not None
 
     @property
     def where(self) -> Where:
-        """The memory that the device has: of the GPU, or RAM."""
+        """The kind of the device's memory: "gpu", or "ram" without a GPU."""
         return "ram" if self.gpu is None else "gpu"
 
     @cached_property
     def cap(self) -> int:
-        """Device memory in whole pages: makes every bound below rise with the memory."""
+        """Device memory, rounded down to whole pages, so that every bound below rises with it."""
         nominal = self.ram if self.gpu is None else self.gpu
         return nominal - nominal % _PAGE
 
     @property
     def share_bytes(self) -> int:
-        """Most that data may take."""
+        """Most bytes for data, if the rest fits beside them."""
         return int(self.cap * self.share)
 
     def rest(self, batch: int) -> tuple[PlanLine, ...]:
-        """What the device holds beside the data."""
+        """Return the lines of everything that the device holds beside the data."""
         device = (*self._model_lines(batch), self._batch_line(batch))
         if self.gpu is None:
             return (*device, *self.host())
@@ -92,7 +92,7 @@ class Question:
         return (*device, PlanLine("gpu", "CUDA context", reserve, why))
 
     def rest_bytes(self, batch: int) -> int:
-        """The sum of `rest`."""
+        """Return the bytes of all lines of `rest`."""
         return sum(line.num_bytes for line in self.rest(batch))
 
     def _model_lines(self, batch: int) -> Iterator[PlanLine]:
@@ -116,7 +116,7 @@ class Question:
         return PlanLine(self.where, "batches", 2 * count * each, why)
 
     def host(self) -> tuple[PlanLine, ...]:
-        """RAM that every tier needs, without the staging."""
+        """Return the lines of RAM that every tier needs, without the staging memory."""
         process = min(_PROCESS_BYTES, self.ram // _PAGE * _PAGE // 16)
         readers = f"{format_count(self.threads, 'thread')} x {format_bytes(_THREAD_BYTES)}"
         return (
@@ -126,7 +126,7 @@ class Question:
         )  # fmt: skip
 
     def staging(self, tier: Tier, batch: int) -> tuple[int, int]:
-        """Return (slabs, bytes of each), as much as helps and RAM allows; at least two."""
+        """Return (number of slabs, bytes of each), limited by use and by RAM; at least two slabs with a GPU."""
         if self.gpu is None:
             return 0, 0
         left = self.ram - sum(line.num_bytes for line in self.host())
@@ -143,7 +143,7 @@ class Question:
         return max(2, min(count, allowed // slab)), slab
 
     def budget(self, batch: int) -> int:
-        """Most that data may take beside the rest."""
+        """Return the most bytes that data may take beside the rest."""
         if self.data_bytes is not None:
             return self.data_bytes
         rest = self.rest_bytes(batch)
@@ -153,11 +153,11 @@ class Question:
         return max(0, self.cap - rest)
 
     def ring(self, batch: int) -> tuple[int, int] | None:
-        """Return (slots, most samples of a chunk) at this batch size; None when too little fits.
+        """Return (slots, most samples of a chunk) at this batch size; None if chunks would be too small.
 
-        Three slots, so that one loads and one is full while the third is in use: batches run across the
-        edges of chunks, so with two the next load would begin only when the last one has ended. Where the
-        user gave the memory, two or four are tried as well: chunks that are hardly larger than a batch.
+        Three slots are usual: one loads and one is full while the third is in use. Batches cross the edges of
+        chunks, so with two slots the next load would begin only after the last one has ended. If the user gave
+        the memory, two or four slots are tried too, for chunks that are hardly larger than a batch.
         """
         count = self.facts.num_samples
         if self.chunk_bytes is not None:
@@ -181,14 +181,14 @@ class Question:
         return most_chunks_per_batch([stop - start for start, stop in chunks], batch)
 
     def is_one_chunk(self, batch: int) -> bool:
-        """Whether all data fits into what the data may take."""
+        """Return whether all data fits into the memory for data, or into one chunk of the given size."""
         if self.chunk_bytes is not None:
             return self.facts.chunk_bytes(self.facts.num_samples) <= self.chunk_bytes
         most = self.share_bytes if self.data_bytes is None else self.budget(batch)
         return self.facts.device_bytes <= most
 
     def fits(self, tier: Tier, batch: int) -> bool:
-        """Whether `tier` stays under both caps at this batch size."""
+        """Return whether `tier` fits into GPU memory and RAM at this batch size."""
         if self.streamed and tier != "streamed":
             return False
         count, slab = self.staging(tier, batch)
@@ -204,17 +204,17 @@ class Question:
             beside = rest if self.gpu is None else host
             return not self.is_told and chunks + beside <= self.ram
         if self.is_told and self.is_one_chunk(batch):
-            return False  # what was asked for is all of the data: it is resident or refused
+            return False  # the given memory holds all data: the tier is resident, or the request is refused
         ring = self.ring(batch)
         if ring is None:
             return False
         return ring[0] * self.facts.chunk_bytes(ring[1]) + rest <= self.cap
 
     def best(self, batch: int) -> Tier | None:
-        """The best tier at this batch size; None when nothing fits."""
+        """Return the best tier that fits at this batch size; None if none does."""
         return next((tier for tier in TIERS if self.fits(tier, batch)), None)
 
 
 def _power_of_two(num_bytes: int) -> int:
-    """Round up as torch does when it pins: 1.1 GB takes 2 GB."""
+    """Round up to a power of two, as torch does for pinned memory: 1.1 GB takes 2 GB."""
     return 1 << max(0, num_bytes - 1).bit_length()

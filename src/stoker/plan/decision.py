@@ -19,7 +19,7 @@ from stoker.plan.facts import FieldFacts, ModelCost, StoreFacts
 from stoker.units import GIB, format_bytes
 
 GPU_SHARE, FALLBACK_SHARE = 0.75, 0.60
-"""Of the device's memory, for data; the second when the rest does not fit beside the first."""
+"""Shares of the device's memory for data; the second if the rest does not fit beside the first."""
 BATCH_PER_GB = 8
 CPU_BATCH = 128
 _SMALLEST_BATCH = 8
@@ -104,23 +104,23 @@ def make_plan(
     """Decide where the data is kept.
 
     Args:
-        facts: Of the store.
-        gpu_memory_bytes: Free bytes, not the number on the box; None on a machine without GPU.
+        facts: Facts of the store.
+        gpu_memory_bytes: Free bytes, not the nominal size; None on a machine without GPU.
         ram_bytes: Free bytes of RAM of the machine, which its ranks share.
-        batch_size: None lets the plan choose: 8 per GiB of GPU memory, less where that saves the tier.
-        model: None keeps the share beside the data free for one.
-        gpu_share: Most of the device that data may take.
-        fallback_share: The same when the rest does not fit beside `gpu_share`.
+        batch_size: None lets the plan choose: 8 per GiB of GPU memory, fewer if a better tier then fits.
+        model: Cost of the model; None keeps the share beside the data free for one.
+        gpu_share: Largest share of the device for data.
+        fallback_share: The same if the rest does not fit beside `gpu_share`.
         num_slots: Ring slots of the chunked tier.
-        threads: Reader threads, of the machine.
-        ranks_per_host: Processes that each have such a plan on one machine, a GPU each.
+        threads: Reader threads of the machine, shared by its ranks.
+        ranks_per_host: Number of processes with such a plan on one machine, each with its own GPU.
         data_bytes: Device memory for data, all chunks together (`chunk_size_gb` in a config); None is
-            `gpu_share` of the device. Given, it is obeyed or refused.
+            `gpu_share` of the device. A given value is used, or refused with an error.
         chunk_bytes: Size of one chunk instead, `num_slots` of which are on the device.
         streamed: Keep no data on the device.
 
     Raises:
-        InputError: An argument makes no sense, or nothing fits; the message says what to change.
+        InputError: An argument is not allowed, or nothing fits; the message says what to change.
     """
     if ranks_per_host < 1:
         raise InputError(f"{ranks_per_host} ranks per host.", "1 or more", "ranks_per_host=1")
@@ -182,7 +182,7 @@ def _check(question: Question, batch_size: int | None) -> None:
 
 
 def recommended_batch_size(gpu_memory_bytes: int | None) -> int:
-    """8 samples per GiB in steps of 32, below 32 in powers of two; 128 on the CPU."""
+    """Return 8 samples per GiB, at least 8 and at most 4096, in steps of 32 or powers of two below; 128 on a CPU."""
     if gpu_memory_bytes is None:
         return CPU_BATCH
     asked = BATCH_PER_GB * gpu_memory_bytes // GIB
@@ -192,16 +192,16 @@ def recommended_batch_size(gpu_memory_bytes: int | None) -> int:
 
 
 def _ladder(top: int) -> list[int]:
-    """Batch sizes from `top` down to the smallest, in steps of 32."""
+    """Return batch sizes from `top` down: multiples of 32, then 16 and 8."""
     steps = chain(range(32, 4097, 32), (16, 8))
     return sorted({top, *(size for size in steps if size < top)}, reverse=True)
 
 
 def _choose(question: Question, asked: int | None) -> tuple[Tier, int, str]:
-    """Return tier, batch size, and why that batch size.
+    """Return (tier, batch size, reason for that batch size).
 
-    The tier is what the smallest batch allows; then the batch grows as far as the tier lasts.
-    Choosing the batch first would let more memory mean a bigger batch and a worse tier.
+    The tier is the best one for the smallest batch; then the batch grows as long as that tier fits.
+    If the batch were chosen first, more memory could give a larger batch and a worse tier.
     """
     if asked is not None:
         tier = question.best(asked)
@@ -215,7 +215,7 @@ def _choose(question: Question, asked: int | None) -> tuple[Tier, int, str]:
     if tier is None:
         return "streamed", _shrink(question, least), "the most that fits: memory is very short"
     fitting = [size for size in _ladder(top) if size >= least and question.best(size) == tier]
-    # Without a model the room beside the data is all there is for one: keep it whole.
+    # Without a given model, the memory beside the data is reserved for one: keep all of it.
     share = question.share if question.model is None else question.fallback
     roomy = [size for size in fitting if question.budget(size) >= int(question.cap * share)]
     preferred = roomy if tier == "chunked" or question.model is None else fitting
@@ -239,7 +239,7 @@ def _batch_reason(question: Question, tier: Tier, batch: int, top: int) -> str:
 
 
 def _shrink(question: Question, asked: int) -> int:
-    """Return the largest batch that at least streams; raise when not even one sample does."""
+    """Return the largest batch size that can be streamed; raise if not even one sample can."""
     for size in (*_ladder(asked), 4, 2, 1):
         if size <= asked and question.fits("streamed", size):
             return size
@@ -277,7 +277,7 @@ def _does_not_fit(question: Question, batch: int) -> DoesNotFitError:
 
 
 def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
-    """Return the refusal of `data_bytes` or `chunk_bytes`: too much for the device, or less than batches."""
+    """Return the error for `data_bytes` or `chunk_bytes`: too much for the device, or too little for batches."""
     facts, free = question.facts, question.cap - question.rest_bytes(batch)
     ring = None if question.is_one_chunk(batch) else question.ring(batch)
     needed = facts.device_bytes if ring is None else ring[0] * facts.chunk_bytes(ring[1])
@@ -302,7 +302,7 @@ def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
 
 
 def _least_data_bytes(question: Question, batch: int) -> int:
-    """Return an amount for data that chunks of this batch size do fit into."""
+    """Return an amount of memory for data into which chunks of at least one batch fit."""
     for times in (2, 3, 4, 6, 8, 16):
         size = times * question.facts.chunk_bytes(min(batch, question.facts.num_samples))
         if replace(question, data_bytes=size).ring(batch) is not None:
@@ -330,7 +330,7 @@ def _write(question: Question, tier: Tier, batch: int, batch_reason: str) -> Pla
     lines = [*_data_lines(facts, question.where, plan), *question.rest(batch)]
     if question.model is None:
         free = question.cap - sum(line.num_bytes for line in lines)
-        # In RAM what is left beyond the share stays with the page cache.
+        # In RAM, memory beyond the share is left to the page cache.
         room = free if question.gpu is not None else min(free, question.cap - budget)
         why = "no model was given: for it, its gradients, optimizer and activations"
         lines.append(PlanLine(question.where, "room for the model", room, why))
@@ -361,13 +361,13 @@ def _layout(question: Question, tier: Tier, batch: int) -> tuple[int, int | None
         return *ring, question.facts.chunk_bytes(ring[1])
     if question.gpu is not None:
         return 0, None, 0
-    # Streamed without a GPU: host memory is the device, and holds two batches.
+    # Streamed without a GPU: host memory is the device, and holds two chunks of a batch each.
     rows = min(batch, question.facts.num_samples)
     return 2, rows, question.facts.chunk_bytes(rows)
 
 
 def _host_plan(question: Question, batch: int, staging_bytes: int) -> Plan | None:
-    """Return what host memory keeps of the data when batches are streamed to a GPU."""
+    """Return the plan for host memory if batches are streamed to a GPU; None without a GPU."""
     if question.gpu is None:
         return None
     beside = replace(

@@ -1,10 +1,10 @@
-"""What a plan is asked about: the bytes of a store by field, and what a model takes.
+"""The input of a plan: the bytes of a store by field, and the memory of a model.
 
 Enters: a manifest, or the shapes of plain arrays; a number of parameters. Leaves: frozen facts in
-bytes. Costs microseconds; no data is touched.
+bytes. Costs microseconds; no data is read.
 
-Facts from a manifest estimate what ragged values and windows take in a chunk. A loader knows where every
-sample lies and gives exact facts (`stoker.loader.columns.column_facts`); the arithmetic is the same.
+Facts from a manifest estimate the bytes of ragged values and windows in a chunk. A loader knows the position of every
+sample and gives exact facts (`stoker.loader.columns.column_facts`); the arithmetic is the same.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from stoker.errors import InputError
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
 _UNEVEN = 1.25
-"""Ragged values and series rows are not spread evenly over the samples: room above the mean."""
+"""Factor above the mean for ragged values and series rows, which are not spread evenly over the samples."""
 _STATES = {"sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "adam": 2, "adamw": 2}
 
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """One field, in bytes.
+    """The sizes of one field in bytes.
 
     Attributes:
-        name: Of the field.
-        kind: dense, ragged or series.
-        num_rows: Stored rows: samples, ragged values or rows of the series.
-        row_bytes: Of one stored row.
-        device_bytes: All of it on the device, with its gap flags.
-        sample_bytes: One sample inside a batch; ragged: the mean, and a quarter more.
-        position_bytes: One sample's part of a chunk.
-        halo_bytes: What a chunk needs on top: the rows before its first window's end.
-        index_bytes: Offsets and window ends that the reader keeps in RAM.
+        name: Name of the field.
+        kind: "dense", "ragged" or "series".
+        num_rows: Number of stored rows: samples, ragged values or rows of the series.
+        row_bytes: Bytes of one stored row.
+        device_bytes: Bytes of the whole field on the device, gap flags included.
+        sample_bytes: Bytes of one sample in a batch; ragged: 1.25 times those of a mean sample.
+        position_bytes: Bytes of a chunk per sample.
+        halo_bytes: Additional bytes of a chunk: the rows before the end of its first window.
+        index_bytes: Bytes of offsets and window ends that the reader keeps in RAM.
         window: Rows per window of a series.
-        series_bytes: What the series form of materialised windows would take; None when the
-            field is not of that shape.
-        slot_bytes: Exact bytes of the largest chunk by the most samples of a chunk, when the place of every
-            sample is known; None estimates it from `position_bytes` and `halo_bytes`.
+        series_bytes: Bytes of the series that materialised windows may be made of; None if the
+            field does not have that shape.
+        slot_bytes: Function from the most samples of a chunk to the exact bytes of the largest chunk, if the position
+            of every sample is known; None estimates them from `position_bytes` and `halo_bytes`.
     """
 
     name: str
@@ -60,7 +60,7 @@ class FieldFacts:
     slot_bytes: Callable[[int], int] | None = field(default=None, compare=False, repr=False)
 
     def chunk_bytes(self, num_positions: int) -> int:
-        """Bytes of one ring slot when no chunk has more than `num_positions` samples."""
+        """Return the bytes of one ring slot if no chunk has more than `num_positions` samples."""
         if self.slot_bytes is not None:
             return self.slot_bytes(num_positions)
         return self.halo_bytes + num_positions * self.position_bytes
@@ -68,7 +68,7 @@ class FieldFacts:
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What a plan needs to know of a store. Made by `store_facts`, `array_facts` or `column_facts`."""
+    """The sizes of a store that a plan needs. Made by `store_facts`, `array_facts` or `column_facts`."""
 
     num_samples: int
     fields: tuple[FieldFacts, ...]
@@ -76,17 +76,17 @@ class StoreFacts:
 
     @cached_property
     def device_bytes(self) -> int:
-        """Everything on the device at once."""
+        """Bytes of all fields on the device."""
         return sum(field.device_bytes for field in self.fields)
 
     @cached_property
     def sample_bytes(self) -> int:
-        """One sample inside a batch, windows written out."""
+        """Bytes of one sample in a batch, with windows written out."""
         return sum(field.sample_bytes for field in self.fields)
 
     @cached_property
     def index_bytes(self) -> int:
-        """Offsets and ends in RAM, and two numbers per sample for the order."""
+        """Bytes of offsets and window ends in RAM, and of two numbers per sample for the order."""
         return sum(field.index_bytes for field in self.fields) + 16 * self.num_samples
 
     @cached_property
@@ -95,18 +95,18 @@ class StoreFacts:
         return tuple(field.name for field in self.fields if field.series_bytes is not None)
 
     def chunk_bytes(self, num_positions: int) -> int:
-        """Bytes of one ring slot when no chunk has more than `num_positions` samples."""
+        """Return the bytes of one ring slot if no chunk has more than `num_positions` samples."""
         return sum(each.chunk_bytes(num_positions) for each in self.fields)
 
     def chunk_positions(self, num_bytes: int) -> int:
-        """Most samples of a chunk that takes at most `num_bytes`; 0 when not even one does."""
+        """Return the most samples of a chunk of at most `num_bytes`; 0 if not even one fits."""
         halo = sum(each.halo_bytes for each in self.fields)
         mean = sum(each.position_bytes for each in self.fields)
         guess = max(0, min(self.num_samples, (num_bytes - halo) // max(1, mean)))
         if all(each.slot_bytes is None for each in self.fields):
             return guess
-        # The exact size hardly ever falls when chunks grow, so a bisection finds the edge; the last
-        # steps down make sure of it.
+        # The exact size hardly ever falls when chunks grow, so a bisection finds the limit; the loop below it
+        # corrects the exceptions.
         low, high = 0, self.num_samples
         while low < high:
             middle = min(
@@ -123,9 +123,9 @@ class StoreFacts:
 
 
 def even_chunks(num_samples: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Cut 0 to n into the fewest chunks of at most `most`, all of the same size or one less.
+    """Divide 0 to `num_samples` into the fewest chunks of at most `most`, all equal or one smaller.
 
-    A short last chunk would let one batch touch three chunks, and waste most of a slot.
+    With a short last chunk, one batch could touch three chunks, and most of a slot would be wasted.
     """
     if most < 1:
         raise InputError(f"chunks of {most} samples.", "1 or more", "even_chunks(1000, most=100)")
@@ -135,7 +135,7 @@ def even_chunks(num_samples: int, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def most_chunks_per_batch(chunk_sizes: Sequence[int] | np.ndarray, batch_size: int) -> int:
-    """Chunks that one batch can touch at the worst: the slots that a loader needs at least."""
+    """Return the most chunks that one batch can touch, in any order: the fewest slots that a loader needs."""
     sizes = np.sort(np.asarray(chunk_sizes))
     whole = int(np.searchsorted(np.cumsum(sizes), batch_size - 2, side="right"))
     return min(len(sizes), batch_size, whole + 2)
@@ -144,9 +144,9 @@ def most_chunks_per_batch(chunk_sizes: Sequence[int] | np.ndarray, batch_size: i
 def store_facts(
     manifest: Manifest, fields: Sequence[str] | None = None, num_samples: int | None = None
 ) -> StoreFacts:
-    """Read the facts of a store from its manifest; no data is touched. Without `fields`, of all but text.
+    """Return the facts of a store from its manifest; no data is read. By default of all fields except text.
 
-    `num_samples` is given when a part will be loaded, such as one split. Series rows count whole: a part may need all.
+    Give `num_samples` if only a part is loaded, such as one split. All series rows count, since a part may need all.
     """
     unknown = [name for name in fields or () if name not in manifest.fields]
     if unknown:
@@ -208,19 +208,19 @@ def _series_facts(
         device_bytes=num_rows * padded,
         sample_bytes=window * padded,
         position_bytes=_round_up(_UNEVEN * rate * padded),
-        # A chunk begins inside one shard and may end inside another: one halo for each.
+        # A chunk begins in one shard and may end in another: one halo for each.
         halo_bytes=min(2, max(1, len(shards))) * window * padded,
         index_bytes=8 * num_samples, window=window,
     )  # fmt: skip
 
 
 def _densest(shards: Sequence[ShardInfo], dataset: str) -> float:
-    """Rows per sample of the shard that has most."""
+    """Return the rows per sample in the shard where they are most."""
     return max((s.rows[dataset] / s.num_samples for s in shards if s.num_samples), default=0.0)
 
 
 def _series_form(info: FieldInfo, num_samples: int, row_bytes: int) -> int | None:
-    """Bytes of the rows behind overlapping windows that advance one row a sample."""
+    """Return the bytes of the rows of windows that advance by one row per sample; None if it has another shape."""
     if np.dtype(info.dtype).kind != "f" or len(info.shape) != 2 or min(info.shape) < 2:
         return None
     steps = info.shape[0]
@@ -233,7 +233,7 @@ def _round_up(value: float) -> int:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model takes on the device. `activation_bytes_per_sample` None: estimated."""
+    """The memory of a model on the device; `activation_bytes_per_sample` is estimated if it is None."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -247,7 +247,7 @@ def estimate_model(
     optimizer: str = "adamw",
     activation_bytes_per_sample: int | None = None,
 ) -> ModelCost:
-    """Return the cost of training `num_parameters`; the optimizer's state has their dtype."""
+    """Return the memory for training `num_parameters` parameters; the optimizer's state has their dtype."""
     if num_parameters < 0 or dtype_bytes < 1:
         raise InputError(
             f"a model of {num_parameters} parameters of {dtype_bytes} bytes.",

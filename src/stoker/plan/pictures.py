@@ -1,10 +1,10 @@
-"""Which kind of store suits some pictures here: raw pixels or the bytes of their files.
+"""Chooses the kind of store for pictures on this machine: raw pixels, or the encoded bytes of their files.
 
 Enters: the bytes of both kinds, free memory, the measured decode rate. Leaves: a `PictureChoice`: the kind, and
 the reasons with their numbers. Costs microseconds; pure.
 
-Pixels need no decoding, so they are better wherever they fit into memory. Where only the encoded bytes fit, decoding
-them costs less than reading pixels from a disk again in every epoch.
+Pixels need no decoding, so they are better if they fit into memory. If only the encoded bytes fit, decoding them costs
+less than reading pixels from a disk again in every epoch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ASSUMED_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class PictureBytes:
-    """The bytes of pictures, as pixels of `raw_size` and as files; `kind` is how the store has them.
+    """The bytes of pictures, as pixels of `raw_size` and as files; `kind` is the one that the store holds.
 
-    `encoded_bytes` is None where the store does not say what it was made of.
+    `encoded_bytes` is None if the store does not record the files that it was made of.
     """
 
     num_pictures: int
@@ -37,7 +37,7 @@ class PictureBytes:
 
 @dataclass(frozen=True)
 class PictureChoice:
-    """Which kind is better here, and why."""
+    """The better kind on this machine, and why."""
 
     kind: PictureKind
     reasons: tuple[str, ...]
@@ -50,7 +50,7 @@ class PictureChoice:
 
 
 def picture_bytes(manifest: Manifest) -> PictureBytes | None:
-    """Return the bytes of a store's pictures, both ways; None where it has none."""
+    """Return the bytes of a store's pictures as both kinds; None if it has no field `images` of pictures."""
     images = manifest.fields.get("images")
     if images is None:
         return None
@@ -77,7 +77,7 @@ def choose_kind(
     decoded_per_second: float | None = None,
     share: float = GPU_SHARE,
 ) -> PictureChoice:
-    """Return which kind of store is better here, by free memory, the `share` of it for data, and the decode rate."""
+    """Return the better kind of store, by free memory and its `share` for data; the decode rate is only reported."""
     raw_where = _where(pictures.raw_bytes, gpu_memory_bytes, ram_bytes, share)
     size = f"{pictures.raw_size[0]} x {pictures.raw_size[1]}"
     raw = f"as pixels of {size}: {format_bytes(pictures.raw_bytes)}, {raw_where}"

@@ -1,5 +1,5 @@
-"""Settings for throughput, found by really running them.
+"""Finds the settings with the highest throughput by running them.
 
-Enters: a config with a ready job, a loader of somebody's own, or a bare model. Leaves: settings that were run, with
-what they gave. Costs the seconds that each try is granted.
+Enters: a config with a ready job, or any DataLoader with a training step. Leaves: settings that were run, with their
+results. Costs the given number of seconds for each try.
 """

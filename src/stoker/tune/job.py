@@ -1,13 +1,12 @@
-"""`tune_job`: the fastest settings of a ready job, each of them really run.
+"""`tune_job`: finds the fastest settings of a ready job by running them.
 
-Enters: `Settings` of a config. Leaves: `Tuned`: the curve over batch sizes, every option that was tried or
-left alone and why, the changes that paid, and a longer run of the chosen settings whose memory was checked.
-Costs 3 to 5 s for each try: usually half a minute on a GPU.
+Enters: `Settings` of a config. Leaves: `Tuned`: the rates by batch size, every option that was tried, or why it was
+not, the changes that paid, and a longer run of the chosen settings whose memory was checked. Costs 3 to 5 s for each
+try: usually half a minute on a GPU.
 
-The order: batch size first, since it decides most; then capture; then the chunk. A change is kept when it
-gains 2 % (`search.py`). Samples per update stay what they were, and with them the learning rate and the
-result: a larger batch takes the place of accumulated ones. More samples per update are measured and shown,
-and taken only when asked for.
+The order is: batch size, which matters most; then capture; then the size of chunks. A change is kept if it gains 2 %
+(`search.py`). The samples per update stay the same, and with them the learning rate and the result of the training: a
+larger batch replaces accumulated ones. More samples per update are measured and shown, but used only on request.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WORKERS = "no effect here: the loader reads the store with threads of this proc
 
 @dataclass(frozen=True)
 class OptionTry:
-    """One value of one option, tried beside the others as they were; kept where the tuned settings have it."""
+    """One tried value of one option, with all others unchanged; `is_kept` says if the tuned settings have it."""
 
     option: str
     value: str
@@ -50,16 +49,16 @@ class Tuned:
 
     configured: UpdateShape  # batch size and accumulation before
     curve: tuple[Measured, ...]  # tries of batch sizes, by rising size
-    options: tuple[OptionTry, ...]  # tries of everything else
+    options: tuple[OptionTry, ...]  # tries of other options
     left_alone: Mapping[str, str]  # options that were not tried, and why
-    changes: Mapping[str, Any]  # keys to their new values; empty when nothing pays
-    final: Measured  # the tuned settings, run longer; its memory was below the cap
-    # what to know about the result: the learning rate, faster sizes that were not taken
+    changes: Mapping[str, Any]  # keys to their new values; empty if nothing pays
+    final: Measured  # longer run of the tuned settings; its memory was below the limit
+    # notes on the result: the learning rate, faster sizes that were not chosen
     notes: tuple[str, ...] = field(default=())
 
     @property
     def before(self) -> Measured:
-        """The configured settings, as they ran."""
+        """The try of the configured settings."""
         return next(point for point in self.curve if point.shape == self.configured)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +67,7 @@ class Tuned:
 
     @property
     def gain(self) -> float | None:
-        """Rate after over rate before; None where the configured settings did not run."""
+        """Speed-up (rate after / rate before); None if the configured settings did not run."""
         before, after = self.before.rate, self.final.rate
         return None if not before or after is None else after / before
 
@@ -77,23 +76,23 @@ def tune_job(
     settings: Settings,  # with a recipe and a store
     *,
     device: str | torch.device | None = None,  # the first GPU by default, else the CPU
-    effort: Effort | None = None,  # how long each try is
-    # also take batches that are larger than the effective batch: faster where the device is underused, but another
-    # training, whose learning rate needs another look
+    effort: Effort | None = None,  # duration of each try
+    # also use batches larger than the effective batch: faster if the device is underused, but a different training,
+    # whose learning rate must be chosen again
     grow_update: bool = False,
-    progress: Progress | None = None,  # told each try
+    progress: Progress | None = None,  # receives a line for each try
 ) -> Tuned:
     """Find the fastest settings of a job by running them.
 
     Raises:
-        InputError: Not even one sample at once fits, or the job cannot be made.
+        InputError: Not even one sample fits, or the job cannot be made.
     """
     with open_run(settings, device=device) as run:
         return _Search(run, effort or Effort(), progress or Silent()).finish(grow_update)
 
 
 class _Search:
-    """The state of one tuning: what was tried, and the settings that are best so far."""
+    """The state of one tuning: the tries so far, and why some options are not tried."""
 
     def __init__(self, run: Run, effort: Effort, told: Progress) -> None:
         self._run, self._effort, self._told = run, effort, told
@@ -149,7 +148,7 @@ class _Search:
             self._tried[level] = replace(self._tried[level], fits=False, reason=final.reason)
         if not changes and level == self._start:
             return self._sum_up(chosen, changes, final)
-        # Others on the machine may have come or gone since the config was measured.
+        # Other programs may have started or ended since the config was measured.
         before = self._verify(self._settings, "the config, run as long")
         if before.fits and before.rate is not None and final.rate is not None:
             self._tried[self._start] = before
@@ -159,14 +158,14 @@ class _Search:
         return self._sum_up(chosen, changes, final)
 
     def _verify(self, settings: Settings, what: str = "the result, run longer") -> Measured:
-        """Run settings twice as long: memory may run out later."""
+        """Run settings for twice as long, because memory may run out later."""
         longer = Effort(2 * self._effort.seconds, 2 * self._effort.num_slices)
         final = self._bench.measure(settings, longer)
         self._told.say(f"{what}: {describe(final)}")
         return final
 
     def _offers(self, here: Measured) -> list[tuple[str, Sequence[Any]]]:
-        """Return the options to try with their values; note why others are left alone."""
+        """Return the options to try with their values; record why others are not tried."""
         for name in (_CAPTURE, _CHUNK):
             self._left_alone.pop(name, None)
         for name in ("data.num_workers", "data.prefetch_factor"):
@@ -194,7 +193,7 @@ class _Search:
     def _try_option(
         self, settings: Settings, name: str, values: Sequence[Any], here: Measured
     ) -> tuple[Any, Measured]:
-        """Return the value that gains enough, or None, and its measurement."""
+        """Return (value that gains enough, its measurement), or (None, `here`)."""
         self._told.start(name, None, "tries")
         ladder, start = (
             ([*values], _CHUNK_FACTORS.index(1.0)) if name == _CHUNK else ([None, *values], 0)
@@ -281,9 +280,9 @@ def _shaped(settings: Settings, shape: UpdateShape) -> Settings:
 
 
 def _chunk_sizes(now_bytes: int) -> list[float]:
-    """Return sizes of all slots together, in GiB as in a config.
+    """Return sizes to try for all slots together, in GiB as in a config.
 
-    Three significant digits: three decimals would make 0 of half a MiB, which no config accepts.
+    Rounded to three significant digits: three decimals would turn half a MiB into 0, which configs do not accept.
     """
     return [float(f"{now_bytes * factor / GIB:.3g}") for factor in _CHUNK_FACTORS]
 
@@ -293,7 +292,7 @@ def _show(key: str, value: Any) -> str:
 
 
 def describe(done: Measured) -> str:
-    """Return one try in words."""
+    """Return a line of text on one try: batch size, rate, memory, or why it failed."""
     shape = done.shape
     size = f"batch {shape.batch_size:,}"
     if shape.accumulation_steps > 1:

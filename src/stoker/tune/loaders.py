@@ -1,11 +1,11 @@
-"""`tune_loader`: workers and depth for any DataLoader, measured in front of the training step.
+"""`tune_loader`: workers and depth for any DataLoader, measured together with the training step.
 
 Enters: a function that makes the loader, and the training step. Leaves: the fastest `LoaderChoice` and all
-that was tried. Costs some seconds for each try, and starting the workers.
+tries. Costs some seconds for each try, and starting the workers.
 
-Only for loaders that are not stoker's: `stoker.Loader` reads with threads of the training process and needs
-none of this. The start is `min(cores // 2, 8)`, with the cores that this process may use
-(affinity and cgroups respected) and one at least; from there it is measured, up and down.
+Only for loaders that are not stoker's: `stoker.Loader` reads with threads of the training process and needs no such
+tuning. The search begins at `min(cores // 2, 8)` workers, at least one, where `cores` are those that this process may
+use (affinity and cgroups respected); from there it measures more and fewer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MANY_BATCHES = 1_000_000
 
 @dataclass(frozen=True)
 class LoaderChoice:
-    """How batches are loaded ahead: by workers (`prefetch_factor` None without), and `depth` of them on the device."""
+    """Numbers of workers, of batches ahead per worker (None without workers), and of batches ahead on the device."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -42,7 +42,7 @@ class LoaderChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTry(Outcome):
-    """One try; `rate` is batches per second, `spread` (largest - smallest) / median rate of its slices."""
+    """One try. `rate` is in batches per second; `spread` is (largest - smallest) / median rate of its slices."""
 
     choice: LoaderChoice
     spread: float
@@ -50,7 +50,7 @@ class LoaderTry(Outcome):
 
 @dataclass(frozen=True)
 class TunedLoader:
-    """Result of a tuning: the fastest choice that was tried, all tries in order, and what it gains over the first."""
+    """Result of a tuning: the chosen values, all tries in order, and the gain over the first try in words."""
 
     choice: LoaderChoice
     tries: tuple[LoaderTry, ...]
@@ -58,7 +58,7 @@ class TunedLoader:
 
 
 def first_workers(machine: Machine) -> int:
-    """Return the usual number of workers: half the usable cores, 8 at most, 1 at least or when unknown."""
+    """Return the usual number of workers: half the usable cores, at least 1 and at most 8; 1 if unknown."""
     return max(1, min((machine.cores_usable or 2) // 2, 8))
 
 
@@ -73,12 +73,12 @@ def tune_loader(
     """Find the fastest workers, batches ahead per worker, and batches ahead on the device.
 
     Args:
-        make_loader: `(num_workers, prefetch_factor)` to a DataLoader; give it `persistent_workers` as the
-            training has it. Called for every try; what it keeps open ends with the loader.
+        make_loader: Returns a DataLoader for `(num_workers, prefetch_factor)`, with the `persistent_workers` of the
+            training if there are workers. Called for every try; its resources must be freed with the loader.
         step: One training step on a batch that is on the device; called as often as the tries need.
-        device: Where batches go; the first GPU by default, else the CPU.
-        effort: How long each try is.
-        machine: From `probe`.
+        device: Device of the batches; the first GPU by default, else the CPU.
+        effort: Duration of each try.
+        machine: Result of `probe`, which is called by default.
     """
     target = usable_device(device)
     machine = machine or probe()
@@ -115,7 +115,7 @@ class _LoaderBench:
         self.known: dict[LoaderChoice, LoaderTry] = {}
 
     def improve(self, choice: LoaderChoice, name: str, values: list[int]) -> LoaderChoice:
-        """Return the choice with the value of one field that pays."""
+        """Return the choice with the best of `values` for the field `name`."""
 
         def made(level: int) -> LoaderChoice:
             changed = replace(choice, **{name: values[level]})
@@ -127,20 +127,20 @@ class _LoaderBench:
         start = values.index(getattr(choice, name))
         tried = climb(len(values), start, lambda level: self.measure(made(level)))
         if name == "num_workers":
-            # One worker is often worse than both none and two: none is no step on the way down.
+            # One worker is often slower than both none and two, so none is always tried.
             tried[0] = self.measure(made(0))
         taken = choose(tried, start)
         return made(start if taken is None else taken)
 
     def measure(self, choice: LoaderChoice) -> LoaderTry:
-        """Run the step behind a loader, or remember that it was."""
+        """Return the result of training with a choice, which is measured only once."""
         if choice not in self.known:
             self.known[choice] = agree(self._run(choice))
         return self.known[choice]
 
     def _run(self, choice: LoaderChoice) -> LoaderTry:
         with warnings.catch_warnings():
-            # Whether more workers than cores are too many is what is being measured.
+            # torch warns about more workers than cores, but here their effect is measured.
             warnings.filterwarnings("ignore", "This DataLoader will create")
             rates = self._rates(choice)
         rate = statistics.median(rates)

@@ -1,10 +1,10 @@
-"""A ready job, run for some seconds at any settings: how fast, how steadily, in how much memory.
+"""Runs a ready job for some seconds at given settings, and measures its rate, its steadiness and its memory.
 
 Enters: an open `Run` and settings to try. Leaves: `Measured`. Costs the seconds of the `Effort`, a warm-up,
 and building loader, model and optimizer anew: nothing of one try is left for the next.
 
-What runs is the run's own trainer, eager or captured, with its optimizer, precision and loader. Only
-what a measurement must not do is off: checkpoints, logs, and the ladder that would hide an out of memory.
+The run's own trainer runs, eager or captured, with its optimizer, precision and loader. Only checkpoints, logs and
+the recovery from running out of memory, which would hide that a size does not fit, are off.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MANY_BATCHES = 1_000_000
 
 
 def agree(outcome: OutcomeT) -> OutcomeT:
-    """Return the outcome of all ranks: it fits if it fits everywhere, and rates add up.
+    """Return one outcome for all ranks: it fits if it fits on every rank, and rates are added.
 
-    Ranks that decide from agreed outcomes alone take the same steps, so none waits for a size that the others
+    Ranks that decide only by agreed outcomes make the same tries, so no rank waits for a size that the others
     do not try. Blocking: every rank must call it, in the same order.
     """
     ranks = Ranks.current()
@@ -46,9 +46,9 @@ def agree(outcome: OutcomeT) -> OutcomeT:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: the seconds of one try without warm-up, and the slices whose median is the rate.
+    """How long to measure: the seconds of one try without its warm-up, and the number of slices.
 
-    Updates of many seconds may leave fewer slices, two at least.
+    The rate is the median of the slices. Updates of many seconds may leave fewer slices, but at least two.
     """
 
     seconds: float = 3.0
@@ -68,19 +68,19 @@ class Measured(Outcome):
     """One try of a job."""
 
     shape: UpdateShape  # batch size and accumulation
-    # (largest - smallest) / median rate of its slices; None when it did not run
+    # (largest - smallest) / median rate of its slices; None if the try did not run
     spread: float | None = None
-    # most memory in use; None when it ran out of it, or was not tried
+    # peak memory; None if memory ran out, or if the size was not tried
     peak_bytes: int | None = None
-    cap_bytes: int = 0  # most that it may use
-    device_data_bytes: int = 0  # what the loader keeps on the device
-    tier: str = ""  # of the loader: "resident", "chunked" or "streamed"
+    cap_bytes: int = 0  # limit of the memory
+    device_data_bytes: int = 0  # data that the loader keeps on the device
+    tier: str = ""  # tier of the loader: "resident", "chunked" or "streamed"
     step: str = ""  # how the step ran, in words: "eager: ..." or "captured: ..."
     is_captured: bool = False  # whether it ran as one CUDA graph
 
 
 class JobBench:
-    """Measures one job at many settings; its store is used, and its model is copied for each try."""
+    """Measures one job at many settings. All tries share its store; each has its own copy of the model."""
 
     def __init__(self, run: Run, effort: Effort) -> None:
         self._run, self._effort = run, effort
@@ -88,7 +88,7 @@ class JobBench:
 
     @property
     def num_samples(self) -> int:
-        """Training samples."""
+        """Number of training samples."""
         return len(self._run.job.samples["train"])
 
     def measure(self, settings: Settings, effort: Effort | None = None) -> Measured:
@@ -120,8 +120,8 @@ class JobBench:
         return replace(done, fits=False, reason=reason)
 
     def _try(self, settings: Settings, shape: UpdateShape, effort: Effort) -> Measured:
-        # Each rank measures its part of the batch by itself: memory that runs out on one would leave the
-        # others waiting in an exchange.
+        # Each rank measures its part of the batch alone: if memory ran out on one rank, the others would wait in a
+        # collective.
         ranks = Ranks.current()
         if ranks.are_several:
             each = max(1, settings.training.batch_size // ranks.world_size)
@@ -139,7 +139,7 @@ class JobBench:
         trial = Run(bare, run.chosen, run.store, job, run.folder, run.device, Silent())
         warm_up = -(-warm_up_batches(run.device) // steps) * steps
         patience = Patience(warm_up, _MANY_BATCHES, effort.seconds, 2 * steps)
-        # The pause between epochs would make small data sets look slow: a run's epochs are longer.
+        # Without the pauses between epochs, which would make small data sets look slow.
         timed = time_together(trial, patience, with_epoch_ends=False)
         if timed.trouble is not None:
             raise timed.trouble

@@ -1,4 +1,4 @@
-"""The page of `stoker tune --html`, and the cells that the table on a terminal shows as well.
+"""The page of `stoker tune --html`, and the table cells that the terminal shows as well.
 
 Enters: `Tuned`. Leaves: one HTML page as text. Costs: string work.
 """
@@ -82,7 +82,7 @@ def verdict(tuned: Tuned) -> str:
 
 
 def tuned_page(title: str, tuned: Tuned, facts: Mapping[str, str]) -> str:
-    """Return the page; `facts` stand at its top."""
+    """Return the page; `facts` are shown at the top."""
     sections = [
         page.Section("result", "Result", _result(tuned, facts)),
         page.Section("curve", "Batch sizes", _curve(tuned)),

@@ -6,9 +6,9 @@ for scripts whose Python has no stoker: there these files are the package `_stok
 each other by `from . import`.
 
 Files: `recorder.py` keeps and writes measurements, `places.py` finds file and line, `clocks.py` reads the
-kernel, `hooks.py` waits for imports and notes temporary folders, `loading.py` times the DataLoader and its
-workers, `sampling.py` looks at what loading code is doing, `steps.py` times optimizer steps, `fetching.py`
-synchronisations and copies, `operators.py` runs a few steps under torch's profiler, `hdf5.py` times h5py.
+kernel's counters, `hooks.py` waits for imports and notes temporary folders, `loading.py` times the DataLoader and its
+workers, `sampling.py` samples the stacks of loading and training, `steps.py` times optimizer steps, `fetching.py`
+times synchronisations and copies, `operators.py` runs a few steps under torch's profiler, `hdf5.py` times h5py.
 `entry/` starts the probe.
 
 Contract: the probe never changes what the script computes, prints or raises.
@@ -16,8 +16,8 @@ Contract: the probe never changes what the script computes, prints or raises.
     success  a wrapper calls the original first, outside any `try`, and returns its result unchanged
     failure  an exception in the probe's own code becomes a note in the file; the script does not see it
     cancel   the doctor creates the file `stop`; the probe writes its last lines and answers with `PID.done`
-    threads  the training thread adds steps; one daemon thread per process writes the file; another one looks
-             at loading code. A forked process begins again with a file of its own
+    threads  the training thread adds steps; one daemon thread per process writes the file; another one samples
+             stacks. A forked process starts anew with a file of its own
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from functools import partial
 
 
 def start(folder: str) -> None:
-    """Start the probe in this process. It changes nothing until torch or h5py is imported."""
+    """Start the probe in this process. Until torch or h5py is imported, it only watches imports."""
     from . import fetching, hdf5, hooks, loading, operators, recorder, steps
 
     recorder.begin(folder)
-    # The profiler's library prints to stderr when it starts and stops. It reads this variable once.
+    # Silences Kineto, the profiler's library, which prints to stderr. It reads this variable once.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     hooks.when_imported("torch", operators.install)
     hooks.when_imported("torch", steps.install)

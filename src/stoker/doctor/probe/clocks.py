@@ -1,8 +1,8 @@
 """Readings of the kernel and of torch: memory, time queued for a core, the allocator.
 
-Enters: nothing. Leaves: numbers; None or 0 if the system does not tell. Costs 2 to 8 µs per reading, more where the
+Enters: nothing. Leaves: numbers; None or 0 if the system does not report them. Costs 2 to 8 µs per reading, more if the
 kernel's code is not in the caches. Reading all cores, about once a second, costs 0.1 ms. Never calls the GPU's driver:
-another thread may be capturing a graph, which such a call would end.
+another thread may be capturing a graph, and such a call would abort the capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory() -> tuple[int | None, int | None]:
-    """Return (resident bytes, bytes allocated on the GPU); no more often than every MEMORY_EVERY_SECONDS, please."""
+    """Return (resident bytes, bytes allocated on the GPU). Call it at most every MEMORY_EVERY_SECONDS."""
     global _statm  # noqa: PLW0603
     try:
         # The file stays open, since opening costs more than reading; a forked child must not read its parent's.
@@ -33,7 +33,7 @@ def memory() -> tuple[int | None, int | None]:
     torch: Any = sys.modules.get("torch")
     device = None
     if uses_cuda(torch):
-        # Of the same figures `memory_allocated` first makes a flat dictionary, which takes five times as long.
+        # `memory_allocated` first builds a flat dictionary of the same figures, which takes five times as long.
         device = int(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"])
     return resident, device
 
@@ -49,15 +49,15 @@ def uses_cuda(torch: Any) -> bool:
 
 _schedstats: dict[int, int] = {}
 _delays: dict[int, tuple[float, float]] = {}
-"""By thread, of its last reading: seconds of the wall clock less those on a core, and seconds queued for one."""
+"""Last reading of each thread: (wall-clock seconds less seconds on a core, seconds queued for a core)."""
 _AWAY_SECONDS = 5e-5
 
 
 def run_delay(cpu: float | None = None) -> float:
     """Return the seconds in which this thread was ready to run and no core was free; 0 if unknown.
 
-    A thread that has been off its core for less than `_AWAY_SECONDS` since the last reading has not queued for longer:
-    the kernel, whose answer costs as much as all else at the end of a step, is not asked again.
+    If the thread has been off its core for less than `_AWAY_SECONDS` since the last reading, it cannot have queued for
+    longer, and the last value is returned: reading the kernel costs as much as all else at the end of a step.
 
     Args:
         cpu: The thread's seconds on a core, if they were just read.
@@ -78,13 +78,13 @@ def awake_seconds(thread: threading.Thread) -> float:
 
 
 def _schedstat(thread: int, place: str) -> tuple[float, float]:
-    """Return the seconds on a core and queued for one of a thread, by its folder below /proc."""
+    """Return (seconds on a core, seconds queued for a core) of a thread; `place` is its folder below /proc."""
     file = _schedstats.get(thread)
     if file is None:
         try:
             file = os.open(f"/proc/{place}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            file = -1  # remembered: a kernel without it is not asked again at each step
+            file = -1  # remembered: do not ask a kernel without this file again at each step
         _schedstats[thread] = file
     if file < 0:
         return 0.0, 0.0
@@ -134,7 +134,7 @@ def torch_facts() -> dict[str, Any]:
         return {}
     facts: dict[str, Any] = {"version": str(torch.__version__), "threads": torch.get_num_threads()}
     if uses_cuda(torch):
-        # Counters of torch's allocator, kept on the host. What others use of the GPU only the driver knows.
+        # Counters of torch's allocator, kept on the host. Only the driver knows the memory of other processes.
         stats = torch.cuda.memory_stats()
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         facts["cuda"] = device.name

@@ -21,9 +21,9 @@ from typing import Any
 from . import clocks, hooks, loading, operators, places, recorder
 
 _LOOP_GAP_SECONDS, _LONG_GAP_SECONDS = 3e-5, 1e-3
-"""Fetches that follow each other faster than the first are a loop over values; an episode of a game, with a model and a
-world between two fetches, is not. A gap up to the second belongs to the loop if the fetches before it took longer: the
-next row of values was made ready."""
+"""Fetches with gaps below the first are a loop over values; an episode of a game, with a model and a world between two
+fetches, is not. A gap up to the second belongs to the loop if the fetches before it took longer: the next row of values
+was being prepared."""
 _LOOP_CALLS = 3
 _SCALAR_SECONDS = 1e-4
 _SCALARS = {
@@ -45,7 +45,7 @@ def install(torch: Any) -> None:
     """Watch fetches, copies and housekeeping."""
     global _OPTIM  # noqa: PLW0603
     folder = torch.__file__.rsplit("/", 1)[0]
-    # Optimizers read their own step counters. On a CPU that is not a fetch of the user's, nor is the probe's.
+    # Optimizers read their own step counters. On a CPU such reads, and the probe's, are not fetches of the user.
     _OPTIM = (
         str(Path(__file__).parent),
         f"{folder}/optim/",
@@ -115,7 +115,7 @@ def _add(
 
 
 def _reading(original: Any, call: str) -> Any:
-    """Wrap a method that turns a tensor into a number or a list. Cheap: an optimizer may call it per weight."""
+    """Wrap a method that turns a tensor into a number or a list. Must be cheap: an optimizer may call it per weight."""
     of_thread, getframe, known_codes = loading.of_thread, sys._getframe, _KNOWN.get
 
     def method(self: Any) -> Any:
@@ -172,7 +172,7 @@ def _is_torchs_own(code: Any) -> bool:
 
 
 def _check(value: float) -> None:
-    """Count values that the script reads and that are not finite, such as a loss."""
+    """Count the values that the script reads, such as a loss, and those that are not finite."""
     counts = recorder.get().bad.get("value read with .item()")
     if counts is not None:
         counts[1] += 1
@@ -197,7 +197,7 @@ def _moving(original: Any, name: str) -> Any:
                 if self.is_cuda:
                     _add("sync", name, sys._getframe(1), began, ended, num_bytes)
                 else:
-                    # From pinned memory it takes long too, unless it is told not to block.
+                    # A copy from pinned memory takes long too, unless it has non_blocking=True.
                     family = "pinned" if self.is_pinned() else "copy"
                     _add(family, name, sys._getframe(1), began, ended, num_bytes)
         except Exception as error:  # noqa: BLE001
@@ -209,7 +209,7 @@ def _moving(original: Any, name: str) -> Any:
 
 def _waiting(original: Any, family: str, call: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        # Waits for other ranks belong to every step, and housekeeping is rare: those are always timed.
+        # Collectives are part of every step, and housekeeping is rare: those are always timed.
         if not recorder.watching and family == "sync":
             return original(*args, **kwargs)
         delay, began = clocks.run_delay(), time.perf_counter()

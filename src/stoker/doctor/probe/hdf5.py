@@ -1,9 +1,9 @@
 """Reads through h5py: how long they take, how many bytes they return, how many bytes HDF5 had to read.
 
-Enters: slices of h5py datasets. Leaves: totals by dataset. Costs about 10 µs per read, of some 100.
+Enters: slices of h5py datasets. Leaves: totals by dataset. Costs about 10 µs per read, which itself takes about 100.
 
-The chunks of earlier reads are remembered like HDF5's own chunk cache does, so that neighbouring rows of one
-chunk are not counted twice. After 2000 reads of a dataset only the time is measured.
+HDF5's chunk cache is simulated, so that neighbouring rows of one chunk are not counted twice. After 2000 reads of a
+dataset only the time is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _timed_getitem(original: Any) -> Any:
         began = time.perf_counter()
         values = original(self, args, *more, **kwargs)
         ended = time.perf_counter()
-        # The script has its values, whatever goes wrong from here on: a failure becomes a note.
+        # The script gets its values even if the probe fails from here on: a failure becomes a note.
         with recorder.guarded("h5py"):
             _note(self, args, getattr(values, "nbytes", 0), began, ended, sys._getframe(1))
         return values
@@ -59,7 +59,7 @@ def _timed_read_direct(original: Any) -> Any:
 
 def _note(dataset: Any, selection: Any, used: int, began: float, ended: float, frame: Any) -> None:
     if sampling.active_thread != clocks.current_thread():
-        return  # not loading: a script may read anything before it trains
+        return  # this thread is not loading: a script may read anything before it trains
     seen = recorder.get()
     key = (dataset.file.filename, dataset.name)
     facts = seen.hdf5.get(key)
@@ -110,7 +110,7 @@ def touched_bytes(facts: dict[str, Any], selection: Any, used: int, cache: dict[
     room = _CACHE_BYTES // max(1, chunk_bytes)
     missed = 0
     for chunk in itertools.product(*ranges):
-        # Taken out and put in again, so that the oldest use is first: HDF5 evicts the least recently used.
+        # Removed and inserted again, so that the least recently used chunk is first: HDF5 evicts it first.
         if cache.pop(chunk, cache) is not None:
             missed += 1
         if room:

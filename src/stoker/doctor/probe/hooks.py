@@ -1,7 +1,7 @@
 """Hooks: call a function when a module is imported, and replace functions in it.
 
-Enters: a module's name and a function. Leaves: a call of it, right after the module's own code has run. An
-import that fails, fails as it would without the probe. Costs one dictionary look-up per import.
+Enters: a module's name and a function. Leaves: a call of the function right after the module's own code has run. A
+failing import fails as it would without the probe. Costs one dictionary look-up per import.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _call_after(loader: Any, name: str) -> None:
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by `make(original)`, with the original's name and docstring; skip what is absent."""
+    """Replace `owner.name` by `make(original)`, with the original's name and docstring; skip it if it is absent."""
     original = getattr(owner, name, None)
     if original is None:
         return
@@ -74,12 +74,12 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 _replaced: list[tuple[Any, str, Any]] = []
-"""Owner, name and what stood there, None where it was inherited."""
+"""Owner, name and the original value of every replacement; None if the value was inherited."""
 
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Take out again, at the end of the block, what is put in within it."""
+    """Undo, at the end of the block, all replacements that were made inside it."""
     first = len(_replaced)
     try:
         yield
@@ -101,8 +101,8 @@ def hide_from_compiler(trace_rules: Any) -> None:
 def note_temporaries(util: Any, folder: str) -> None:
     """Write the path of each temporary folder of the module `multiprocessing.util` to `folder`/temporary-NAME.
 
-    A process that ends by itself removes its folder. One that the doctor, or a signal to all of them, has killed
-    cannot: whoever removes the doctor's folder removes those too (`ownership.remove_leftover`).
+    A process that ends by itself removes its temporary folder; a killed one cannot. The function that removes the
+    doctor's folder (`ownership.remove_leftover`) removes such folders too.
     """
     original = util.get_temp_dir
     noted: set[str] = set()

@@ -20,9 +20,9 @@ _LOADER_VARIABLE = "STOKER_DOCTOR_LOADER"
 _MOST_FETCH_ROWS = 4000
 _ALL_FETCHES, _SHORT_FETCH_SECONDS = 64, 2e-3
 _NUM_PLACES = 4
-"""Lines that tell one DataLoader from another: its own, and those that called it."""
+"""Number of lines that identify a DataLoader: the line that makes it, and its callers."""
 _FEW_SAMPLES = 64
-"""In batches of up to this many samples each sample is timed: only small batches may be too small."""
+"""Each sample is timed in batches of up to this many samples: only small batches may be too small."""
 
 
 class _OfThread(threading.local):
@@ -76,7 +76,7 @@ def _noting_arguments(original: Any) -> Any:
 def _overridden(
     signature: Any, overrides: dict[str, Any], loader: Any, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return the DataLoader's arguments with those that the doctor wants to try."""
+    """Return the arguments of a DataLoader with the doctor's overrides."""
     bound = signature.bind(loader, *args, **kwargs)
     given = bound.arguments
     for name, value in overrides.items():
@@ -93,7 +93,7 @@ def _overridden(
 def _facts(loader: Any) -> dict[str, Any]:
     """Return the facts of a loader, made when it is first used.
 
-    Loaders made on the same line with the same size are one: a script may make a new one for every epoch.
+    Loaders made on the same line with the same size share their facts: a script may make a new loader for every epoch.
     """
     seen = recorder.get()
     places = loader.__dict__.get("_stoker_places", ())
@@ -198,7 +198,7 @@ def _timed_next(original: Any) -> Any:
         if facts is None or of_thread.inside:
             return original(self)
         seen = recorder.get()
-        # Without workers the fetch reads this clock itself; a second reading would cost time.
+        # Without workers the fetch reads this clock itself, and a second reading would cost time.
         delay = clocks.run_delay() if facts["workers"] else 0.0
         began = time.perf_counter()
         seen.loader_id = facts["number"]
@@ -216,8 +216,7 @@ def _timed_next(original: Any) -> Any:
         ended = time.perf_counter()
         try:
             if seen.kind in ("", "batch"):
-                # Without an optimizer or backward pass, asking for a batch begins a step; StopIteration does
-                # not.
+                # Without an optimizer or backward pass, asking for a batch begins a step; the end of an epoch does not.
                 seen.mark("batch", began)
                 seen.step_start = began
             queued = clocks.run_delay() - delay if facts["workers"] else seen.fetch_delay
@@ -348,8 +347,8 @@ def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:
 class _StampedIndices(list[Any]):
     """The indices of a small batch, with the time at which each one is asked for.
 
-    A fetch has a fixed cost before its first sample, and the first sample runs cold code. So the time of a
-    small batch does not tell that of a large one; the time of the samples after the first does.
+    A fetch has a fixed cost before its first sample, and the first sample runs with cold caches. So the time of a large
+    batch is not predicted from that of a small one, but from the samples after the first.
     """
 
     def __init__(self, indices: list[Any]) -> None:
@@ -377,7 +376,7 @@ class _StampedIndices(list[Any]):
 
     @property
     def sample_seconds(self) -> float | None:
-        """Mean seconds of a sample, without the first; None if there are too few."""
+        """Mean seconds of a sample, without the first one; None for fewer than two samples."""
         num_timed = len(self.asked) - 2
         return (self.asked[-1] - self.asked[1]) / num_timed if num_timed > 0 else None
 

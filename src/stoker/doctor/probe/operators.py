@@ -6,8 +6,8 @@ On a GPU torch traces kernels with CUPTI, which by default stays attached after 
 later launch (a GPT's step of 23 ms took 30). So the profiler is told to detach it (TEARDOWN_CUPTI, from CUDA 12.6 on:
 before, that crashed with CUDA graphs), and the steps after it count. Where it stays, only the steps before it do.
 
-Contract: a profiler that the script starts has precedence; ours stops at once and notes that it was skipped. If
-the process ends or forks while ours runs, it is stopped first, because torch crashes otherwise.
+Contract: a profiler that the script starts has precedence; the probe's profiler stops at once and notes that it was
+skipped. If the process ends or forks while the probe's profiler runs, it is stopped first: torch crashes otherwise.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 from . import clocks, hooks, recorder
 
 FIRST_STEP, FIRST_LONG_STEP = 6, 2
-"""Steps that end before it starts: fewer if a step is long, because there may be no more than a few."""
+"""Steps before the profiler starts: fewer if a step is long, because there may be only a few steps."""
 _GPU_STEP, _GPU_SECONDS = 36, 1.5
-"""On a GPU the profiler waits for this step, or this long: before it there are steps that it cannot have slowed."""
+"""On a GPU the profiler waits for this step, or this long, so that there are steps that it cannot have slowed down."""
 _TEARDOWN, _TEARDOWN_CUDA = "TEARDOWN_CUPTI", (12, 6)
 _TEARDOWN_CALLS, _TEARDOWN_SECONDS = 3, 2e-3
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
@@ -49,7 +49,7 @@ _VIEWS = frozenset((
 ))  # fmt: skip
 """Operators that move no data themselves."""
 _FETCHES = ("aten::item", "aten::_local_scalar_dense")
-"""Not work of the model, whose operators are counted: a loop over values has thousands of them."""
+"""Operators that are not counted as work of the model: a loop over values has thousands of them."""
 _SHORT = {
     "c10::BFloat16": "bfloat16",
     "c10::Half": "float16",
@@ -62,7 +62,7 @@ _UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
 _DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
 _PRODUCT_KERNELS = ("gemm", "d884", "conv", "wgrad", "dgrad")
 _NOTABLE_DOUBLE, _PRODUCT_SIZE, _NUM_PRODUCTS = 0.05, 1024, 8
-"""Share of the kernels' time from which float64 is compared with float32: matrices of that size, so many in a row."""
+"""Share of the kernels' time from which float64 is compared with float32; size and number of the matrix products."""
 
 _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 
@@ -72,7 +72,7 @@ _queued: list[float] = []
 """Seconds that the training thread had queued for a core, at each mark."""
 _backwards: list[tuple[int, int]] = []
 _fetches: list[int] = []
-"""When a forward pass fetched a value, in ns: it has begun by then, whatever its first operator is."""
+"""Times in ns at which a forward pass fetched a value: by then it has begun, whatever its first operator is."""
 _num_steps = 0
 _was_used = False
 _asked_teardown = False
@@ -89,8 +89,8 @@ def install(torch: Any) -> None:
 def _leave_at_once() -> None:
     """Make a forked process exit without the profiler's destructor, which waits for a thread of its parent.
 
-    It is a bug of torch, but the probe started the profiler. `on_exit` runs the function registered last
-    first: C's streams are flushed, then the process exits with the status that it asked for.
+    This is a bug in torch, but the probe started the profiler. `on_exit` calls functions in reverse order of their
+    registration: C's streams are flushed, then the process exits with the status that it asked for.
     """
     if _was_used:
         with recorder.guarded("fork"):
@@ -160,7 +160,7 @@ def _start(seen: Any) -> None:
 def _detaches(torch: Any) -> bool:
     """Ask torch to detach CUPTI after profiling, if that is safe; return whether it will.
 
-    A script that has set the variable itself, or torch.compile for it, is left its choice.
+    If the script or torch.compile has set the variable already, it is not changed.
     """
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     global _asked_teardown  # noqa: PLW0603
@@ -196,7 +196,7 @@ def _stop(seen: Any, keep: bool) -> None:
         seen.was_profiled = True
     profiler.stop()
     if clocks.uses_cuda(torch) and not seen.was_profiled:
-        # A thread of torch's asks for it, and it happens at the end of the next call of CUDA: here, not in a step.
+        # A thread of torch requests the teardown, which runs at the end of the next CUDA call: here, not in a step.
         for _ in range(_TEARDOWN_CALLS):
             time.sleep(_TEARDOWN_SECONDS)
             torch.cuda.synchronize()
@@ -223,7 +223,7 @@ def _stop(seen: Any, keep: bool) -> None:
 
 
 def _least_seconds(torch: Any, work: Callable[[], Any]) -> float:
-    """Return the seconds that some work takes on the GPU: the least of three times."""
+    """Return the seconds that `work` takes on the GPU: the shortest of three runs."""
     taken = []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -235,14 +235,14 @@ def _least_seconds(torch: Any, work: Callable[[], Any]) -> float:
 
 
 def _pinned_bytes_per_second(torch: Any) -> float:
-    """Return the rate of copies from pinned memory to the device: what pageable ones could have."""
+    """Return the rate of copies from pinned memory to the device, which pageable copies could reach."""
     held = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
     return _COPIED_BYTES / _least_seconds(torch, lambda: there.copy_(held, non_blocking=True))
 
 
 def _double_times(torch: Any) -> float:
-    """Return how many times as long a product in float64 takes on this GPU as in float32: 1 to 64, by its make."""
+    """Return the time of a matrix product in float64 as a multiple of that in float32: 1 to 64, by the kind of GPU."""
 
     def multiply() -> None:
         for _ in range(_NUM_PRODUCTS):
@@ -257,14 +257,14 @@ def _double_times(torch: Any) -> float:
 
 
 def note_backward(seconds: float) -> None:
-    """Note a backward pass that has just ended, for the time between the parts of a step."""
+    """Record a backward pass that has just ended, to measure the time between the parts of a step."""
     if _profiler is not None:
         now = time.time_ns()
         _backwards.append((now - int(seconds * 1e9), now))
 
 
 def note_fetch(seconds: float) -> None:
-    """Note that a module's code has fetched a value, which took so long."""
+    """Record that a module's code has just fetched a value, which took `seconds`."""
     if _profiler is not None:
         _fetches.append(time.time_ns() - int(seconds * 1e9))
 
@@ -278,10 +278,11 @@ def summarise(
 ) -> dict[str, Any]:
     """Return totals of the profiler's raw events.
 
-    `marks` are the ends of the steps in ns, `backwards` their passes, `fetches` when a module's code fetched values.
+    `marks` are the ends of the steps in ns, `backwards` the begins and ends of their backward passes, `fetches` the
+    times at which a module's code fetched values. `queued` has the seconds queued for a core until each mark.
 
-    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Nor is it
-    code of Python's that the thread waits for a core between two operators: `queued` has its seconds at each mark.
+    Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Queueing for a
+    core between two operators does not count as Python code.
     """
     host, device = [], []
     annotations = set()
@@ -316,7 +317,7 @@ def summarise(
         for gap, waited, (begin, end) in zip(gaps, waits, itertools.pairwise(marks), strict=True)
         if gap is not None
     ]
-    # The profiler's start is in the first step, and a pause in which the next operator is called in all of them.
+    # The first step includes the profiler's start; all steps include a pause in which the next operator is called.
     gap, _, whole = max(known[1:] or known, default=(0.0, 0.0, 0.0))
     between = {
         "gap_seconds": max(0.0, gap - _CALLING_SECONDS),
@@ -327,7 +328,7 @@ def summarise(
 
 
 _CALLING_SECONDS = 1e-4
-"""Time between two operators up to which it is that of calling the next one, through modules and under the profiler."""
+"""Longest gap between two operators that counts as calling the next one, through modules and under the profiler."""
 
 
 def _gap_seconds(
@@ -337,14 +338,14 @@ def _gap_seconds(
     backwards: list[tuple[int, int]],
     fetches: Sequence[int] = (),
 ) -> tuple[float, float] | None:
-    """Return the seconds of a step that are no operator of a forward pass, no backward pass, optimizer or DataLoader.
+    """Return (seconds of a step outside of forward pass, backward pass, optimizer and DataLoader, Python part of them).
 
-    None if a forward pass was not seen: an operator that autograd remembers begins one, or a value that it fetches for
-    its own code before. In a step without an optimizer, operators outside of it are not counted either. Longer Python
-    code between its operators counts, because a metric may be computed there; it is also the second value.
+    None if no forward pass was seen. It begins with the first operator that autograd records, or earlier with a value
+    that its own code fetches. In a step without an optimizer, operators outside of it are left out too. Longer Python
+    code between its operators counts, because a metric may be computed there; its seconds are the second value.
     """
     gap, python, start = 0.0, 0.0, begin
-    # Without an optimizer the weights are updated by hand, by operators after the backward pass.
+    # Without an optimizer, the script updates the weights itself, by operators after the backward pass.
     by_hand = not any(
         name.startswith(_UPDATE) for _, at, _, name, _ in host if begin <= at * 1e9 < end
     )
@@ -372,7 +373,7 @@ def _gap_seconds(
 
 
 def _uncovered(host: list[Any], thread: int, begin: float, end: float) -> float:
-    """Return the seconds between two times in which a thread was in no operator, without the time to call the next."""
+    """Return the seconds between two times in which a thread ran no operator, without short gaps (calling the next)."""
     uncovered, until = 0.0, begin
     for its_thread, start, negative, name, _ in host:
         if its_thread == thread and begin <= start < end and not name.startswith((_UPDATE, _LOAD)):
@@ -383,10 +384,10 @@ def _uncovered(host: list[Any], thread: int, begin: float, end: float) -> float:
 
 
 def _first_forward(host: list[Any], begin: float, end: float) -> tuple[int, float] | None:
-    """Return thread and time of the first operator that autograd remembers between two times; None if there is none.
+    """Return (thread, time) of the first operator that autograd records between two times; None if there is none.
 
-    The profiler gives each operator the number of operators that autograd has remembered in its thread so far. So it is
-    the last outermost one before the number grows.
+    The profiler gives each operator the number of operators that autograd has recorded in its thread so far. So the
+    first recorded operator is the last outermost one before this number grows.
     """
     last: dict[
         int, tuple[int, float, float]
@@ -409,7 +410,7 @@ def _first_forward(host: list[Any], begin: float, end: float) -> tuple[int, floa
 def _host_totals(host: list[Any]) -> dict[str, Any]:
     """Return the totals of host operators: the number of outermost ones, and self time by type.
 
-    Operators of each thread form a tree. Loading is left out: without workers its operators are mixed with
+    The operators of each thread form a tree. Loading is left out: without workers its operators are mixed with
     those of the step.
     """
     totals = {"operators": 0, "work_seconds": 0.0, "update_seconds": 0.0, "double_seconds": 0.0}
@@ -451,10 +452,10 @@ def _host_totals(host: list[Any]) -> dict[str, Any]:
 
 
 def _num_rows(shapes: list[list[int]]) -> int:
-    """Return how many rows a matrix product multiplies: those of the last matrix but one.
+    """Return the number of rows that a matrix product multiplies: those of the last matrix but one.
 
-    Where that is not the batch (weights times a batch, the pictures of a convolution), the number is too large: one row
-    is one sample for certain.
+    If that matrix is not the batch (weights times a batch, the pictures of a convolution), the number is too large; but
+    a result of 1 always means one sample.
     """
     matrices = [shape for shape in shapes if len(shape) >= 2]
     if len(matrices) < 2:

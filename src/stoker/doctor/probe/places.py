@@ -34,7 +34,7 @@ def is_foreign(filename: str) -> bool:
 
 
 def _is_installed(file: Path) -> bool:
-    """Return whether a file lies in a folder of the path into which packages were installed (`pip --target`)."""
+    """Return whether a file is in a folder of `sys.path` into which packages were installed (`pip --target`)."""
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or ".").resolve()
     for folder in {Path(entry) for entry in sys.path if entry} & set(file.parents):
         if folder not in _INSTALLED:
@@ -48,7 +48,7 @@ def _is_installed(file: Path) -> bool:
 def own_places(frame: Any) -> Iterator[str]:
     """Yield file:line of the frames in the user's own code, innermost first."""
     while frame is not None:
-        # Code without lines was generated, by whomever.
+        # Code without line numbers was generated.
         if frame.f_lineno and not is_foreign(frame.f_code.co_filename):
             yield f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
@@ -60,7 +60,7 @@ def place_of(frame: Any) -> str:
 
 
 def is_in_module(frame: Any) -> bool:
-    """Return whether a module of torch's is being called, in whose forward pass the frame is."""
+    """Return whether the frame is in the forward pass of an `nn.Module`."""
     while frame is not None and not frame.f_code.co_filename.endswith(_MODULE):
         frame = frame.f_back
     return frame is not None

@@ -32,35 +32,35 @@ WARM_UP = 3
 FLUSH_SECONDS = 1.0
 _NEVER = 1 << 60
 FIRST_DRAWN, NUM_DRAWN = 10, 6
-"""First step, and number of steps, whose spans of time are kept for the page's picture."""
+"""The first step, and the number of steps, whose spans of time are kept for the timeline on the page."""
 _STOP_POLL_SECONDS = 0.2
 _STUCK_SECONDS = 2.0
 _HIGH_NUMBER = 1000
 
 DISTURBED, OTHER_LOADER, EPOCH_START, UNWATCHED, PROFILED = 1, 2, 4, 8, 16
-"""Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it; only the
-clocks at its ends and around its waits ran; torch's profiler had run before it and still slows launches on a GPU."""
+"""Flags of a step: the probe disturbed it; another loader (validation) ran in it; an epoch began in it; only its ends
+and its waits were timed; torch's profiler had run before it and still slows launches on a GPU."""
 
 LONG = 3.0
-"""A step is called long if it takes more than this many usual ones."""
+"""A step is long if it takes more than this many times a usual step."""
 _FIRST_WATCHED, _FIRST_UNWATCHED, _STRETCH = 20, 36, 16
 _PATTERN = 0b0110100110010110_1001011001101001
 _SHORT_STEP_SECONDS, _FEWER_FROM, _LONGER_STRETCH = 3e-3, 128, 4
-"""Of steps that are shorter than the first there are many: after that many, a quarter of them is timed, in stretches
-that are so many times as long."""
+"""Steps shorter than the first number are many: from the second number on, a quarter of them is timed, in stretches
+that are the third number times as long."""
 watching = True
-"""Whether calls are timed and threads sampled now: in some stretches of steps (in a worker: of batches) they are, in
-others not, and the time of a step is taken from the others."""
+"""Whether calls are timed and threads sampled now. This is on in some stretches of steps (in a worker: of batches) and
+off in the others, from which the time of a step is taken."""
 
 
 def is_watched(number: int, usual_seconds: float = float("inf")) -> bool:
-    """Return whether step or batch `number` is one in which calls are timed; of short ones fewer are."""
+    """Return whether calls are timed in step or batch `number`; less often if steps are short."""
     if number < _FIRST_UNWATCHED:
         return number < _FIRST_WATCHED
     stretch = number // _STRETCH
     if usual_seconds < _SHORT_STEP_SECONDS and number >= _FEWER_FROM:
-        # Longer ones, so that the thread that samples every few ms meets them. Of two stretches one is timed, by the
-        # pattern; here only if it is the first.
+        # Longer stretches, so that the thread that samples every few ms meets them. The pattern selects one of two
+        # stretches; here it counts only if it is the first.
         stretch //= _LONGER_STRETCH
         if stretch % 2:
             return False
@@ -70,24 +70,24 @@ def is_watched(number: int, usual_seconds: float = float("inf")) -> bool:
 
 _SHORT_SECONDS, _READ_EVERY = 4e-3, 4
 _ON_CORE, _USUAL = 0.97, 1.2
-"""The clocks of a thread cost as much as all else at the end of a step. So while steps are shorter than the first, and
-the thread was on its core for this share of the last step that was read, they are read for every fourth step only, and
-for each that takes more than so many usual ones; the steps between are taken to be on the core throughout."""
+"""Reading a thread's clocks costs as much as all else at the end of a step. While steps are below `_SHORT_SECONDS`, and
+the thread was on its core for the share `_ON_CORE` of the last step that was read, they are read only at every fourth
+step and after steps above `_USUAL` usual ones; in the others the thread is assumed to be on its core throughout."""
 
 KINDS = {"batch": 0, "backward": 1, "optimizer": 2, "replay": 3}
-"""Events that may end a step, by rank. The highest kind that was seen counts: an optimizer's update if there is
-one. A CUDA graph that is replayed without any optimizer call contains the whole step."""
+"""Events that may end a step, by rank. The highest kind seen so far ends steps: an optimizer's update if there is any.
+A CUDA graph that is replayed without any optimizer call contains the whole step."""
 _REPLAYS_WITHOUT_UPDATE = 16
 
 
 COUNTS = ("doing", "lines", "training", "between", "late", "late_lines", "model_lines")
-"""What is counted by sampling: kinds of work and lines of loading, then of the training thread: between the model's
+"""Counters of samples: kinds of work and lines of loading; then those of the training thread: between the model's
 calls, in steps that take too long, in modules."""
 _TOLD = (
     "pid", "ppid", "role", "kind", "num_steps", "num_watched", "num_fetches", "num_watched_fetches", "loader_id",
     "worker_id", "profile", "torch", "first_torch",
 )  # fmt: skip
-"""Attributes that a snapshot has as they are."""
+"""Attributes that a snapshot contains unchanged."""
 
 
 class Row(NamedTuple):
@@ -119,7 +119,7 @@ class Row(NamedTuple):
 
 
 _new_tuple = tuple.__new__
-"""Makes a Row without a call of Python code, which is a tenth of what the end of a step costs."""
+"""Makes a Row without calling Python code, which would be a tenth of the cost of ending a step."""
 
 
 class Fetch(NamedTuple):
@@ -165,7 +165,7 @@ class Site:
         self.before = (0, 0.0, 0)
 
     def begin_step(self, number: int) -> None:
-        """Note the first call in step `number`."""
+        """Prepare for the first call in step `number`."""
         self.before = (self.calls, self.seconds, self.num_bytes)
         self.mark, self.num_in_step, self.loop_seconds = number, 1, 0.0
 
@@ -218,17 +218,17 @@ class Recorder:
         self.usual_seconds = float("inf")
         self._begin_step()
         self.evaluated: tuple[int, float, Site] | None = None
-        # By place.
+        # Records by place in the code, file or loader.
         self.sites: dict[tuple[str, str, int, int], Site] = {}
         self.loaders: dict[Any, dict[str, Any]] = {}
         self.hdf5: dict[Any, dict[str, Any]] = {}
         self.bad: dict[str, list[Any]] = {}
-        # Of loading, in whichever process does it.
+        # Loading, in the process that does it.
         self.fetches: list[Fetch] = []
         self.num_fetches = 0
         self.num_watched_fetches = 0
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in COUNTS}
-        # Of the training thread, sampled.
+        # Samples of the training thread.
         self.trains_modules = False
         self.looks: list[tuple[str, str | None, int]] = []
         self.looked_at = 0
@@ -236,7 +236,7 @@ class Recorder:
         self.short_fetches = False
         self.loader_id = -1
         self.worker_id = -1
-        # Once.
+        # Recorded once per process.
         self.spans: list[tuple[Any, ...]] = []
         self.profile: dict[str, Any] = {}
         self.first_cpu: tuple[float, float] | None = None
@@ -302,7 +302,7 @@ class Recorder:
         if (
             0 < self.num_unread < _READ_EVERY
             and seconds < _USUAL * self.usual_seconds
-            and self.num_steps >= _STRETCH  # before, no step is usual
+            and self.num_steps >= _STRETCH  # before that, the usual duration is unknown
             and not self.wait_delay
         ):
             self.num_unread += 1
@@ -314,8 +314,8 @@ class Recorder:
             on_core = cpu - self.step_cpu > _ON_CORE * seconds
             self.num_unread = int(on_core and seconds < _SHORT_SECONDS)
         ran = max(0.0, min(cpu - self.step_cpu, seconds))
-        # Time queued for a core while the probe records a step belongs to no step. So a step cannot have
-        # queued longer than it was off a core.
+        # Time queued for a core while the probe records a step belongs to no step. So the queueing of a step is limited
+        # to its time off a core.
         queued = delay - self.step_delay + self.held_delay
         queued = min(queued, max(self.wait_delay, seconds - ran))
         if self.disturbed_steps:
@@ -370,7 +370,7 @@ class Recorder:
         self._begin_step()
 
     def is_late(self) -> bool:
-        """Return whether the step that runs takes much longer than usual, without an evaluation to explain it."""
+        """Return whether the current step takes much longer than usual, and no evaluation explains it."""
         late = time.perf_counter() - self.step_start > LONG * self.usual_seconds
         return late and self.evaluated is None and not self.flags & OTHER_LOADER
 
@@ -393,7 +393,7 @@ class Recorder:
     # -- writing -----------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything except the rows, as plain values."""
+        """Return everything except rows and fetches, as plain values."""
         # Updated, not replaced: a script may destroy its process group before it ends.
         self.torch.update(clocks.torch_facts())
         cpu = None
@@ -454,9 +454,9 @@ class Recorder:
             self._file.append((json.dumps(line, default=str) + "\n").encode("utf-8", "replace"))
 
     def _stuck_place(self) -> str | None:
-        """Return the line at which the training thread is, if no step has ended for two seconds; else None.
+        """Return the current line of the training thread if no step has ended for two seconds; else None.
 
-        Before the first step it is the main thread. None if that thread itself is writing its last lines.
+        Before the first step, the main thread counts. None if that thread itself is writing its last lines.
         """
         if self.kind and time.perf_counter() - self.step_start < _STUCK_SECONDS:
             return None
@@ -476,7 +476,7 @@ class Recorder:
 
     def _flush_forever(self) -> None:
         stop = Path(self.folder) / "stop"
-        # A spawned worker starts this thread before it knows that it is a worker: it ends here.
+        # A spawned worker starts this thread before it knows that it is a worker: then the thread ends here.
         while not self.finished and self.pid == os.getpid() and self.role != "worker":
             time.sleep(_STOP_POLL_SECONDS)
             if stop.exists() and self.kind:
@@ -509,8 +509,8 @@ def _largest(counts: dict[str, int]) -> dict[str, int]:
 class _OwnFile:
     """A file to append to, whose descriptor the script may close.
 
-    A script that closes all descriptors, as daemons do, closes this one too. Its next file may get the same
-    number, and writing there would damage it. So the file behind the number is checked before each write.
+    A script that closes all descriptors, as daemons do, closes this one too. The script's next file may get the same
+    number, and writing to it would damage that file. So the file behind the number is checked before each write.
     """
 
     def __init__(self, path: Path) -> None:

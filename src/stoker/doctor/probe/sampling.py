@@ -1,23 +1,23 @@
-"""Sampling: a second thread looks at what the loading code, and between fetches the training thread, is doing.
+"""Samples the stack of the loading thread and, between fetches, of the training thread, from a second thread.
 
 Enters: the thread that loads, the thread that trains. Leaves: counts by kind of work and by the user's line. Costs
-about 20 µs per sample, and the training thread some 0.1 ms, because it hands Python's lock over and takes it back.
-Samples are taken every 5 ms while something is being loaded; of the training every 4 ms (8 ms where steps take less
-than 3 ms) until there are 300, then every 20 ms. A share of 60 % is then known to 3 points; with 70 samples it was 6,
-and gains were wrong by a third.
+about 20 µs per sample, and the training thread about 0.1 ms, because it hands Python's lock over and takes it back.
+Loading is sampled every 5 ms, the training thread every 4 ms (8 ms if steps take less than 3 ms) until there are 300
+samples, then every 20 ms. A share of 60 % is then known to 3 percentage points; with 70 samples the error was 6, and
+gains were wrong by a third.
 
 A sample of loading walks the stack from the innermost frame out to torch's fetch. The first frame that can be
 classified decides: by the library it belongs to, by the function's name, or by the words on its line of source.
 
-A sample of the training thread tells whether it is inside the model, its backward pass or the optimizer ("model"), in a
-call that is timed anyway ("timed": a DataLoader, `.item()`, a copy, `torch.save`), or between them: "data" if a frame
-looks like loading (stoker's own Loader, a function called `get_batch`, a read), "between" otherwise. So data that no
-DataLoader brings is accounted for as well. Samples of a step that takes much longer than usual are counted apart, and
-also taken in stretches in which nothing else is: a rollout, a plot, an export may come once in hundreds of steps.
+A sample of the training thread is "model" (the model, its backward pass or the optimizer), "timed" (a call that is
+timed directly: a DataLoader, `.item()`, a copy, `torch.save`), "data" (a frame that looks like loading: stoker's own
+Loader, a function called `get_batch`, a read) or "between" (anything else). So loading without a DataLoader is measured
+as well. Samples of a step that takes much longer than usual are counted separately. They are also taken in steps that
+are not watched otherwise, since a rollout, a plot or an export may come once in hundreds of steps.
 
-Python code that never waits gives its lock away every 5 ms only, so that code which runs for less would never be seen,
-and what waits would be seen too often. While it looks, the thread therefore asks for the lock after 0.2 ms; between the
-stretches in which it looks, and in a forked child, the interval is the script's own.
+Python code that never waits releases Python's lock only every 5 ms. Code that runs for less would never be sampled, and
+waiting code too often. So while the thread samples, the switch interval is 0.2 ms; between the stretches in which it
+samples, and in a forked child, the interval is the script's own.
 
 The thread is a daemon and only reads other threads' frames. A failure becomes a note. It ends with the process;
 after a fork the child starts its own.
@@ -43,14 +43,14 @@ _LATER_WEIGHT = round(TRAINING_LOOK_SECONDS / _FIRST_LOOK_SECONDS)
 _IDLE_SECONDS = 0.02
 _SWITCH_SECONDS = 2e-4
 _usual_switch_seconds: float | None = None
-"""The script's own interval while ours is set; None if ours is not set."""
+"""The script's own switch interval while the probe's is set; None if it is not set."""
 _DEEPEST = 80
 _TIMED = ("torch/utils/data/", "torch/distributed/")
 _MODEL = (
     *("torch/nn/", "torch/autograd/", "torch/optim/", "torch/_dynamo/", "torch/_inductor/"),
     *("torch/_functorch/", "torch/cuda/graphs.py", "torch/amp/", "torch/_tensor.py"),
 )
-"""Parts of paths that tell what the training thread is doing."""
+"""Parts of paths that classify what the training thread is doing."""
 
 _LIBRARIES = (
     ("read", ("h5py", "fsspec")),
@@ -96,14 +96,14 @@ _kinds: dict[tuple[Any, int], str] = {}
 _thread: threading.Thread | None = None
 _pid = 0
 active_thread = 0
-"""The thread that is loading now; 0 when none is."""
+"""Identifier of the thread that is loading now; 0 if none is."""
 collating = False
 _OUTERMOST = tuple(os.sep + name for name in ("fetch.py", "dataloader.py"))
-"""Ends of the paths of torch's own fetch, and of its loader, where the walk ends: frames further out train."""
+"""Ends of the paths of torch's fetch and loader. The walk ends there: frames further out belong to the training."""
 
 
 def begin() -> None:
-    """Start the sampling thread of this process; does nothing if it runs."""
+    """Start the sampling thread of this process, unless it runs already."""
     global _thread, _pid  # noqa: PLW0603
     # Threads do not survive a fork: the process number tells a child that it has none yet.
     if _pid != os.getpid():
@@ -116,7 +116,7 @@ def begin() -> None:
 def awake_seconds() -> float:
     """Return the seconds in which the sampling thread ran or was queued for a core.
 
-    It needs Python's lock for what it does, and a thread that is asked for the lock waits until it is taken. So the
+    It needs Python's lock for its work, and a thread that gives the lock away waits until it gets it back. So the
     training may stand still for as long.
     """
     return clocks.awake_seconds(_thread) if _thread is not None and _thread.native_id else 0.0
@@ -125,7 +125,7 @@ def awake_seconds() -> float:
 def _look_forever() -> None:
     jitter = random.Random(1)  # its own generator: the script's must not change
     while _pid == os.getpid():
-        # Uneven intervals, so that samples do not fall into step with a periodic script.
+        # Uneven intervals, so that samples do not synchronise with a periodic script.
         uneven = 0.6 + 0.8 * jitter.random()
         _switch_fast(recorder.watching)
         if not recorder.watching:
@@ -147,9 +147,9 @@ def _look_forever() -> None:
 
 
 def _weight_of_look(seen: Any) -> int:
-    """Return how many times the shortest interval the next sample of the training waits, and stands for.
+    """Return the time until the next sample of the training, in units of the shortest interval; also its weight.
 
-    A later sample stands for more time than a first one: a step may change, as with a buffer that grows.
+    A later sample has a larger weight than a first one: steps may change, as with a buffer that grows.
     """
     first = _SHORT_STEP_WEIGHT if seen.usual_seconds < _SHORT_STEP_SECONDS else 1
     few = seen.counts["training"].total() < first * _FIRST_LOOKS
@@ -157,7 +157,7 @@ def _weight_of_look(seen: Any) -> int:
 
 
 def _switch_fast(on: bool) -> None:
-    """Make threads give Python's lock away sooner, or as the script has it."""
+    """Make threads release Python's lock sooner, or restore the script's own switch interval."""
     global _usual_switch_seconds  # noqa: PLW0603
     if on and _usual_switch_seconds is None and sys.getswitchinterval() > _SWITCH_SECONDS:
         _usual_switch_seconds = sys.getswitchinterval()
@@ -171,7 +171,7 @@ os.register_at_fork(after_in_child=lambda: _switch_fast(on=False))
 
 
 def _look() -> None:
-    # Asked again after the sleep: loading may have ended meanwhile. Collating is timed by its own wrapper.
+    # Checked again after the sleep: loading may have ended meanwhile. Collating is timed by its own wrapper.
     if not active_thread or collating or not recorder.watching:
         return
     frame = sys._current_frames().get(active_thread)
@@ -185,7 +185,7 @@ def _look() -> None:
 
 
 def _look_at_training(seen: Any, weight: int = 1) -> None:
-    """Count what the training thread does in a step that counts; loading is counted by `_look`."""
+    """Sample the training thread in a step that counts; loading is sampled by `_look`."""
     if active_thread or seen.num_steps < recorder.WARM_UP or seen.disturbed_steps:
         return
     late = seen.is_late()
@@ -197,7 +197,7 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
     kind, line = describe_training(frame)
     if seen.evaluated is not None:
         kind = "timed"
-    # Samples wait until their step is over: if it turns out to be late, they are counted apart.
+    # Samples are kept until their step is over: if it turns out to be late, they are counted separately.
     if seen.looked_at != seen.num_steps:
         for kind_before, line_before, weight_before in seen.looks:
             if kind_before == "model" and line_before is not None:
@@ -210,7 +210,7 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
 
 
 def _count(seen: Any, doing: str, lines: str, of_kinds: tuple[str, ...]) -> None:
-    """Count the samples of a step where they belong, which is known at its end or once it takes too long."""
+    """Add the samples of a step to the counts of usual or of late steps, once it is known which the step is."""
     for kind, line, weight in seen.looks:
         seen.counts[doing][kind] += weight
         if kind in of_kinds and line is not None:
@@ -219,8 +219,8 @@ def _count(seen: Any, doing: str, lines: str, of_kinds: tuple[str, ...]) -> None
 
 
 def describe_training(frame: Any) -> tuple[str, str | None]:
-    """Return (what the training thread does, file:line of the user's innermost frame); see the module's text."""
-    # From the innermost frame outwards: the first that is torch's decides; the user's innermost line is kept.
+    """Return (kind of work, file:line of the user's innermost frame) of a training thread; see the module docstring."""
+    # From the innermost frame outwards: the first frame of torch decides; the user's innermost line is kept.
     line, kind = None, "between"
     for _ in range(_DEEPEST):
         if frame is None:
@@ -246,7 +246,7 @@ _files: dict[str, str] = {}
 
 
 def _classify_file(filename: str) -> str:
-    """Return what a frame in a file tells of the training thread: "timed", "model", "data", "own" or "foreign"."""
+    """Return the class of a frame in this file: "timed", "model", "data", "own" (the user's) or "foreign"."""
     name = filename.replace(os.sep, "/")
     # The probe's own wrappers time what they wrap: backward passes, fetches of values, saving.
     if name.startswith(places.PROBE) or any(part in name for part in _TIMED):
@@ -280,7 +280,7 @@ def _is_fetching(filename: str) -> bool:
 
 
 def kind_of(code: Any, lineno: int) -> str:
-    """Return the kind of work of a frame, "" if it cannot be told; cached by code and line."""
+    """Return the kind of work of a frame, "" if it is unknown; cached by code and line."""
     known = _kinds.get((code, lineno))
     if known is None:
         known = _kinds[(code, lineno)] = _classify(code, lineno)
@@ -288,7 +288,7 @@ def kind_of(code: Any, lineno: int) -> str:
 
 
 def _classify(code: Any, lineno: int) -> str:
-    # The library is surest, then the function's name, then the words on its line of source.
+    # The library is the most reliable sign, then the function's name, then the words on its line of source.
     filename = code.co_filename.replace(os.sep, "/")
     for kind, parts in _LIBRARIES:
         if any(f"/{part}" in filename for part in parts):

@@ -1,8 +1,8 @@
 """Optimizer steps and backward passes: where one step ends and the next begins.
 
 Enters: calls of optimizers and of `backward`. Leaves: a row per step. After the number of steps that the doctor
-asked for, the script is held until the doctor ends it. Costs about 4 µs per step, and several times as much where the
-model has emptied the caches: there even a call of a Python function that does nothing costs some µs.
+asked for, the script is blocked until the doctor ends it. Costs about 4 µs per step, and several times as much if the
+model has evicted the CPU caches: then even a call of an empty Python function costs some µs.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _after_update(optimizer: Any, *_: Any) -> None:
         seen.optimizer += now - began
         if seen.drawing:
             loading.add_span(seen, "optimizer", began, now)
-        # With several optimizers, a step ends when one of them is called again.
+        # With several optimizers, a step ends when one of them is called for the second time.
         number, stepped = id(optimizer), seen.stepped
         if number in stepped or seen.kind != "optimizer":
             stepped.clear()
             seen.mark("optimizer", now)
         stepped.add(number)
         if not seen.num_steps:
-            # A small model may never be sampled: its parameters tell that there is one.
+            # A small model may never be sampled, but its parameters show that there is one.
             first = optimizer.param_groups[0]["params"][0]
             seen.trains_modules = isinstance(first, _torch.nn.Parameter)
             kind = type(optimizer)
@@ -94,7 +94,7 @@ def _note_backward(began: float, now: float) -> None:
     try:
         seen = recorder.get()
         seen.backward += now - began
-        # What trains after `eval()`, as with frozen statistics, does not evaluate.
+        # A backward pass after `eval()`, as with frozen statistics, is training, not evaluation.
         seen.evaluated = None
         if seen.is_profiling:
             operators.note_backward(now - began)
@@ -107,7 +107,7 @@ def _note_backward(began: float, now: float) -> None:
 
 
 def _noting_mode(original: Any) -> Any:
-    """Time what lies between `eval()` of a model and its next `train()`; a model calls those of its parts."""
+    """Time the code between `eval()` of a model and its next `train()`; a model also calls them on its parts."""
     inside = threading.local()
 
     def train(self: Any, mode: bool = True) -> Any:
@@ -159,5 +159,5 @@ def _stop_when_enough(seen: Any) -> None:
         if stream is not None:
             stream.flush()
     seen.say_done()
-    # If nobody ends the script it continues: the doctor may have been killed.
+    # If the doctor does not end the script, it continues: the doctor may have been killed.
     time.sleep(_BLOCK_SECONDS)

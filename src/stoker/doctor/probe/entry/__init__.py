@@ -1,1 +1,1 @@
-"""The folder that stands first on a measured script's path; it holds one file and nothing to clash with."""
+"""The first folder on a measured script's path; it holds one module, so that no other name can clash."""

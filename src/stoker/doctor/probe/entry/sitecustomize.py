@@ -1,8 +1,8 @@
-"""Python imports this before a measured script; it starts the probe.
+"""Python imports this module before it runs a measured script; it starts the probe.
 
-Enters: the variable that names the doctor's folder. Leaves: the probe under a private name. If the machine has a
-`sitecustomize` of its own, it is imported as if this one did not exist. Costs about 5 ms. Errors here are
-ignored: a script must run the same with or without the probe.
+Enters: the environment variable with the doctor's folder. Leaves: the probe as a package with a private name. If the
+machine has a `sitecustomize` of its own, it is imported as if this one did not exist. Costs about 5 ms. Errors here
+are ignored: a script must run the same with or without the probe.
 """
 
 import contextlib
