@@ -1,13 +1,13 @@
-"""Several small batches, one update: equal to one large batch, also at the end of an epoch.
+"""Gradient accumulation: several small batches in one update, equal to one large batch, also at the end of an epoch.
 
 Enters: the sizes of the batches of an update. Leaves: the weight of each batch's mean loss, and one factor
-for the gradients at its end. Costs nothing; only a short update pays one pass over the gradients.
+for the gradients at the end of the update. Costs nothing; only a short update pays one pass over the gradients.
 
 The gradient of one batch of N samples is sum(n_i / N * gradient_i). N is not known before the update's
 end: the epoch may end first, and its last batch may be short. So every batch is weighted as if the update
-were full, n_i / (nominal * steps), which is the constant 1 / steps for a full batch, fit for a captured
-step; and if the update turns out shorter its gradients are multiplied by nominal * steps / N at the
-end: after unscaling, before clipping.
+were full, by n_i / (nominal * steps). For a full batch that is the constant 1 / steps, as a captured step needs.
+If the update turns out shorter, its gradients are multiplied by nominal * steps / N at the end: after unscaling,
+before clipping.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Accumulation:
         self.num_samples: float = 0
 
     def weight(self, num_samples: int) -> float:
-        """Return the factor for the mean loss of a batch of this size; does not count it."""
+        """Return the factor for the mean loss of a batch of this size, without counting the batch."""
         _check_positive("num_samples", num_samples)
         return num_samples / (self.nominal * self.steps)
 
@@ -48,9 +48,9 @@ class Accumulation:
         """Count one batch and return its weight.
 
         Args:
-            num_samples: Of the batch.
-            counted: What it adds to the update's samples, if that is another number: the mean over the
-                ranks that share a batch.
+            num_samples: Samples of the batch.
+            counted: Samples to add to the update's count, if that is another number: with several ranks, the mean
+                over them.
         """
         weight = self.weight(num_samples)
         if self.is_complete:
@@ -70,7 +70,7 @@ class Accumulation:
 
     @property
     def correction(self) -> float:
-        """Factor that makes the gradients so far those of one batch; 1 for a complete update."""
+        """Factor that turns the gradients so far into those of one large batch; 1 for a complete update."""
         if not self.num_samples:
             return 1.0
         return self.nominal * self.steps / self.num_samples

@@ -1,12 +1,12 @@
-"""Activation checkpointing: less memory for the price of about one more forward pass.
+"""Activation checkpointing: saves memory at the cost of about one more forward pass.
 
 Enters: a model. Leaves: the same model, whose chosen blocks keep only their inputs and are run again in
 the backward pass; parameters, names and outputs are unchanged. Costs: the forward pass of these blocks
 once more, about a third of the step.
 
-Gradients are those of the plain model: random generators are set back for the second pass, cuDNN's own
-dropout generator included, and buffers that the first pass changed (running statistics) are as they were
-before it and do not change twice.
+Gradients are those of the plain model. For the second pass random generators are reset, cuDNN's own dropout
+generator included, and buffers that the first pass changed (running statistics) have their values from before it.
+They do not change twice.
 
 `Buffers` copies a model's buffers and restores them after a bad batch, always or depending on a flag on the
 device: one kernel per dtype to copy, two more to restore. The host never waits for the device, so it can be
@@ -37,8 +37,8 @@ class Checkpointed:
     """The blocks that are recomputed, and why these were chosen.
 
     Attributes:
-        names: Of the modules; empty when none suits.
-        reason: For the log.
+        names: Names of the modules; empty when none is suitable.
+        reason: Text for the log.
     """
 
     names: tuple[str, ...]
@@ -72,8 +72,8 @@ def checkpoint_activations(
 def choose_blocks(model: nn.Module) -> Checkpointed:
     """Decide which blocks to recompute: the repeated ones that hold most of the parameters.
 
-    A lone layer is no block (its input is all it keeps), recurrent layers are: they keep every time step.
-    Of nested candidates the finer ones are taken, as long as they hold four fifths of the parameters.
+    A single layer is not a block, because it keeps only its input; a recurrent layer is, because it keeps every time
+    step. Of nested candidates the smaller ones are chosen, if they hold four fifths of the parameters.
     """
     groups: dict[type[nn.Module], dict[str, int]] = {}
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def _wrap(module: nn.Module) -> None:
     own = module.__dict__.get("forward")
     if isinstance(own, partial) and own.func is _recomputed:
         return
-    # On the instance, so that names, state_dict and class stay; a partial, so that copies work.
+    # Set on the instance, so that names, state_dict and class stay; a partial, so that the model can be copied.
     module.forward = partial(_recomputed, module, own)
 
 
@@ -142,10 +142,10 @@ def _recomputed(
 
 
 def _renew_cudnn_dropout(module: nn.Module) -> None:
-    """Make cuDNN draw an RNN's dropout anew from torch's generator, in this pass and in the next.
+    """Make cuDNN seed an RNN's dropout from torch's generator, in the first pass as in the second.
 
-    cuDNN keeps a dropout state of its own, which goes on from call to call, and which torch seeds from its
-    generator after that was set. The second pass sets it; so must the first, or the masks differ.
+    cuDNN keeps a dropout state of its own from call to call. Torch seeds it from its generator when that is set.
+    The second pass sets the generator; the first must do so too, or the dropout masks differ.
     """
     draws = any(
         isinstance(part, nn.RNNBase) and part.training and part.dropout > 0 and part.num_layers > 1
@@ -170,10 +170,10 @@ def _contexts(
 
 
 class _BuffersBefore(contextlib.AbstractContextManager[None]):
-    """Puts copies of `before` into the place of a block's buffers, and the buffers back afterwards.
+    """Context in which copies of `before` replace a block's buffers.
 
-    Exchanged and not overwritten, since the autograd graph may hold them. May be entered again: a graph
-    that is retained is recomputed for every backward pass.
+    Buffers are replaced, not overwritten, because the autograd graph may hold them. Can be entered several times:
+    a retained graph is recomputed for every backward pass.
     """
 
     def __init__(self, before: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
@@ -241,12 +241,12 @@ class Buffers:
 
         Args:
             copies: From `copy`.
-            keep_if: A bool on the device; if it is true, the buffers stay as they are.
+            keep_if: A bool on the device; if it is true, the buffers keep their current values.
         """
         for dtype, group in self._groups().items():
             values, sizes = copies.get(dtype), [buffer.numel() for buffer in group]
             if values is None or sum(sizes) != values.numel():
-                continue  # a buffer got its shape in this batch, as in a quantisation observer
+                continue  # a buffer changed its shape in this batch, as in a quantisation observer
             if keep_if is not None:
                 now = torch.cat([buffer.detach().reshape(-1) for buffer in group])
                 values = torch.where(keep_if, now, values)

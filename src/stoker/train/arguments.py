@@ -1,7 +1,6 @@
-"""What people give to a `Trainer`, and ask of it, that belongs somewhere else: each is answered with what to type.
+"""Arguments and attributes of other libraries' trainers that a `Trainer` does not have: errors that say what to type.
 
-Enters: arguments and names of attributes that a `Trainer` does not have. Leaves: an error, never anything else.
-Costs nothing.
+Enters: arguments and names of attributes that a `Trainer` does not have. Leaves: an error. Costs nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _INSTEAD = {
 
 
 def _in_config(name: str, value: Any) -> str | None:
-    """Return what to type for a setting of the training, under whatever name it was given; None if it is none."""
+    """Return what to type in `config` for this name or a synonym of it; None if it is no training setting."""
     known = ["use_amp", *(entry.name for entry in fields(TrainOptions))]
     meant = SYNONYMS.get(name, name).rpartition(".")[2]
     if meant == "use_amp" and isinstance(value, str):
@@ -68,12 +67,12 @@ def _in_config(name: str, value: Any) -> str | None:
 
 
 def _typed(value: Any) -> str:
-    """Return a plain value as it is typed, and three dots for an object."""
+    """Return the source text of a plain value; three dots for other objects."""
     return repr(value) if value is None or isinstance(value, str | int | float) else "..."
 
 
 def check_arguments(others: Mapping[str, Any]) -> None:
-    """Raise for the first keyword that a `Trainer` does not have."""
+    """Raise an InputError for the first keyword that `Trainer` does not accept."""
     for name, value in others.items():
         given = f"a Trainer has no argument {name!r}."
         if typed := _in_config(name, value):
@@ -93,7 +92,7 @@ def check_arguments(others: Mapping[str, Any]) -> None:
 
 
 def check_fit(given: Sequence[Any], others: Mapping[str, Any]) -> None:
-    """Raise for the first argument that `Trainer.fit` does not have."""
+    """Raise an InputError for the first argument that `Trainer.fit` does not accept."""
     allowed = "resume and quiet; what is trained, on what and for how long is given to the Trainer"
     if given:
         first = given[0]
@@ -111,7 +110,7 @@ def check_fit(given: Sequence[Any], others: Mapping[str, Any]) -> None:
 
 
 class Answers:
-    """Names that others' trainers have, answered with what a `Trainer` has; it inherits this."""
+    """Base class of `Trainer`: for attributes of other libraries' trainers, the error names the equivalent here."""
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

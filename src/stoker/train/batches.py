@@ -4,8 +4,8 @@ Enters: a stoker `Loader`, a torch DataLoader, or anything that yields batches. 
 and targets on the device, and which samples they are. Costs: nothing for a stoker loader, whose
 batches are on the device already; other loaders are wrapped with `stoker.prefetch` on a GPU.
 
-If an iteration ends with an error, a new one begins with the batch that failed: no batch is lost. One thread
-iterates; `Prefetcher` and `Loader` have threads of their own.
+If an iteration ends with an error, a new one begins with the batch that failed: no batch is lost. Only one thread
+may iterate; `Prefetcher` and `Loader` have their own threads.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Work:
     """One batch, ready for the model.
 
     Attributes:
-        inputs: The model's argument.
+        inputs: Inputs of the model.
         targets: The criterion's second argument.
-        num_samples: Rows that count.
-        positions: Of the samples in the loader's list; None if the loader does not tell.
+        num_samples: Rows that hold a sample.
+        positions: Positions of the samples in the loader's list; None if the loader does not tell.
         batch: The stoker batch that it comes from, if any.
         index: Indices of a batch that is not assembled yet, in a captured run.
-        num_together: Rows that count on all ranks; None if there is one rank.
+        num_together: Rows that hold a sample, over all ranks; None if there is one rank.
     """
 
     inputs: Any
@@ -81,7 +81,7 @@ class Work:
 
     @property
     def can_cut(self) -> bool:
-        """Whether it can be run in several passes: every tensor has a row per sample, and there are no lanes."""
+        """Whether the batch can run in several passes: every tensor has a row per sample, and there are no lanes."""
         if self.reset is not None or any(map(_resists_cutting, (self.inputs, self.targets))):
             return False
         return all(
@@ -106,10 +106,10 @@ class Work:
 class WrapsLoader(Protocol):
     """A loader that yields a stoker loader's batches in another form, such as `ChunkDataLoader`.
 
-    It is trained from as the loader inside it is: captured, resumed, and with fewer chunks when memory is short.
+    A trainer uses it like the loader inside: steps are captured, runs resumed, and chunks freed if memory is short.
 
     Attributes:
-        stoker_loader: The loader inside.
+        stoker_loader: The wrapped loader.
     """
 
     stoker_loader: Loader
@@ -119,12 +119,12 @@ class WrapsLoader(Protocol):
 
 
 class Feed:
-    """Iterate for the `Work` of one epoch.
+    """Iterates over the batches of one epoch as `Work`.
 
     Args:
-        loader: A stoker `Loader`, what wraps one (`WrapsLoader`), or any iterable of batches.
-        device: Where the model is.
-        unpack: Batch to (inputs, targets); by default pairs, and the usual names of fields.
+        loader: A stoker `Loader`, a wrapper of one (`WrapsLoader`), or any iterable of batches.
+        device: Device of the model.
+        unpack: Maps a batch to (inputs, targets); by default batches are pairs, or have the usual names of fields.
         augmentation: Applied to images on the device; for validation, `Augments.validation()`.
         ranks: The ranks that share the epoch; a stoker Loader knows its own.
 
@@ -190,27 +190,27 @@ class Feed:
 
     @property
     def augmentation(self) -> Augments | None:
-        """What augments the images on the device: that of a stoker loader is the loader's own."""
+        """Augmentation of the images on the device, or None; for a stoker loader, the loader's own."""
         return self.loader.augment if self.is_stoker else self._augmentation
 
     @property
     def augments_itself(self) -> bool:
-        """Whether it is a stoker loader with an augmentation that was not given here."""
+        """Whether the loader is a stoker loader with an augmentation of its own, not one that was given here."""
         return self.augmentation is not None and self.augmentation is not self._augmentation
 
     def new_broken(self) -> dict[str, str]:
-        """Return samples whose pictures could not be decoded and that were not returned before, with the reasons."""
+        """Return the samples whose pictures could not be decoded since the last call, with the reasons."""
         found = self.loader.broken if self.is_stoker else {}
         new = {str(number): found[number] for number in found.keys() - self._told_broken}
         self._told_broken |= found.keys()
         return new
 
     def pair_words(self) -> tuple[str, str] | None:
-        """Return inputs and targets as an `unpack` would write them; None if one was given, which takes its own."""
+        """Return inputs and targets as source text for an `unpack`; None if the user gave an `unpack`."""
         return self._keys and (f"batch[{self._keys[0]!r}]", f"batch[{self._keys[1]!r}]")
 
     def use_augmentation(self, augmentation: Augments | None) -> None:
-        """Augment with another one from the next batch on; None stops it."""
+        """Use another augmentation from the next batch on; None stops augmenting."""
         self._augmentation = augmentation
         if self.is_stoker:
             self.loader.use_augmentation(augmentation)
@@ -286,7 +286,7 @@ class Feed:
         return self._position.load_state_dict(state)
 
     def _own_state(self, states: list[Any]) -> Any:
-        """Return the state that this rank saved; between two epochs any rank's will do."""
+        """Return the state that this rank saved. Between two epochs, the number of ranks may change."""
         if len(states) == self._ranks.world_size:
             return states[self._ranks.rank]
         taken = max(int(state["taken"]) for state in states)
@@ -305,7 +305,7 @@ class Feed:
 
     @property
     def can_begin_again(self) -> bool:
-        """Whether a new iteration can continue after an error. Not if batches that were read ahead are lost."""
+        """Whether a new iteration can continue after an error; not if prefetched batches would be lost."""
         wrapped = self.loader.loader if isinstance(self.loader, Prefetcher) else None
         return not isinstance(wrapped, Iterator)
 
@@ -333,7 +333,7 @@ class Feed:
     def _counted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches while every rank has one. Loaders other than stoker's may end at different steps.
 
-        A rank that stopped alone would leave the others waiting in a collective, so all ranks ask at every step.
+        If one rank stopped alone, the others would wait in a collective. So the ranks compare at every step.
         """
         if not self._shares_epoch:
             yield from batches
@@ -358,7 +358,7 @@ class Feed:
         return self._ranks.are_several and not self.is_stoker
 
     def _retry(self, batch: Any) -> Work:
-        """Make work of a batch that failed before, with the same draws of its augmentation."""
+        """Make work from a batch that failed before, with the same draws of the augmentation."""
         if not self.is_stoker and self.augmentation is not None:
             self.augmentation.seek(self._position.epoch or 0, self._position.num_taken)
         work = self.make_work(batch)
@@ -384,9 +384,9 @@ class Feed:
         return source
 
     def _look_at_first(self) -> Iterable[Any]:
-        """Return the epoch's batches; if the first one is on the device already, no thread fetches from here on.
+        """Return the epoch's batches. If the first one is on the device already, prefetching ends for good.
 
-        A thread that has nothing to copy still takes the interpreter's lock: 0.1 ms of a step.
+        A prefetching thread with nothing to copy still takes the interpreter's lock: 0.1 ms of a step.
         """
         self._may_be_there = False
         batches = iter(self.loader.loader)
@@ -428,7 +428,7 @@ class Feed:
         return tensor.to(self.device, non_blocking=True)
 
     def expect_loss(self, criterion: Any) -> None:
-        """Check that a loss accepts what the augmentation writes in masks: now, or before the first batch of them."""
+        """Check that a loss accepts the values that the augmentation writes into masks: now, or at the first masks."""
         self._unchecked_loss = criterion
         if self.is_stoker:
             fields = {values.name for column in self.loader.columns for values in column.values}
@@ -436,7 +436,7 @@ class Feed:
                 check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its sampler and its augmentation which epoch comes next.
+        """Pass the number of the next epoch to the loader or its sampler, and to the augmentation.
 
         After a resume in the middle of this epoch the position stays.
         """
@@ -454,7 +454,7 @@ class Feed:
             self.augmentation.seek(epoch, self._position.num_taken)
 
     def begin_anew(self) -> None:
-        """Go to the start of the first epoch, whatever the position is."""
+        """Go to the start of epoch 0."""
         self._failed.clear()
         self._position.end()
         if self.is_stoker:
@@ -478,7 +478,7 @@ def _unpack_presented(wrapper: WrapsLoader, unpack: Unpack) -> Unpack:
 
 
 def unpack_by_name(batch: Any) -> tuple[Any, Any]:
-    """Return (inputs, targets) of a pair, or of a mapping with the usual names."""
+    """Return (inputs, targets) of a batch that is a pair, or a mapping with the usual names."""
     if type(batch) in (tuple, list) and len(batch) == 2:  # most often
         return batch[0], batch[1]
     if isinstance(batch, Mapping):
@@ -515,7 +515,7 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
 
 
 def _advise_pair(batch: Any) -> str:
-    """Return how inputs and targets may be taken from a batch that is neither a pair nor a mapping."""
+    """Return source text that takes inputs and targets from a batch that is neither a pair nor a mapping."""
     if isinstance(batch, torch.Tensor):
         return "batch, batch"
     named = (name for name in ("y", "labels", "label", "targets", "target") if hasattr(batch, name))
@@ -533,7 +533,7 @@ def _is_target(name: object) -> bool:
 
 
 def _several_inputs(given: str, keys: Iterable[str]) -> InputError:
-    """Return that more than a pair was given; the advice uses all of it, the last one as the targets."""
+    """Return the error for a batch of more than two entries; its advice takes the last one as the targets."""
     *inputs, targets = (f"batch[{key}]" for key in keys)
     return InputError(
         given,
@@ -547,14 +547,14 @@ def map_tensors(
 ) -> Any:
     """Return a nested value (mappings, named tuples, tuples, lists) with every tensor changed.
 
-    Subclasses of dict, list and tuple keep their class. Other objects are passed on as they are, because the
+    Subclasses of dict, list and tuple keep their class. Other objects are returned as they are, because the
     caller may compare them by identity.
 
     Args:
         change: Applied to each tensor.
         value: The nested value.
-        in_records: Whether to change dataclasses too, such as a model's outputs. One in which no tensor
-            changes is returned as it is.
+        in_records: Whether to change dataclasses too, such as a model's outputs. A dataclass in which no
+            tensor changes is returned as it is.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -627,14 +627,14 @@ def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """Return the items of a nested value; nothing for any other."""
+    """Return the items of a mapping, tuple or list; an empty tuple for any other value."""
     if isinstance(value, Mapping):
         return value.values()
     return value if isinstance(value, tuple | list) else ()
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a nested value is tensors and constants in tuples, lists and dicts."""
+    """Whether a nested value consists of tensors and constants in tuples, lists and dicts only."""
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
     if isinstance(value, tuple | list):
@@ -643,7 +643,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal; False if that has no single answer, as for arrays."""
+    """Whether two values are equal; False if `==` gives no single answer, as for arrays."""
     try:
         return bool(one == other)
     except (ValueError, TypeError, RuntimeError):
@@ -668,7 +668,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def copy_into(target: Any, source: Any) -> None:
-    """Copy the tensors of a nested value into those of another; neither waits for the device."""
+    """Copy the tensors of `source` into those of `target`, without waiting for the device."""
     if isinstance(target, torch.Tensor):
         target.copy_(source, non_blocking=True)
     elif isinstance(target, dict):
@@ -680,9 +680,9 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def count_rows(value: Any) -> int | None:
-    """Return how many samples a nested value holds; None if it has no tensor.
+    """Return the number of samples in a nested value; None if it has no tensor.
 
-    That is the length of its first tensor. A list of mappings, as in object detection, has one per sample.
+    It is the length of the first tensor. A list of mappings, as in object detection, has one mapping per sample.
     """
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.dim() else 1
@@ -693,16 +693,16 @@ def count_rows(value: Any) -> int | None:
 
 
 def _is_per_sample(value: Any) -> bool:
-    """Whether it is a list or tuple of mappings, one per sample."""
+    """Whether a value is a list or tuple of mappings, one per sample."""
     if not isinstance(value, tuple | list) or hasattr(value, "_fields") or not value:
         return False
     return all(isinstance(item, Mapping) for item in value)
 
 
 def _resists_cutting(value: Any) -> bool:
-    """Whether a nested value has something besides tensors that would have to be cut with the batch.
+    """Whether a nested value has objects that cannot be cut with the batch, besides tensors.
 
-    That is a list with one mapping per sample, a dataclass, or an object with its own `to` method, such as
+    These are a list with one mapping per sample, a dataclass, or an object with its own `to` method, such as
     a graph.
     """
     if isinstance(value, torch.Tensor):
@@ -728,7 +728,7 @@ def _count_samples(inputs: Any, targets: Any) -> int:
 
 
 def _are_masks(targets: Any) -> bool:
-    """Return whether targets are masks: whole numbers with a height and a width."""
+    """Whether targets are masks: integers with a height and a width."""
     return (
         isinstance(targets, torch.Tensor) and targets.dim() >= 3 and not targets.is_floating_point()
     )

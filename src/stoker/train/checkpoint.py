@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the newest and the best. They load without running code, and only into their own run.
+"""Checkpoints of a run: the newest and the best. They load without running code, and resume only the same run.
 
 Enters: a state of tensors, numbers, texts, lists, tuples and dicts, with its step, epoch, metrics and the
 identity of the run. Leaves: `step-000000120.pt` files, `best.pt` (a second name of one of them, not a
@@ -67,10 +67,10 @@ class Loaded:
     """A checkpoint in memory.
 
     Attributes:
-        saved: Its description.
-        state: As it was saved; tensors are on the CPU unless `map_location` said otherwise.
-        identity: Of the run that saved it.
-        changes: What differs from the run that loads it, and may; with both values.
+        saved: Description of the checkpoint.
+        state: The saved state; its tensors are on the CPU, or where `map_location` put them.
+        identity: Identity of the run that saved it.
+        changes: Allowed differences from the identity of the run that loads it, with both values.
     """
 
     saved: Saved
@@ -130,13 +130,13 @@ class Checkpoints:
 
         Args:
             state: Tensors of any dtype and device, numbers, texts, None, lists, tuples and dicts.
-            step: Names the file; an older one of the same step is replaced.
+            step: Number in the file's name; an older file of the same step is replaced.
             epoch: For the description.
-            metrics: Of validation, if there was one.
-            identity: What makes a run this run (config, model, data); `load_for` compares it.
+            metrics: Metrics of validation, if there was one.
+            identity: Facts that must be equal to resume (config, model, data); `load_for` compares them.
 
         Raises:
-            InputError: An entry that could not be loaded safely again; its place is named.
+            InputError: An entry of the state could not be loaded again without running code; its place is named.
             StoreError: The disk is full or not writable; the older checkpoints are untouched.
         """
         if step < 0:
@@ -174,8 +174,8 @@ class Checkpoints:
         """Return the newest checkpoint, or None where there is none.
 
         Raises:
-            CorruptError: A file of a later step is damaged: whether to go on from an older one is for
-                the user to decide.
+            CorruptError: The file of a later step is damaged: the user must decide whether to resume from
+                an older one.
         """
         saved, damaged = self.list(), self.damaged()
         if damaged and (not saved or _step_of(damaged[-1]) > saved[-1].step):
@@ -183,13 +183,13 @@ class Checkpoints:
         return saved[-1] if saved else None
 
     def best(self) -> Saved | None:
-        """Return the checkpoint with the best monitored metric, the earlier one of equals."""
+        """Return the checkpoint with the best monitored metric; of equal ones, the earlier."""
         return self._best_of(self.list())
 
     def load(
         self, path: str | Path | None = None, map_location: str | torch.device = "cpu"
     ) -> Loaded:
-        """Read a checkpoint whole and verified; the latest one where no path is given.
+        """Read a checkpoint and verify its bytes; the latest one if no path is given.
 
         Raises:
             CorruptError: Bytes are missing or changed; the file and the one before it are named.
@@ -213,16 +213,16 @@ class Checkpoints:
         map_location: str | torch.device = "cpu",
         free: Collection[str] = (),
     ) -> Loaded:
-        """Like `load`, and refuse a checkpoint of another identity.
+        """Like `load`, but refuse a checkpoint with another identity.
 
         Args:
-            identity: Of the run that asks.
-            path: The latest one by default.
-            map_location: Where tensors go.
-            free: Places of the identity that may differ: "settings.epochs".
+            identity: Identity of the run that loads the checkpoint.
+            path: The latest checkpoint by default.
+            map_location: Device of the loaded tensors.
+            free: Dotted keys of the identity that may differ, such as "settings.epochs".
 
         Raises:
-            InputError: It was saved by another run; every differing key is shown with both values.
+            InputError: Another run saved it; every differing key is shown with both values.
         """
         loaded = self.load(path, map_location)
         changes = differences(masked_values(present_names(loaded.identity)), _as_json(identity))
@@ -243,10 +243,10 @@ class Checkpoints:
         return replace(loaded, changes=known)
 
     def check_names(self) -> None:
-        """Raise if a file that is no checkpoint has the name of one in a new run's folder.
+        """Raise if the folder of a new run has files with the names of checkpoints that are not checkpoints.
 
         Raises:
-            InputError: `best.pt` or `step-*.pt` is there, and is no checkpoint of stoker's.
+            InputError: There is a `best.pt` or `step-*.pt` that stoker did not write.
         """
         best = self.folder / BEST_NAME
         others = [path.name for path in self.damaged()]
@@ -258,7 +258,7 @@ class Checkpoints:
     def _make_room(self) -> str:
         """Create and mark the folder, and return its id; remove leftovers of an interrupted save.
 
-        The bytes of such leftovers may be what the disk lacks.
+        On a full disk, the space of these leftovers may be needed for the next checkpoint.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -280,20 +280,20 @@ class Checkpoints:
         return min(scores)[2] if scores else None
 
     def _tidy(self, run_id: str) -> None:
-        """Point `best.pt` at the best checkpoint, then remove those of this run that are neither new nor best."""
+        """Link `best.pt` to the best checkpoint, then remove those of this run that are neither new nor best."""
         saved = self.list()
         best = self._best_of(saved)
         kept = {entry.path for entry in saved[-self.keep_last :]}
         if best is not None:
             kept.add(best.path)
             if not name_again(best.path, self.folder / BEST_NAME, is_checkpoint):
-                # A disk without links: the best one is kept all the same, under its step's name.
+                # The disk has no hard links: the best one is kept under its step's name only.
                 with contextlib.suppress(OSError):
                     remove_file(self.folder / BEST_NAME, is_checkpoint)
         for entry in saved:
-            # A copy that somebody put here from another run is not ours to remove.
+            # Files of other runs, which the user has copied here, are not removed.
             if entry.path not in kept and entry.run_id == run_id:
-                # One that cannot be removed costs room, not the run.
+                # A file that cannot be removed takes space, but must not end the run.
                 with contextlib.suppress(OSError):
                     remove_file(entry.path, is_checkpoint)
         fsync(self.folder)
@@ -336,9 +336,9 @@ def _corrupt(path: Path, what: str) -> CorruptError:
 
 
 def _as_json(identity: Mapping[str, Any]) -> Any:
-    """Return the identity after a round trip through JSON, in which a tuple equals a list.
+    """Return the identity after a round trip through JSON, which turns tuples into lists.
 
-    Secrets of URLs are left out: a run goes on after a password was changed.
+    Secrets in URLs are left out, so that a run can be resumed after a password was changed.
     """
     try:
         return masked_values(parse_json(exact_text(identity, default=_path_text)))
@@ -365,7 +365,7 @@ class Difference:
 
     Attributes:
         place: The key, dotted.
-        old: Its value in the checkpoint; `_ABSENT` where that has none.
+        old: Its value in the checkpoint; `_ABSENT` if the checkpoint has none.
         new: Its value in the run.
     """
 
@@ -378,7 +378,7 @@ class Difference:
 
 
 def _is_new_fact(change: Difference) -> bool:
-    """Whether a recipe now describes its data by more than when the checkpoint was written; the data has a digest."""
+    """Whether a change is a fact of the data that older checkpoints lack; a digest compares the data itself."""
     return change.old is _ABSENT and change.place.startswith("facts.")
 
 
@@ -392,9 +392,9 @@ def differences(old: Any, new: Any, place: str = "") -> list[Difference]:
                 old.get(key, _ABSENT), new.get(key, _ABSENT), f"{place}.{key}" if place else key
             )
         ]
-    # JSON does not tell 1 from 1.0, but it tells 1 from true; and nan is like nan here.
+    # As in JSON, 1 equals 1.0 but not true. NaN equals NaN here.
     alike = isinstance(old, bool) == isinstance(new, bool) and old == new
-    # A recipe names only the files that it has; an older checkpoint has null for the others.
+    # A recipe names only the files that it has; older checkpoints have null for missing ones.
     unsaid = all(value is None or value is _ABSENT for value in (old, new))
     if alike or unsaid or repr(old) == repr(new):
         return []

@@ -1,11 +1,11 @@
 """One checkpoint file: written atomically, and verified before it is loaded.
 
 Enters: a payload of tensors and plain values, and a description (step, metrics). Leaves: a zip archive as
-torch writes it, which plain `torch.load(weights_only=True)` reads, with the description as the archive's
-comment: one file, nothing beside it that could get out of step. Costs: one write of the bytes, one hash
-at about 10 GB/s, two fsyncs; reading goes over the bytes twice, the second time in the page cache.
+torch writes it, which plain `torch.load(weights_only=True)` reads. The description is the archive's comment, so
+that no second file can disagree with it. Costs: one write of the bytes, one hash at about 10 GB/s, two fsyncs;
+reading goes over the bytes twice, the second time in the page cache.
 
-The digest is needed: of 200 files with one flipped bit torch 2.13 itself loaded 142 without a word.
+The digest is needed: of 200 files with one flipped bit, torch 2.13 itself loaded 142 without an error.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Saved:
 
     Attributes:
         path: The file.
-        number: Rises with every save of the folder, also when steps go back.
-        step: Optimizer updates done.
-        epoch: As the trainer counts.
-        metrics: As given at the save.
+        number: Number of the save in its folder; it rises even if `step` goes back.
+        step: Steps done; a `Trainer` counts batches, also when several make one update.
+        epoch: Number of the epoch, as the trainer counts.
+        metrics: Metrics that were given to `Checkpoints.save`.
         saved_at: Seconds since 1970.
-        size_bytes: Of the file.
-        run_id: Of the folder it was saved in; "" in checkpoints of older versions.
+        size_bytes: Size of the file.
+        run_id: Id of the folder it was saved in; "" in checkpoints of older versions.
     """
 
     path: Path
@@ -85,7 +85,7 @@ def write_file(path: Path, payload: Mapping[str, Any], described: Mapping[str, A
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether stoker wrote a file: its end describes it. Its content may be damaged."""
+    """Whether stoker wrote a file, by the description at its end. Its other bytes may be damaged."""
     try:
         read_description(path)
     except StoreError:
@@ -94,10 +94,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class _HashedFile:
-    """The file object that torch writes to: hashes all but the archive's end record, and keeps a write error.
+    """The file object that torch writes to: hashes all but the archive's end record, and delays a write error.
 
-    An exception inside torch's writer would meet a destructor that writes again, so a failed write is
-    remembered, the rest is swallowed, and `finish` raises.
+    If a write raised inside torch's writer, the writer's destructor would write again. So the first error is
+    kept, later writes are ignored, and `finish` raises the error.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -117,7 +117,7 @@ class _HashedFile:
         return len(view)
 
     def _take(self, view: memoryview) -> None:
-        """Pass on everything but the last bytes, which may be the end record."""
+        """Write everything but the last bytes, which may be the end record."""
         if len(view) >= _END.size:
             self._put(self._held)
             self._put(view[: -_END.size])
@@ -210,7 +210,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_end(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """Return the description and where the end record begins."""
+    """Return the description, and the offset of the end record."""
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - _END.size - _COMMENT_LIMIT)
     file.seek(start)
@@ -257,18 +257,18 @@ def _saved(path: Path, described: Mapping[str, Any], file: IO[bytes]) -> Saved:
 
 # -- values that can be saved -----------------------------------------------------------------------------
 
-# Exact types: a subclass (np.float64 is a float) would come back as something else, or not at all.
+# Exact types: a subclass (np.float64 is a float) would be loaded as another type, or not at all.
 # Not bytes: torch 2.13 cannot load b"" again.
 _PLAIN = {type(None), bool, float, complex, str, torch.dtype, torch.device, torch.Size}
-_LONGEST_INT_BITS = 8 * 254  # and no whole number whose pickle needs a four-byte length
+_LONGEST_INT_BITS = 8 * 254  # torch cannot load the longer kind of pickled integers
 _MAPPINGS = {dict, OrderedDict, Counter}
 
 
 def loadable(value: Any) -> Any:
-    """Return a copy of the containers, with the tensors detached and without idle storage.
+    """Return a copy of the containers, with the tensors detached and without unused storage.
 
     Raises:
-        InputError: An entry that `weights_only` would refuse to load, with the way to it.
+        InputError: `weights_only` would refuse to load an entry; the message names its place.
     """
     return _compacted(_checked(value, "state"))
 
@@ -314,9 +314,9 @@ def _checked_mapping(value: Mapping[Any, Any], place: str) -> Any:
 
 
 def _compacted(state: Any) -> Any:
-    """Copy tensors that are a small part of a large storage: torch would save all of it.
+    """Copy tensors that use less than half of their storage: torch would save all of the storage.
 
-    Tensors that fill their storage together (the weights of a cuDNN LSTM, tied weights) stay as they are.
+    Tensors that together fill a storage (the weights of a cuDNN LSTM, tied weights) stay as they are.
     """
     used: dict[tuple[str, int], dict[int, int]] = {}
 

@@ -55,7 +55,7 @@ def check_parameters(
 def check_given(
     model: Any, criterion: Any, optimizer: Any
 ) -> tuple[Callable[[Any, Any], torch.Tensor], torch.optim.Optimizer]:
-    """Return the loss and the optimizer, or raise if one of the three is missing, or the class of what is meant."""
+    """Return criterion and optimizer; raise if one of the three is missing, or is a class instead of an object."""
     if not isinstance(model, torch.nn.Module):
         is_class = isinstance(model, type)
         raise InputError(
@@ -71,7 +71,7 @@ def _named(value: Any) -> str:
 
 
 def _check_criterion(criterion: Any) -> Callable[[Any, Any], torch.Tensor]:
-    """Return the loss, or raise if none was given or the class of one."""
+    """Return the criterion; raise if it is missing, a class, or not callable."""
     if criterion is None or isinstance(criterion, type) or not callable(criterion):
         is_class = isinstance(criterion, type)
         raise InputError(
@@ -106,14 +106,14 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def check_reduction(criterion: Any, num_together: int) -> list[str]:
-    """Raise if a criterion that sums over its batch meets others in one update; return a note if it is alone.
+    """Raise if a criterion sums over its batch and an update has several batches; with one batch, return a note.
 
-    Only torch's own losses say how they reduce. Batches are weighted by their samples, which makes the mean over all
-    of them from means, and nothing of use from sums.
+    Only torch's own losses say how they reduce. Batches are weighted by their samples: from the means of batches that
+    gives the mean over all samples, but from sums nothing useful.
 
     Args:
-        criterion: Of the trainer.
-        num_together: Batches of an update: accumulated ones times ranks.
+        criterion: The trainer's loss function.
+        num_together: Batches of an update: accumulated batches times ranks.
     """
     if getattr(criterion, "reduction", None) != "sum":
         return []
@@ -140,7 +140,7 @@ def check_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_scheduler(scheduler: Any, has_folder: bool) -> None:
-    """Raise if it is not one scheduler, or cannot be saved with checkpoints that are asked for."""
+    """Raise if `scheduler` is not one object with `step`, or if checkpoints are wanted and it cannot be saved."""
     if scheduler is None:
         return
     kind = type(scheduler).__name__
@@ -175,7 +175,7 @@ def check_skipping(step: Step, nonfinite: str) -> None:
 
 
 def load_criterion(criterion: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a criterion's state; raise an InputError if it is another criterion's."""
+    """Load a criterion's state; raise an InputError if the state does not fit."""
     try:
         criterion.load_state_dict(state)
     except RuntimeError as error:
@@ -188,9 +188,10 @@ def load_criterion(criterion: torch.nn.Module, state: Mapping[str, Any]) -> None
 
 
 def set_mode(optimizer: Any, *, training: bool) -> None:
-    """Put an optimizer that keeps two forms of the weights, such as a schedule-free one, into one of its modes.
+    """Put an optimizer with two modes into one of them; other optimizers are left alone.
 
-    Such an optimizer has `train` and `eval`, and raises in the other mode. Others are left alone.
+    A schedule-free optimizer, for example, keeps two forms of the weights. It has `train` and `eval`, and raises in
+    the wrong mode.
     """
     train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
     if callable(train) and callable(evaluate):
@@ -198,7 +199,7 @@ def set_mode(optimizer: Any, *, training: bool) -> None:
 
 
 def resting_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules that are in evaluation mode while the model is not, by name: somebody has put them there."""
+    """Return by name the modules that the user has put into evaluation mode, while the model is in training mode."""
     if not model.training:
         return {}
     return {name: module for name, module in model.named_modules() if not module.training}

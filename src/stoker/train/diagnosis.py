@@ -1,8 +1,8 @@
 """Explains a loss that is not finite or grows, and updates that were skipped.
 
 Enters: the loader, the step with its sample ids, the precision. Leaves: a `NonFiniteError` whose message
-names the epoch, the batch, the samples and the columns; a note. Costs: one read of that batch from disk, only when
-something is wrong.
+names the epoch, the batch, the samples and the columns; or a note. Costs: one read of that batch from disk, only
+for a bad loss.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _BadValue:
 def explain_batch(
     loader: Any, seen: StepLoss, precision: PrecisionChoice, ranks: Ranks | None = None
 ) -> NonFiniteError:
-    """Return the error for a loss that is not finite, with what is in its batch.
+    """Return the error for a loss that is not finite, with the bad values of its batch.
 
-    Among several ranks all must ask: the one whose part of the batch it was knows the answer.
+    Collective with several ranks: only the rank that had this part of the batch can examine it.
     """
     epoch, batch = seen.place
     where = f"the loss of step {seen.step} (epoch {epoch}, batch {batch}) is {seen.loss}"
@@ -53,7 +53,7 @@ def explain_batch(
     found = explain_samples(loader, seen.positions, precision, where) if is_own else None
     words = None if found is None else (found.given, found.allowed, found.fix)
     told = {rank: words for rank, words in enumerate(ranks.gather(words)) if words is not None}
-    if not told:  # finite on each, and too large in the sum
+    if not told:  # finite on each rank, but their sum overflows
         return explain_samples(loader, seen.positions, precision, where)
     rank = min(told)
     given, allowed, fix = told[rank]
@@ -63,7 +63,7 @@ def explain_batch(
 def explain_samples(
     loader: Any, positions: Array | None, precision: PrecisionChoice, where: str
 ) -> NonFiniteError:
-    """Return the error for samples whose loss is not finite; `where` begins its words."""
+    """Return the error for samples whose loss is not finite; its message begins with `where`."""
     if positions is None or not isinstance(loader, Loader):
         return NonFiniteError(
             f"{where}; the loader does not say which samples were in it.",
@@ -92,7 +92,7 @@ def explain_samples(
 
 
 def _how_to_leave_out(field: str, limit: float) -> str:
-    """Return the `samples=` of a Loader over arrays in memory without their bad rows: no command can look at them."""
+    """Return a `samples=` argument that excludes bad rows: no command can inspect arrays in memory."""
     good = (
         f"np.isfinite({field})" if limit == np.inf else f"(abs(np.asarray({field})) <= {limit:g})"
     )

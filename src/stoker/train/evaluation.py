@@ -5,8 +5,8 @@ for the device before the end, unless a metric does.
 
 Out of memory: the batch is cut into smaller passes, and later batches too. In evaluation a sample's output does
 not depend on the others, so the result is the same. Losses are weighted by their samples.
-Stop: `is_over` is asked before every batch; `EvaluationStopped` then means that there is no result.
-Failure: the error is raised, and the model is back in the mode that it was in.
+Stop: `is_over` is called before every batch; if it returns True, `EvaluationStopped` is raised and there is no result.
+Failure: the error is raised, and the model has its former mode again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from stoker.train.step import Criterion, in_float32, run_model, take_rows
 from stoker.units import format_bytes
 
 
-class EvaluationStopped(Exception):  # noqa: N818 (no error: somebody asked for it)
+class EvaluationStopped(Exception):  # noqa: N818 (no error: it was requested)
     """`is_over` was true before the end of the split: there is no result."""
 
 
 class _Evaluated(NamedTuple):
-    """One pass: the number of its batch, the mean loss, and the values for the metrics."""
+    """Result of one pass: the number of its batch, the mean loss, and the values for the metrics."""
 
     number: int
     loss: torch.Tensor
@@ -50,15 +50,15 @@ class Evaluator:
     """Evaluates a model on splits.
 
     Args:
-        model: In evaluation mode during `evaluate`, then in its mode before.
+        model: Put into evaluation mode during `evaluate`, then back into its former mode.
         criterion: `(outputs, targets) -> mean loss`.
         metrics: Makes an accumulator with `update(outputs, targets)` and `compute()`.
-        precision: Of the forward pass.
-        device: Where the model is.
+        precision: Number format of the forward pass.
+        device: Device of the model.
         survive: Whether to cut batches when memory runs out; False raises the error.
         say: Called with a note for every cut.
         give_way: Called before a cut: frees memory elsewhere and returns whether it did.
-        ranks: If each has its own part of the samples, their results are merged; metrics then need
+        ranks: If each rank has its own part of the samples, the results are merged; metrics then need
             `state()` and `merge(states)`.
     """
 
@@ -87,12 +87,12 @@ class Evaluator:
     def evaluate(
         self, feed: Feed, when: str = "", is_over: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """Return the mean loss and the metrics over the whole of a feed's first epoch.
+        """Return the mean loss and the metrics over all batches of the feed's epoch 0.
 
         Args:
-            feed: The split.
+            feed: Batches of the split.
             when: For the text of an error: "in epoch 3".
-            is_over: Asked before every batch; True stops.
+            is_over: Called before every batch; True stops the evaluation.
 
         Raises:
             InputError: The feed has no batch.
@@ -132,7 +132,7 @@ class Evaluator:
     def explain(self, feed: Feed) -> str:
         """Explain why the loss of the last `evaluate` was not finite: the first such batch and its samples.
 
-        With a stoker loader it reads the batches up to that one again.
+        With a stoker loader, the batches up to that one are read again.
         """
         if self._first_bad is None:
             return "Every loss on this rank was finite."
@@ -231,7 +231,7 @@ class Evaluator:
         return self._give_way()
 
     def _cut(self, work: Work, before_bytes: int) -> None:
-        """Run fewer samples per pass from now on."""
+        """Run fewer samples per pass from now on; raise an InputError if that is not possible."""
         size = min(work.num_samples, self._most or work.num_samples)
         smaller = smaller_pass(work.num_samples, size) if work.can_cut else None
         if smaller is None:

@@ -28,13 +28,13 @@ _COPIED = (
 
 
 class ForeignPosition:
-    """Counts the batches of an epoch, and resumes behind them.
+    """Counts the batches of an epoch, and resumes after them.
 
     Attributes:
-        knows_itself: Whether the loader has `state_dict` itself; then that is used.
-        epoch: The current one; None between two epochs.
-        num_taken: Batches of it that are done.
-        is_under_way: Whether an iteration over it has begun in this process.
+        knows_itself: Whether the loader has `state_dict` and `load_state_dict`, which are then used.
+        epoch: Number of the current epoch; None between two epochs.
+        num_taken: Batches of the epoch that are done.
+        is_under_way: Whether an iteration over the epoch has begun in this process.
     """
 
     epoch: int | None
@@ -48,7 +48,7 @@ class ForeignPosition:
         self.end()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; if it is the current one already, the position stays."""
+        """Begin an epoch; the position stays if `epoch` is the current one already."""
         if epoch != self.epoch:
             self.end()
         self.epoch = epoch
@@ -59,10 +59,10 @@ class ForeignPosition:
         self.is_under_way = False
 
     def begin(self, also_taken: int = 0) -> Iterable[Any] | None:
-        """Return an iterable over the remaining batches; None if it is the loader itself.
+        """Return an iterable over the remaining batches; None if that is the loader itself.
 
         Args:
-            also_taken: Further batches to skip, which the caller still holds.
+            also_taken: Number of further batches to skip, because the caller still holds them.
         """
         skip = self.num_taken + also_taken
         again, self.is_under_way = self.is_under_way, True
@@ -72,7 +72,7 @@ class ForeignPosition:
             self._start = self._capture()
             return None
         if again and isinstance(self.loader, Iterator):
-            return None  # an iterator continues by itself behind the last batch
+            return None  # an iterator continues after its last batch
         assert self._start is not None
         arrive = partial(restore_rng, capture_host_rng())
         restore_rng(self._start)
@@ -101,7 +101,7 @@ class ForeignPosition:
         self.epoch, self.num_taken = state["epoch"], int(state["taken"])
         if self.knows_itself:
             return None
-        if self.num_taken:  # a new epoch may be loaded otherwise
+        if self.num_taken:  # between epochs, batch size and order may change
             _check_same(state.get("made") or {}, _facts(self.loader))
         self._set_own(state["start"]["own"])
         if not self.num_taken:
@@ -140,7 +140,7 @@ class ForeignPosition:
 
 
 def _facts(loader: Any) -> dict[str, Any]:
-    """Return what decides which samples the first batches of an epoch hold; None for what a loader does not say."""
+    """Return the facts that decide which samples the first batches hold; None for each that is unknown."""
     sampler = getattr(loader, "batch_sampler", None)
     of_samples = getattr(loader, "sampler", None) if sampler is None else sampler
     of_samples = getattr(of_samples, "sampler", of_samples)
@@ -148,7 +148,7 @@ def _facts(loader: Any) -> dict[str, Any]:
     return {
         "batch size": size if isinstance(size, int) else None,
         "samples": _length(getattr(loader, "dataset", None)),
-        # By number only where nothing else is known: `drop_last` changes it, and no sample before.
+        # Only without a batch size: `drop_last` changes the number of batches, but not their samples.
         "batches": _length(loader) if size is None else None,
         "order": None if of_samples is None else type(of_samples).__name__,
     }
@@ -162,7 +162,7 @@ def _length(thing: Any) -> int | None:
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise if batches that are skipped by their number would hold other samples than when they were trained on."""
+    """Raise if the batches to skip would not hold the samples that were trained on."""
     for name, value in now.items():
         before = saved.get(name)  # older checkpoints have none
         if before is None or value is None or before == value:

@@ -18,10 +18,10 @@ def capture_rng(*, renew_cudnn: bool = True) -> dict[str, Any]:
     """Return the state of Python's, numpy's and torch's global generators.
 
     Args:
-        renew_cudnn: cuDNN's RNNs draw their dropout from a state of their own. Torch never shows it, and
-            seeds it from its generator whenever that is set (pytorch #74177). So the generators are set
-            to where they are: from here on this run and a restored one draw alike. An LSTM with dropout
-            pays a few ms at its next call; nothing else does.
+        renew_cudnn: Whether to set the CUDA generators to their current states. cuDNN's RNNs draw dropout from
+            a hidden state, which torch seeds from its generator only when that is set (pytorch #74177). With
+            True, this run and a restored one draw the same numbers from here on. An LSTM with dropout pays a
+            few ms at its next call; nothing else is slower.
     """
     state = capture_host_rng()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -32,10 +32,10 @@ def capture_rng(*, renew_cudnn: bool = True) -> dict[str, Any]:
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """Return the same without the devices' generators: what samplers and datasets draw from."""
+    """Return the states of the host's generators only, from which samplers and datasets draw."""
     version, numbers, gauss = random.getstate()
     return {
-        # One tensor: on saving and on loading a checkpoint looks at every number by itself, 1.3 ms for these 625.
+        # One tensor: saving and loading a checkpoint checks each number separately, 1.3 ms for these 625.
         "python": {
             "version": version,
             "numbers": torch.from_numpy(np.array(numbers)),
@@ -48,14 +48,14 @@ def capture_host_rng() -> dict[str, Any]:
 
 
 def seed_rng(seed: int) -> None:
-    """Set all of these generators, and those of all devices, from one number."""
+    """Seed the generators of Python, numpy and torch, on all devices, with one number."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def restore_rng(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Set the generators to a captured state; return what could not be set, in words."""
+    """Set the generators to a captured state; return a text for each part that could not be set."""
     python = state["python"]
     if isinstance(python, Mapping):
         random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))

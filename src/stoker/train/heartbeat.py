@@ -1,11 +1,11 @@
-"""Heartbeat of the ranks: a rank that is lost or does not move is named, and all ranks end.
+"""Heartbeat of the ranks: if a rank is lost or makes no progress, all ranks end with a message that names it.
 
-Enters: marks of the training loop ("step 37, waiting for data"). Leaves: nothing while all ranks move. Costs:
+Enters: marks of the training loop ("step 37, waiting for data"). Leaves: nothing while ranks make progress. Costs:
 one thread; per second one small write to the process group's store and, on rank 0 only, one read of all ranks'
 marks. There is no all-to-all traffic.
 
 A collective cannot be interrupted: a rank that waits for a lost one would wait until torch's own timeout, and
-would then report only that something timed out. So the heartbeat's thread ends the process from beside it.
+would then report only that something timed out. So the heartbeat's thread ends the whole process.
 
 Contract:
 
@@ -35,12 +35,12 @@ from stoker.strict_json import exact_text, parse_json
 
 _BEAT_SECONDS = 1.0
 _QUIET_SECONDS = 3.0
-"""After another failure, a rank without a heartbeat for this long is taken for lost."""
+"""After another failure, a rank without a heartbeat for this long counts as lost."""
 _VERDICT, _LEFT = "verdict", "left"
 _SILENT_SECONDS = 120.0
 """A rank without a heartbeat for this long is lost, however long `stall_seconds` is."""
 _LEFT_SECONDS = 10.0
-"""Time after the first exit notice in which the others' collectives fail by themselves, or never."""
+"""Time after the first exit notice that is left for the other ranks' collectives to fail on their own."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Heartbeat:
     Making it is collective: all ranks must do so.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         world_size: Number of ranks.
         stall_seconds: All ranks end after this long without progress, or without one rank's heartbeat.
         end: Called with the reason when this process must end.
@@ -106,12 +106,12 @@ class Heartbeat:
         self._thread.start()
 
     def mark(self, doing: str, epoch: int | None = None, batch: int | None = None) -> None:
-        """Record what this rank does now. All ranks must mark the same things in the same order."""
+        """Record what this rank does now. All ranks must make the same marks in the same order."""
         self._doing = doing, epoch, batch
         self._count += 1
 
     def announce_exit(self, words: str) -> None:
-        """Tell the other ranks why this one ends."""
+        """Write an exit notice for the other ranks: why this one ends."""
         with self._lock, contextlib.suppress(RuntimeError):
             self._store.set(f"exit/{self._rank}", words[:600])
             self._store.set(_LEFT, str(self._rank))
@@ -122,7 +122,7 @@ class Heartbeat:
         self._thread.join(timeout=5)
 
     def find_lost(self, seconds: float) -> list[str]:
-        """Return a sentence for every rank that sent no heartbeat, or an exit notice, within `seconds`."""
+        """Return a sentence for every rank with an exit notice or without heartbeat; look for up to `seconds`."""
         until, since = time.monotonic() + seconds, time.monotonic()
         while True:
             try:

@@ -1,9 +1,9 @@
 """History of a training run: one report per epoch, every loss, and every decision with its reason.
 
 Enters: values from the trainer. Leaves: plain values for pages, logs and tests. Costs: 8 bytes per step, and about
-1 KiB per epoch; nothing else of a run grows with its length.
+1 KiB per epoch; nothing else in a run's memory grows with its length.
 
-An epoch that was interrupted and resumed has one report over all its samples: its totals are in the checkpoint.
+An epoch that was interrupted and resumed has one report over all its samples, because checkpoints hold its totals.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from stoker.report import Note, Topic
 from stoker.units import format_seconds
 
 MUCH = 10.0
-"""Growth of the loss, in units of the first one, that is noted."""
+"""A loss that is this many times the first one is noted."""
 RISE, MOST_RISING = 1.1, 3
-"""A loss that grows by this factor in so many epochs one after the other is noted."""
+"""A loss that grows by the first factor in each of this many consecutive epochs is noted."""
 _SHOW_SECONDS = 0.5
 _WORTH_TELLING = 1.05
 _SHOWN_METRICS = 5
@@ -33,17 +33,17 @@ _SHOWN_METRICS = 5
 
 @dataclass
 class EpochReport:
-    """One epoch.
+    """Results of one epoch.
 
     Attributes:
-        epoch: Its number.
-        train_loss: Mean over its samples.
-        metrics: Of validation; empty without one.
-        num_samples: Trained on.
-        seconds: Of training, validation not counted.
+        epoch: Number of the epoch, from 0.
+        train_loss: Mean training loss over its samples.
+        metrics: Metrics of validation; empty without validation.
+        num_samples: Samples trained on.
+        seconds: Time of training, without validation.
         wait_share: Share of that time spent waiting for batches.
-        growth: Its loss / the loss that the run began with, if that is 10 or more.
-        is_fallback: Whether steps ran eagerly although they were to be captured.
+        growth: Last block's loss / the loss at the start of the run, if that is 10 or more; else None.
+        is_fallback: Whether steps ran eagerly although capture was wanted.
         slowdown: Time of an eager step / time of a replay; None if it is unknown.
     """
 
@@ -65,14 +65,14 @@ class EpochReport:
 
 @dataclass
 class EpochTally:
-    """Totals of the current epoch, over all processes that trained on it.
+    """Totals of the current epoch, including parts that were trained before a resume.
 
     Attributes:
-        total: Sum of its losses, each times its samples.
-        num_samples: Of these losses.
-        seconds: Of training.
-        waited_seconds: Part of them spent waiting for batches.
-        is_trained: Whether only its validation remains.
+        total: Sum of the batches' mean losses, each multiplied by the batch's number of samples.
+        num_samples: Samples of these batches.
+        seconds: Time of training.
+        waited_seconds: The part of `seconds` spent waiting for batches.
+        is_trained: True if only the validation of the epoch remains.
     """
 
     total: float = 0.0
@@ -96,7 +96,7 @@ class EpochTally:
         self.num_samples += num_samples
 
     def spend(self, since: float, now: float) -> float:
-        """Add the time of training since then; return `now`."""
+        """Add the time from `since` to `now`; return `now`."""
         self.seconds += now - since
         return now
 
@@ -109,14 +109,14 @@ class EpochTally:
 
 @dataclass
 class LossTrend:
-    """Notices a loss that grows without bound.
+    """Detects a loss that grows without bound.
 
     Attributes:
         first: Mean loss of the first block of steps; None before it.
-        noted: Growth that was noted last.
-        growth: The last block's loss / the first one's, if that is `MUCH` or more.
+        noted: The last growth that was noted.
+        growth: Loss of the last block / loss of the first block, if that is `MUCH` or more; else None.
         last_epoch: Mean loss of the last epoch.
-        num_rising: Epochs, one after the other, each with a loss `RISE` times the one before or more.
+        num_rising: Consecutive epochs whose loss was more than `RISE` times that of the epoch before.
     """
 
     first: float | None = None
@@ -126,9 +126,9 @@ class LossTrend:
     num_rising: int = 0
 
     def add(self, mean: float) -> float | None:
-        """Take the mean loss of some steps; return its growth if that is worth a note.
+        """Add the mean loss of a block of steps; return its growth if that is worth a note, else None.
 
-        It is when it has grown tenfold since the first block, and tenfold again since the last note.
+        A note is due when the loss has grown tenfold since the first block, and tenfold again since the last note.
         """
         if not math.isfinite(mean):
             return None
@@ -142,7 +142,7 @@ class LossTrend:
         return growth
 
     def end_epoch(self, mean: float) -> int:
-        """Take the mean loss of an epoch; return in how many epochs it has grown, when that becomes worth a note."""
+        """Add the mean loss of an epoch; return `num_rising` when it reaches `MOST_RISING`, else 0."""
         before, self.last_epoch = self.last_epoch, mean
         is_rising = before is not None and before > 0 and mean > RISE * before
         self.num_rising = self.num_rising + 1 if is_rising else 0
@@ -155,14 +155,14 @@ class Stall:
 
     Attributes:
         best: The lowest score; None before the first epoch.
-        num_epochs: Epochs since.
+        num_epochs: Epochs since the lowest score.
     """
 
     best: float | None = None
     num_epochs: int = 0
 
     def add(self, score: float, min_delta: float) -> None:
-        """Count an epoch. Less is better; NaN is never."""
+        """Count an epoch. A lower score is better; NaN never counts as better."""
         if score == score and (self.best is None or score < self.best - min_delta):  # noqa: PLR0124
             self.best, self.num_epochs = score, 0
         else:
@@ -170,13 +170,13 @@ class Stall:
 
 
 class EpochLines:
-    """A `Progress` that prints a line per epoch and, in a terminal, how far the epoch is.
+    """A `Progress` that prints a line per epoch and, in a terminal, the progress within the epoch.
 
-    It prints inside of `shown` only: a trainer that is made, or whose epochs somebody else counts, is silent.
+    It prints only within the context `shown`: the constructor of a trainer and `train_epoch` are silent.
 
     Args:
-        epochs: Of the whole run.
-        stream: Where to; standard output as it is when something is printed.
+        epochs: Epochs of the whole run.
+        stream: Where to print; by default `sys.stdout`, looked up at each print.
     """
 
     def __init__(self, epochs: int, stream: TextIO | None = None) -> None:
@@ -187,7 +187,7 @@ class EpochLines:
 
     @contextlib.contextmanager
     def shown(self, first: int) -> Iterator[None]:
-        """Context in which lines are printed; `first` is the number of the epoch that comes first."""
+        """Context in which lines are printed; `first` is the number of the first epoch in it."""
         self._first, self._began, self._is_shown = first, time.monotonic(), True
         try:
             yield
@@ -196,12 +196,12 @@ class EpochLines:
             self._is_shown = False
 
     def start(self, label: str, total: int | None, unit: str) -> None:
-        """Begin an epoch of so many batches."""
+        """Begin an epoch of `total` batches; None if the number is unknown."""
         self._label, self._total, self._unit = f"{label}/{self._epochs}", total or 0, unit
         self._done, self._epoch_began = 0, time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """Count batches; shows rate and time left now and then if the stream is a terminal."""
+        """Count batches; in a terminal, shows rate and time left at most twice a second."""
         self._done += count
         now = time.monotonic()
         if not self._is_shown or now - self._updated < _SHOW_SECONDS:
@@ -222,7 +222,7 @@ class EpochLines:
         self._is_open = True
 
     def say(self, line: str) -> None:
-        """Print a line."""
+        """Print a line, within `shown` only."""
         if self._is_shown:
             self._clear()
             self._write(f"{printable(line)}\n")
@@ -248,7 +248,7 @@ class EpochLines:
 
 
 def describe_epoch(report: EpochReport, epochs: int) -> str:
-    """Return one line: losses, metrics, samples per second, wait, and whether steps fell back to eager ones."""
+    """Return one line: losses, metrics, samples per second, share of waiting, and whether steps ran eagerly."""
     width = len(str(epochs))
     shown = list(report.metrics.items())[:_SHOWN_METRICS]
     metrics = "".join(f"  {'val loss' if n == 'loss' else n} {value:.4g}" for n, value in shown)
@@ -264,7 +264,7 @@ def describe_epoch(report: EpochReport, epochs: int) -> str:
     return line
 
 
-# Of steps in finished epochs: 8 MB.
+# Losses of finished epochs: 8 MB.
 LOSSES_KEPT = 1_000_000
 
 
@@ -306,7 +306,7 @@ class History:
         return self.step_losses.tolist()
 
     def leave_early_losses(self) -> None:
-        """Forget all losses but the last `LOSSES_KEPT`."""
+        """Drop all but the last `LOSSES_KEPT` losses."""
         del self.step_losses[:-LOSSES_KEPT]
 
     @property
@@ -321,7 +321,7 @@ class History:
 
     @property
     def fallback(self) -> Note | None:
-        """The note on why steps run eagerly although they were to be captured; None if they do not."""
+        """The note on why steps run eagerly although capture was wanted; None if that is not the case."""
         return self.step if self.step is not None and self.step.values.get("fallback") else None
 
     @property
@@ -331,7 +331,7 @@ class History:
 
 
 def call_weakly(tell: Callable[[Note], object]) -> Callable[[Note], None]:
-    """Return a function that calls a method and does not keep its object alive."""
+    """Return a function that calls a bound method but holds its object by a weak reference only."""
     method = weakref.WeakMethod(tell)
 
     def call(note: Note) -> None:

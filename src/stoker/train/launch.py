@@ -3,9 +3,9 @@
 Enters: the arguments of `python -m stoker`, a number of processes. Leaves: an exit code. Costs the same as
 torchrun: torch's own elastic launcher starts and observes the processes.
 
-Success: exit code 0. A process that was killed or crashed, or a rank that did not move: all processes are ended,
-and the command is started again from its latest checkpoint. Bad input, refused data and Ctrl-C end the run,
-because a restart would not help. Processes never outlive this one (`lifetime.py`).
+Success: exit code 0. If a process was killed or crashed, or a rank made no progress, all processes are ended, and the
+command is started again from its latest checkpoint. Bad input, refused data and Ctrl-C end the run, because a restart
+would not help. The processes never outlive this one (`lifetime.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SAVING_SECONDS = 300
 def launch(
     words: Sequence[str], num_processes: int, max_restarts: int, say: Callable[[str], object]
 ) -> int:
-    """Run `python -m stoker WORDS` in as many processes until it ends; return its exit code.
+    """Run `python -m stoker WORDS` in `num_processes` processes until it ends; return its exit code.
 
     Args:
         words: The verb and its options.
-        num_processes: One per GPU.
+        num_processes: Number of processes, one per GPU.
         max_restarts: How often a run that lost a process is restarted; it then continues from its latest
             checkpoint.
         say: Called with a line for every restart.
@@ -73,7 +73,7 @@ def _hide_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _run(words: Sequence[str], num_processes: int, logs: Path) -> tuple[int, str]:
-    """Return the exit code, and a sentence on the process that failed; "" if none did."""
+    """Run the command once; return the exit code, and a sentence on the process that failed, or ""."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -96,7 +96,7 @@ def _run(words: Sequence[str], num_processes: int, logs: Path) -> tuple[int, str
     try:
         elastic_launch(config, sys.executable)("-m", "stoker", *words)
     except ChildFailedError as error:
-        # Ranks that end because of another one may be seen at the same moment as that one.
+        # The launcher may see ranks that end because of another rank at the same moment as that rank.
         final = [rank for rank, each in error.failures.items() if each.exitcode in _FINAL]
         rank = final[0] if final else error.get_first_failure()[0]
         code = int(error.failures[rank].exitcode)
@@ -110,7 +110,7 @@ def _run(words: Sequence[str], num_processes: int, logs: Path) -> tuple[int, str
 
 
 def _end_the_rest() -> None:
-    """Kill processes that are left after a second signal: nobody would observe them."""
+    """Kill the processes that are left after a second signal: no process watches them any more."""
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "stoker" in child.cmdline():

@@ -31,12 +31,12 @@ class StepLoss:
     """One step's loss, on the host.
 
     Attributes:
-        step: Counted over the whole run.
-        loss: Its value.
-        num_samples: Of its batch.
-        positions: Of its samples in the loader's list, if known.
-        place: Its epoch, and the number of its batch in it.
-        own: Loss of this rank's part of the batch; `loss` and `num_samples` are over all ranks.
+        step: Number of the step, counted over the whole run.
+        loss: Mean loss of the batch, over all ranks.
+        num_samples: Samples of the batch, over all ranks.
+        positions: Positions of this rank's samples in the loader's list, if known.
+        place: Number of the epoch, and of the batch within it.
+        own: Mean loss of this rank's part of the batch.
     """
 
     step: int
@@ -70,9 +70,9 @@ class LossBook:
     """Keeps losses on the device and brings them to the host in blocks.
 
     Args:
-        device: Where losses are.
+        device: Device of the losses.
         read_every: Steps per block.
-        ranks: Their losses are averaged; every rank must note the same steps.
+        ranks: Losses are averaged over these ranks. Every rank must note the same steps.
     """
 
     def __init__(self, device: torch.device, read_every: int, ranks: Ranks | None = None) -> None:
@@ -92,14 +92,14 @@ class LossBook:
         place: tuple[int, int] = (0, 0),
         num_together: int | None = None,
     ) -> list[StepLoss]:
-        """Keep a step's loss; return those that have arrived on the host since the last call.
+        """Add a step's loss; return the losses that have arrived on the host since the last call.
 
         Args:
-            step: Counted over the whole run.
+            step: Number of the step, counted over the whole run.
             loss: A scalar tensor that is not changed afterwards.
-            num_samples: Of its batch.
-            positions: Of its samples in the loader's list.
-            place: Its epoch, and the number of its batch in it.
+            num_samples: Samples of this rank's batch.
+            positions: Positions of these samples in the loader's list.
+            place: Number of the epoch, and of the batch within it.
             num_together: Samples of all ranks in this step.
         """
         self._losses.append(loss)
@@ -143,7 +143,7 @@ class LossBook:
         """Return the losses that have arrived, in order.
 
         Args:
-            wait: Whether to wait for those that have not.
+            wait: Whether to wait for losses that are still being copied.
             but: Number of newest blocks to leave for later.
         """
         arrived: list[StepLoss] = []

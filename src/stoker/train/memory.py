@@ -1,6 +1,6 @@
-"""Device memory: log lines as documented, and detection of leaks.
+"""Device memory: lines for the log, and detection of leaks.
 
-Enters: a device, or figures from elsewhere. Leaves: lines for a log, `Growth` where memory creeps up.
+Enters: a device, or functions that measure. Leaves: lines for a log; a `Growth` if memory grows over epochs.
 Costs: a line is some µs; the leak watch collects garbage and walks all Python objects when it sets its baseline and
 when memory has grown, about 0.4 s per million (0.2 of it the collector).
 
@@ -37,7 +37,7 @@ __all__ = [
 
 Device = str | int | torch.device | None
 BASELINE_AFTER_SECONDS = 20.0
-"""Of training, before a leak watch sets its baseline, which takes about 0.3 s."""
+"""Time of training before a leak watch sets its baseline, which takes about 0.3 s."""
 
 
 # -- lines -----------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def memory_usage_lines(device: Device = None) -> list[str]:
 
 
 def print_memory_usage(say: Callable[[str], object] = print) -> None:
-    """Print the lines of `memory_usage_lines`, or hand them to `say`."""
+    """Print the lines of `memory_usage_lines`, or call `say` with each."""
     for line in memory_usage_lines():
         say(line)
 
@@ -108,7 +108,7 @@ def count_live_tensors(device: torch.device | None = None) -> dict[TensorKind, t
     counts: dict[TensorKind, tuple[int, int]] = {}
     storages: set[tuple[str, int]] = set()
     things = gc.get_objects()  # a million and more where something was compiled: by type first
-    # The fake tensors of torch.compile hold nothing, and torch warns who asks for their address.
+    # The fake tensors of torch.compile hold no memory, and reading their address makes torch warn.
     kinds = {
         kind
         for kind in set(map(type, things))
@@ -135,12 +135,12 @@ class GrowingTensors:
     """Tensors of one shape, dtype and device whose number has grown.
 
     Attributes:
-        shape: Of each.
-        dtype: Without "torch.".
-        device: As torch writes it.
-        num_before: How many there were at the baseline.
-        num_now: How many there are.
-        grown_bytes: By how much their storage grew.
+        shape: Shape of each tensor.
+        dtype: Name of the type without "torch.".
+        device: Name of the device, as torch writes it.
+        num_before: Number of tensors at the baseline.
+        num_now: Number of tensors now.
+        grown_bytes: Growth of their storage.
     """
 
     shape: tuple[int, ...]
@@ -169,11 +169,11 @@ class Growth:
     """Device memory that grew by more than the threshold.
 
     Attributes:
-        grown_bytes: Since the baseline.
-        allocated_bytes: What is allocated now.
-        num_epochs: Since the baseline was taken.
-        times: How often it happened without a quiet epoch between; more than 1 is a leak.
-        tensors: The kinds that grew most, largest first.
+        grown_bytes: Growth since the baseline.
+        allocated_bytes: Bytes allocated now.
+        num_epochs: Epochs since the baseline was taken.
+        times: Reports so far without a quiet epoch between them; more than 1 is a leak.
+        tensors: The kinds of tensors that grew most, largest first.
         unnamed_bytes: Growth that no Python tensor explains.
     """
 
@@ -210,21 +210,20 @@ class Growth:
 class LeakWatch:
     """Detects memory that grows from epoch to epoch.
 
-    The baseline is taken at the end of the first epoch, when the optimizer's state exists, or of a later one while
-    the run is too short for what that costs. Growth beyond
-    the threshold is reported once, with the tensors that grew, and moves the baseline. Legitimate growth
-    (an unfrozen layer's state, a larger workspace) happens and stays; a leak goes on. So the next report
-    says leak, unless an epoch in between was quiet: grew by less than a hundredth of the threshold.
-    Slow leaks add up until they cross. Three epochs below the baseline lower it.
+    The baseline is taken at the end of the first epoch after `after_seconds`: the optimizer's state then exists, and
+    a short run does not pay for it. Growth beyond the threshold is reported, with the tensors that grew, and moves
+    the baseline. Legitimate growth (an unfrozen layer's state, a larger workspace) happens once; a leak continues. So
+    the next report says leak, unless an epoch in between was quiet: it grew by less than a hundredth of the threshold.
+    Slow leaks add up until they cross the threshold. Three epochs below the baseline lower it.
 
     Args:
-        allocated: Bytes in use, e.g. `torch.cuda.memory_allocated`.
+        allocated: Returns the bytes in use, e.g. `torch.cuda.memory_allocated`.
         threshold_bytes: Growth that is reported.
-        census: Live tensors, by kind.
-        logger: Gets a `warning`; the growth is returned as well.
-        collect: Run before anything is called growth, so that cycles waiting for the collector are none.
-        after_seconds: The baseline is not taken before, so that it costs a short run nothing.
-        clock: Seconds.
+        census: Returns the live tensors, by kind.
+        logger: Its `warning` is called with the growth, which is returned as well.
+        collect: Called before growth is reported, so that unreachable reference cycles do not count.
+        after_seconds: Time before which no baseline is taken.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -287,7 +286,7 @@ class LeakWatch:
         return growth
 
     def _measure(self) -> int:
-        """Return the bytes in use; the collector runs only where that may change a report, for it takes 0.2 s."""
+        """Return the bytes in use; the collector, which takes 0.2 s, runs only if that may change a report."""
         now = self._allocated()
         if self.baseline_bytes is not None:
             last = self._recent[-1] if self._recent else self.baseline_bytes
@@ -299,8 +298,8 @@ class LeakWatch:
         return self._allocated()
 
     def _lower_baseline(self) -> None:
-        # Three, so that epochs of two kinds (with and without a checkpoint) raise no alarm in turns.
-        # By little it does not pay: the census takes as long as some steps.
+        # Three epochs, so that alternating epochs (with and without a checkpoint) raise no alarm.
+        # Not for small differences: the census takes as long as some steps.
         assert self.baseline_bytes is not None
         lower = self.baseline_bytes - self.threshold_bytes / 100
         if len(self._recent) == 3 and max(self._recent) < lower:

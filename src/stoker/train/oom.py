@@ -1,17 +1,17 @@
-"""What to do when memory runs out: the list of levels, from the configured one down. Decided here, done in `update.py`.
+"""Memory levels: what to try next when memory runs out. `update.py` carries it out.
 
 Enters: the current level (chunk share, samples per pass, recomputation), or an error. Leaves: the next
 `LowerLevel` with its reason, or None below the last one. The level that fitted is kept in the user's cache
 folder. Costs: one small file per model, GPU and free memory.
 
-    chunk 75 % -> 60 %    fewer chunks on the device: the order, and all of the training, stay
-    batch 128 -> 96 -> 64 in one pass; more passes per update keep the effective batch
+    chunk 75 % -> 60 %    fewer chunks on the device: the order and the training stay the same
+    batch 128 -> 96 -> 64 samples in one pass; more passes per update keep the effective batch
     recompute activations about a third more time, a fraction of the memory
     batch 48 -> 32 -> ... -> 1
 
-A batch is cut, not replaced: a batch of 128 goes through as 96 + 32, weighted by their samples, so that
-the update is that of the 128 (up to BatchNorm, whose statistics are those of a pass). Precision is never
-changed here: it changes results.
+A batch is cut, not replaced: a batch of 128 goes through as 96 + 32, weighted by their samples, so that the update is
+that of the 128 (except for BatchNorm, whose statistics are those of a pass). Precision is never changed here, because
+that would change results.
 """
 
 from __future__ import annotations
@@ -55,11 +55,10 @@ _CUDA_ERROR_MEMORY_ALLOCATION = 2
 def is_oom(error: BaseException) -> bool:
     """Whether the device's memory ran out, so that a lower level can help.
 
-    True for torch.OutOfMemoryError, for a torch.AcceleratorError or RuntimeError that says so (the
-    driver's, cuBLAS's and cuDNN's own words), for torch's CPU allocator (in a run on the CPU that is the
-    device), and for an error that was raised from one of these, as a loader's stage does. False for
-    Python's MemoryError: that is the host's memory, in reading or packing, and a smaller batch on the
-    device would not help it.
+    True for torch.OutOfMemoryError, for a torch.AcceleratorError or RuntimeError with a message of the driver,
+    cuBLAS or cuDNN that says so, for torch's CPU allocator (in a run on the CPU), and for an error that was raised
+    from one of these, as the stages of a loader do. False for Python's MemoryError: that is host memory in reading
+    or packing, which a smaller batch on the device would not free.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -78,7 +77,7 @@ def _says_memory(error: torch.AcceleratorError) -> bool:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Clear the tracebacks of an error and its causes: their frames keep the tensors that did not fit alive."""
+    """Clear the tracebacks of an error and its causes: their frames keep the tensors of the failed step alive."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
@@ -94,7 +93,7 @@ def let_go(device: torch.device) -> None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Return what this process holds on the device; on a CPU its resident memory."""
+    """Return the bytes that torch has allocated on the device; on a CPU, the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return int(psutil.Process().memory_info().rss)
@@ -111,7 +110,7 @@ class MemoryLevel:
         batch_size: Samples of a batch as the loader yields it; never changes.
         pass_size: Most samples that go through the model at once; at first the whole batch.
         accumulation_steps: Batches per update, as configured.
-        chunk_share: Share of the device that chunks stand for: 0.75, later 0.60; None when the
+        chunk_share: Share of the device's memory that chunks may take: 0.75, later 0.60; None when the
             data is not chunked.
         is_checkpointed: Whether activations are recomputed.
         can_checkpoint: Whether the model has blocks to recompute.
@@ -149,9 +148,9 @@ class LowerLevel:
     """The next level down.
 
     Attributes:
-        kind: What gives way.
-        level: The level itself; its effective batch is that of the one above.
-        reason: For the log.
+        kind: What is reduced or recomputed.
+        level: The level itself; its effective batch is that of the level above.
+        reason: Text for the log.
     """
 
     kind: LevelKind
@@ -160,7 +159,7 @@ class LowerLevel:
 
 
 def cut(num_samples: int, pass_size: int) -> tuple[int, ...]:
-    """Return the sizes of the passes that a batch goes through in: full ones, then the rest."""
+    """Return the sizes of the passes of a batch: full passes, then the rest."""
     full, rest = divmod(num_samples, pass_size)
     return (pass_size,) * full + ((rest,) if rest else ())
 
@@ -169,7 +168,7 @@ def next_level(level: MemoryLevel, can_cut: bool = True) -> LowerLevel | None:
     """Return the level to try after memory ran out at `level`; None when there is none.
 
     Args:
-        level: The current one.
+        level: The current level.
         can_cut: Whether batches can be run in several passes.
     """
     if level.chunk_share is not None and level.chunk_share > FALLBACK_SHARE:
@@ -230,11 +229,11 @@ def exhausted(level: MemoryLevel, can_cut: bool = True) -> InputError:
 
 
 def sign_model(model: torch.nn.Module, *details: object) -> str:
-    """Return a name for what needs memory: parameters by name, shape and dtype, and `details`.
+    """Return a key for what needs memory: parameters by name, shape and dtype, and `details`.
 
     Args:
         model: On any device.
-        details: What else decides: precision, shapes of a sample, the optimizer's class.
+        details: Other facts that decide how much is needed, such as precision and the optimizer's class.
     """
     digest = xxhash.xxh3_64(type(model).__qualname__.encode())
     for name, parameter in model.named_parameters():
@@ -246,12 +245,12 @@ def sign_model(model: torch.nn.Module, *details: object) -> str:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """For what a setting was learned.
+    """Key of the cache of memory levels: a remembered level is used for the same model, GPU and free memory only.
 
     Attributes:
         model: From `sign_model`.
         gpu: The device's name.
-        free_gib: Free memory in whole steps of 2 GiB, so that small changes do not forget.
+        free_gib: Free memory rounded down to a multiple of 2 GiB, so that small changes still match.
     """
 
     model: str
@@ -265,12 +264,12 @@ class Circumstances:
 
 
 class Remembered:
-    """Settings that fitted, kept between runs: one small file per circumstances.
+    """Cache of the memory levels that fitted, kept between runs: one small file per circumstances.
 
-    Nothing here ever ends a run: a file that is unreadable or cannot be written becomes a note.
+    A file that cannot be read or written does not end a run: the problem is added to `notes`.
 
     Attributes:
-        notes: What went wrong, in words.
+        notes: Problems with files of the cache, in words.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -278,7 +277,7 @@ class Remembered:
         self.notes: list[str] = []
 
     def recall(self, circumstances: Circumstances, asked: MemoryLevel) -> MemoryLevel | None:
-        """Return the level that fitted when the same was asked for; None where nothing is known."""
+        """Return the level that fitted when `asked` was configured in these circumstances; None if unknown."""
         path = self._path(circumstances)
         try:
             found = parse_json(path.read_text(encoding="utf-8"))
@@ -294,7 +293,7 @@ class Remembered:
     def remember(
         self, circumstances: Circumstances, asked: MemoryLevel, learned: MemoryLevel
     ) -> None:
-        """Keep what fitted; replaces what was kept for the same circumstances."""
+        """Keep a level; it replaces the one that was kept for the same circumstances."""
         path = self._path(circumstances)
         document = {
             "circumstances": asdict(circumstances),
@@ -310,7 +309,7 @@ class Remembered:
             self.notes.append(f"the setting that fits is not remembered: {path}: {error.strerror}")
 
     def forget(self, circumstances: Circumstances) -> None:
-        """Drop what was kept: it ran out of memory all the same."""
+        """Remove the level that was kept for these circumstances: memory ran out even at the lowest level."""
         try:
             if read_mark(self.folder, _KIND) is not None:
                 remove_file(self._path(circumstances), always)
@@ -323,9 +322,9 @@ class Remembered:
 
 
 def _level(found: Mapping[str, Any], asked: MemoryLevel) -> MemoryLevel:
-    """Return the level below `asked` that was stored; ValueError if it is none of them.
+    """Return the stored level; ValueError if it is none of the levels from `asked` down.
 
-    A file may have been edited, or written by another version: only levels that this version reaches count.
+    A file may have been edited, or written by another version: only levels that this version reaches are valid.
     """
     for can_cut in (True, False):
         level, lower = asked, next_level(asked, can_cut)

@@ -25,10 +25,10 @@ from stoker.train.ranks import Ranks
 
 
 class Parallel:
-    """How ranks combine gradients. This class is for a single process; subclasses do the work.
+    """How ranks combine gradients. This class is for a single process; subclasses are for several ranks.
 
     Attributes:
-        reason: What is done, in words.
+        reason: Description for the run's log.
         can_capture: Whether a step can be captured as a CUDA graph.
     """
 
@@ -40,11 +40,11 @@ class Parallel:
         return model
 
     def held_back(self, runner: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:  # noqa: ARG002
-        """Return a context for a backward pass without exchange: gradients add up on this rank only."""
+        """Return a context for a backward pass without exchange: gradients accumulate on this rank only."""
         return contextlib.nullcontext()
 
     def exchange(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average the gradients of passes that were held back."""
+        """Average the gradients that were accumulated in `held_back`."""
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise if the model has changed since it was wrapped."""
@@ -55,7 +55,7 @@ class Replicated(Parallel):
 
     Args:
         ranks: The ranks of the process group.
-        device: Of the model.
+        device: Device of the model.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Replicated(Parallel):
         self.reason = f"the whole model on each of {ranks.world_size} ranks (DDP, {backend})"
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model in DDP, which averages gradients during the backward pass; weights become rank 0's."""
+        """Return the model in DDP, which copies rank 0's weights and averages gradients in the backward pass."""
         self._trained = _trained(model)
         if not self._trained:
             return model
@@ -84,10 +84,10 @@ class Replicated(Parallel):
         return wrapped
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raise if parameters were frozen or unfrozen since: DDP averages those it was made with.
+        """Raise if parameters were frozen or unfrozen: DDP averages those that were trained when it was made.
 
         Raises:
-            InputError: A parameter that DDP does not know would differ between ranks.
+            InputError: A parameter that DDP does not average would differ between ranks.
         """
         changed = len(self._trained ^ _trained(model))
         if changed:
@@ -122,7 +122,7 @@ class Replicated(Parallel):
 class Sharded(Parallel):
     """A part of every parameter, gradient and optimizer state on each rank (FSDP2).
 
-    Gradients are reduced after every batch of an update: keeping them whole would need the memory that sharding
+    Gradients are reduced after every batch of an update: unreduced gradients would need the memory that sharding
     saves.
     """
 
@@ -136,7 +136,7 @@ def choose_parallel(model: torch.nn.Module, ranks: Ranks, device: torch.device) 
     """Return how these ranks train a model: sharded if it was sharded, else replicated.
 
     Raises:
-        InputError: The model was wrapped for several ranks already.
+        InputError: The model is wrapped in DDP already.
     """
     if ranks.joined and isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise InputError(
@@ -153,7 +153,7 @@ def choose_parallel(model: torch.nn.Module, ranks: Ranks, device: torch.device) 
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether the model was sharded. Asks its modules: parameters may be whole during a pass."""
+    """Whether the model was sharded. Checks modules, because parameters may be whole during a pass."""
     return any(_is_fsdp(type(module)) for module in model.modules())
 
 
@@ -165,14 +165,14 @@ def plain_name(model: torch.nn.Module) -> str:
 def _is_fsdp(kind: type) -> bool:
     fsdp: Any = sys.modules.get(
         "torch.distributed.fsdp"
-    )  # not imported: the model cannot be sharded
+    )  # if it is not imported, no model is sharded
     return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
 
 
 def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> torch.nn.Module:
     """Shard a model over the ranks, block by block, before its optimizer is made. Returns the model.
 
-    Batch norms are replaced first, because shards belong to the modules that they were made from.
+    Batch norms are converted before, because modules cannot be replaced after they are sharded.
 
     Raises:
         InputError: There is no process group.
@@ -205,8 +205,8 @@ def gather_whole(value: Any, keep: bool = True) -> Any:
     """Return a nested value with every sharded tensor whole, on the CPU. Collective.
 
     Args:
-        value: Of dicts, lists and tuples.
-        keep: False returns None instead of these tensors, on ranks that only take part in gathering.
+        value: Tensors in dicts, lists and tuples.
+        keep: False returns None instead of sharded tensors, on ranks that only take part in gathering.
     """
     if is_spread(value):
         whole = value.full_tensor()
@@ -278,7 +278,7 @@ def _like(value: Any, example: Any) -> Any:
 def share_statistics(
     model: torch.nn.Module, ranks: Ranks, device: torch.device
 ) -> tuple[torch.nn.Module, str | None]:
-    """Make batch norms use the batches of all ranks, as one process would.
+    """Make batch norms compute their statistics over the batches of all ranks, as one process would.
 
     Returns:
         The model, and a note if there are batch norms. torch supports this on GPUs only.

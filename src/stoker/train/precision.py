@@ -1,9 +1,9 @@
 """The number format of a step: decided once, with the reason.
 
-Enters: what was asked for, the device, the model. Leaves: a frozen `PrecisionChoice`, and from it
-autocast contexts and a gradient scaler. Costs nothing per step but what autocast itself costs.
+Enters: the setting, the device, the model. Leaves: a frozen `PrecisionChoice`, which makes autocast
+contexts and a gradient scaler. Costs nothing per step besides autocast itself.
 
-The loss is computed in float32: `Step` casts outputs back before the criterion. Those in float64 stay.
+The loss is computed in float32: `Step` casts outputs before the criterion. Outputs in float64 stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PrecisionChoice:
     Attributes:
         name: "fp32", "tf32", "fp16" or "bf16".
         reason: Why, in words.
-        dtype: Of autocast; None does not cast.
+        dtype: Type of autocast; None for no autocast.
         scales: Whether gradients are scaled, so that small ones survive float16.
     """
 
@@ -74,9 +74,9 @@ def choose_precision(
 
     Args:
         asked: One of `Precision`; "auto" decides by device and model.
-        device: Where the model runs.
-        model: Looked at for recurrent layers: under autocast cuDNN runs them in float16 whatever
-            type was asked for, so they need scaled gradients.
+        device: Device of the model.
+        model: Checked for recurrent layers: under autocast cuDNN runs them in float16, whatever the
+            type of autocast is, so they need scaled gradients.
     """
     recurrent = any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
     if asked == "auto":

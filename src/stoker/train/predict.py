@@ -1,11 +1,11 @@
 """Outputs of a trained model, batch by batch: for metrics, and for a Parquet, CSV or JSON lines file.
 
-Enters: a model, a loader, how a batch becomes inputs. Leaves: metrics of a split; or one row per sample
+Enters: a model, a loader, a function from a batch to inputs. Leaves: metrics of a split; or one row per sample
 with its number, in the loader's order. Costs the forward passes; memory for one batch and one row group
-(8 MB), however many samples there are.
+(8 MB), independent of the number of samples.
 
-A file appears when it is whole: rows go to a temporary name beside it, which an error or an interrupt
-removes again.
+A file appears only when it is complete: rows go to a temporary file beside it, which is removed after an error
+or an interrupt.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Predicted:
 
     Attributes:
         sample_ids: Samples of the store or rows of a file (int64), times (datetime64[ns]) or names (text); one per row.
-        columns: Name to `(batch, ...)` values.
-        answered: `(batch,)` bool, False where there is a reason instead of an answer; None where all have one.
-        reasons: What a user must know of a row; None for a row without remarks. None where no row has any.
-        labels: More columns beside the key: the file that a row is from.
+        columns: Dict from name to `(batch, ...)` values.
+        answered: `(batch,)` bool, False for a row without a prediction; None if all rows have one.
+        reasons: For each row a remark, such as why it has no prediction, or None; None if no row has a remark.
+        labels: Further columns after the key, such as the file that a row is from.
     """
 
     sample_ids: Array
@@ -116,9 +116,9 @@ def predict(
 
     Args:
         model: On the loader's device; put into evaluation mode.
-        loader: Over the samples to predict; not over lanes, which leave windows out.
-        unpack: Batch to the model's inputs.
-        read: Model and inputs to named columns.
+        loader: Yields the samples to predict; not in lanes, which leave windows out.
+        unpack: Maps a batch to the model's inputs.
+        read: Maps model and inputs to named columns.
         prepare: Changes a batch before it is unpacked; see `Repairer`.
     """
     model.eval()
@@ -137,11 +137,11 @@ def predict(
 
 
 class Repairer:
-    """Makes the repairs of the training store on batches of another one, bit for bit.
+    """Applies the repairs of the training store to batches of another store, bit for bit.
 
     Args:
-        repairs: Field to fitted repairs, in order.
-        columns: Field to the names of its columns.
+        repairs: For each field, its fitted repairs in order.
+        columns: For each field, the names of its columns.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Repairer:
         self._columns = columns
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return the batch with repaired fields; goes over the host, where repairs are defined."""
+        """Return the batch with repaired fields; copies them to the host and back, where repairs are defined."""
         for name, fitted in self._repairs.items():
             values = batch[name]
             repaired = apply_repairs(values.cpu().numpy(), fitted, self._columns[name])
@@ -165,14 +165,14 @@ ENDINGS = (".parquet", ".pq", ".csv", ".jsonl")
 
 
 def check_ending(path: str | Path, others: Sequence[str] = ()) -> None:
-    """Raise unless the name of an output says which format it is to have.
+    """Raise unless the ending of an output's name is that of a known format.
 
     Args:
-        path: Of the output.
+        path: Path of the output.
         others: Endings that are allowed besides those of tables; "/" is a folder.
 
     Raises:
-        InputError: It ends in something else.
+        InputError: The name has another ending.
     """
     path = Path(path)
     suffix = path.suffix.lower() or "/"
@@ -195,19 +195,19 @@ def write_predictions(
     key: str = SAMPLE_COLUMN,
     classes: Sequence[str] = (),
 ) -> int:
-    """Write predictions as they come; return how many rows.
+    """Write predictions batch by batch; return the number of rows.
 
-    A value per sample is a column of numbers. `(batch, ...)` values are lists of fixed length in Parquet, whose shape
-    stands in the column's metadata, a column for each value in CSV, and in JSON lines a list, or an object by the names
-    of the classes. Class numbers become class names.
+    One value per sample is a column of numbers. Several values per sample, of shape `(batch, ...)`, are in Parquet
+    lists of fixed length with the shape in the column's metadata. In CSV each is a column. In JSON lines they are a
+    list, or an object by the names of the classes. Class numbers become class names.
 
     Args:
         path: A Parquet, CSV or JSON lines file, by its ending; replaced when the last row is written.
-        predictions: One or more.
+        predictions: Predictions of one or more batches.
         about: Plain values for the metadata of a Parquet file, under the key "stoker".
-        progress: Told about rows.
+        progress: Advanced by the number of rows.
         key: Name of the column of `Predicted.sample_ids`.
-        classes: Names of the classes; empty where they are numbers, or where there are none.
+        classes: Names of the classes; empty where classes have numbers only, or where there are none.
     """
     path, progress = Path(path), progress or Silent()
     require_utf8(path)
@@ -226,10 +226,10 @@ def write_predictions(
 
 
 def is_written_here(path: Path) -> bool:
-    """Tell whether a file is one of predictions, so that it may be replaced.
+    """Whether a file holds predictions that stoker wrote, so that it may be replaced.
 
-    CSV and JSON lines have no room for a signature: the header, or the names of the first object, must be the key of
-    the rows, an answer, and nothing that predictions do not have.
+    CSV and JSON lines have no room for a signature. So the column names, or the names in the first object, must begin
+    with a known key, contain a prediction, and be only such as predictions have.
     """
     if has_signature(path):
         return True
@@ -294,7 +294,7 @@ def _write(
             held.append(rows)
             num_rows += rows.num_rows
             progress.advance(rows.num_rows)
-            # Row groups of a batch each would be slow to read, all in one would fill the memory.
+            # One row group per batch would be slow to read; one for all rows would need too much memory.
             if sum(part.nbytes for part in held) >= _GROUP_BYTES:
                 writer.write_table(pa.Table.from_batches(held))
                 held.clear()
@@ -353,7 +353,7 @@ def _as_column(values: Array) -> Any:
 
 
 def _flattened(rows: pa.RecordBatch, classes: Sequence[str]) -> pa.RecordBatch:
-    """Return the rows with a column for each value of a list: a CSV cell holds one."""
+    """Return the rows with a column for each value of a list, because a CSV cell holds one value."""
     arrays, names = [], []
     for about, column in zip(rows.schema, rows.columns, strict=True):
         if not pa.types.is_fixed_size_list(about.type):

@@ -6,8 +6,8 @@ int8 checkpoint loads without running code. Costs: a copy of the model and some 
 
 Which API converts, and why. Two Linear of 512 x 2048, 64 rows, one ARM core, torch 2.13: 7.3 ms in float, 3.1 ms
 with torch.ao, 122 ms with torchao 0.18, which has no LSTM or GRU either. onnxruntime converts graphs, not modules.
-So torch.ao, which torch has announced to remove, as long as it is there. Where it is not, the weights are rounded
-to int8 and multiplied as floats: the file is as small, an int8 checkpoint still loads, nothing is faster.
+So torch.ao is used as long as torch has it; torch has announced its removal. Without it, the weights are rounded to
+int8 and multiplied as floats: the file is as small, an int8 checkpoint still loads, but nothing is faster.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _RECURRENT = (nn.LSTM, nn.GRU)
 _ENGINES_RECURRENT = ("x86", "fbgemm", "qnnpack", "onednn")
 _ENGINES_LINEAR = ("x86", "fbgemm", "onednn", "qnnpack")
 _HALF_RANGE = 127.5
-"""Of torch.ao's symmetric observer for qint8: (127 + 128) / 2."""
+"""Half of the range of qint8, as in torch.ao's symmetric observer: (127 + 128) / 2."""
 _LEAST_SCALE = torch.finfo(torch.float32).eps
 """The same observer's smallest scale."""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Time of one forward pass: the median, and the values that a tenth of the passes stayed below and above."""
+    """Time of one forward pass: the median, and the 10th and 90th percentiles."""
 
     median_ms: float
     low_ms: float
@@ -56,18 +56,18 @@ class Latency:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What int8 changed. Figures that were not asked for are None.
+    """Effects of int8 weights. Figures that were not requested are None.
 
     Attributes:
-        api: The API that converted; "weights" is our own rounding.
-        reason: Why that one.
+        api: The API that converted; "weights" is stoker's own rounding.
+        reason: Why this API was chosen.
         modules: Names of the converted modules.
-        bytes_before: Of the saved float weights; `bytes_after` of the int8 ones.
-        latency_before: Over the samples, in float; `latency_after` in int8.
-        largest_difference: Between outputs, absolute.
+        bytes_before: Size of the saved float weights; `bytes_after` is that of the int8 weights.
+        latency_before: Latency over the samples, in float; `latency_after` is that in int8.
+        largest_difference: Largest absolute difference between outputs.
         relative_difference: The same, relative to the largest output.
-        metric_before: What `metric` returned for the float model; `metric_after` for the int8 one.
-        notes: What else a user should know.
+        metric_before: Result of `metric` for the float model; `metric_after` is that for the int8 model.
+        notes: Further information for the user.
     """
 
     api: Api
@@ -84,7 +84,7 @@ class QuantizeReport:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Return the report as lines of text."""
         lines = [
             f"int8 by {self.api}: {self.reason}",
             f"converted: {', '.join(self.modules)}",
@@ -115,20 +115,20 @@ def quantize_dynamic(
 ) -> tuple[nn.Module, QuantizeReport]:
     """Return an int8 copy of a model for inference on the CPU, and what that changed.
 
-    Weights of Linear, LSTM and GRU become int8; with torch.ao and torchao, activations are quantised on the
-    way. The model itself is not changed.
+    Weights of Linear, LSTM and GRU become int8. With torch.ao and torchao, activations are quantised while the model
+    runs. The model itself is not changed.
 
     Args:
         model: Called as `model(sample)`.
         samples: Inputs to time and to compare outputs on.
         metric: Called with the model before and after, e.g. accuracy over a validation set.
         exclude: Names of modules to leave as they are, with everything inside.
-        api: Insist on one. By default torch.ao where it runs, else "weights".
+        api: The API to use. By default torch.ao where it runs, else "weights".
         num_runs: Passes over the samples to time.
 
     Raises:
         InputError: Nothing to convert, or the converted model does not run.
-        MissingExtraError: The API that was asked for is not installed.
+        MissingExtraError: The requested API is not installed.
     """
     plain = copy.deepcopy(model).to(device="cpu", dtype=torch.float32).eval()
     names = _convertible(plain, exclude)
@@ -166,7 +166,7 @@ def choose_api(
     """Return which API converts these kinds of module, and why; pure.
 
     Raises:
-        MissingExtraError: The one that was asked for is not installed.
+        MissingExtraError: The requested API is not installed.
     """
     if asked is not None:
         if asked in installed or asked == "weights":
@@ -196,7 +196,7 @@ def _installed() -> frozenset[Api]:
 
 
 def _convertible(model: nn.Module, exclude: Sequence[str]) -> list[str]:
-    """Return the names of the modules that int8 is for; exact types, as the APIs take them."""
+    """Return the names of the modules to convert. Subclasses are left out, as in the APIs."""
     known = dict(model.named_modules())
     unknown = [name for name in exclude if name not in known]
     if unknown:
@@ -229,7 +229,7 @@ def _kinds(model: nn.Module, names: Sequence[str]) -> frozenset[type[nn.Module]]
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back two deprecations of torch.ao: the report's notes tell the user about them."""
+    """Suppress two deprecation warnings of torch.ao: the report's notes tell the user about them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
@@ -237,7 +237,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _working_engine(recurrent: bool = False) -> str | None:
-    """Return the set engine, or the best that runs here: torch 2.13 for ARM has x86 as its default."""
+    """Return the current engine if it works, else the best that does: torch 2.13 for ARM has x86 as default."""
     backend = torch.backends.quantized
     current = backend.engine
     for name in (current, *(_ENGINES_RECURRENT if recurrent else _ENGINES_LINEAR)):
@@ -256,7 +256,7 @@ def _working_engine(recurrent: bool = False) -> str | None:
 
 def _convert_by_ao(model: nn.Module, names: Sequence[str]) -> nn.Module:
     ao: Any = importlib.import_module("torch.ao.quantization")
-    # In a holder, since torch.ao never exchanges the outermost module.
+    # In a container, because torch.ao never replaces the outermost module.
     holder = nn.ModuleDict({"model": model})
     places = [f"model.{name}" if name else "model" for name in names]
     spec = dict.fromkeys(places, ao.default_dynamic_qconfig)
@@ -376,7 +376,7 @@ def _time(model: nn.Module, samples: Sequence[Any], num_runs: int) -> Latency | 
 
 
 class _Count:
-    """A file that counts what is written to it and keeps nothing."""
+    """A file that counts the bytes written to it and discards them."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -398,16 +398,16 @@ def _saved_bytes(state: Mapping[str, Any]) -> int:
 
 # -- weights for a file ----------------------------------------------------------------------------
 #
-# torch's own int8 LSTM saves objects that only an unsafe load accepts. What it holds follows from the float weights
-# by `round(w / scale)`, with `scale` the largest magnitude over 127.5. So the rounded numbers and the exact largest
-# weight are all that has to be kept: float weights made of them convert to the very same int8 model.
+# torch's own int8 LSTM saves objects that only an unsafe load accepts. Its int8 values are `round(w / scale)` of the
+# float weights, with `scale` the largest magnitude over 127.5. So only these values and the exact largest weight
+# are kept: float weights made of them convert to exactly the same int8 model.
 
 
 def pack_int8(state: Mapping[str, torch.Tensor], modules: Iterable[str]) -> dict[str, Any]:
     """Return the state with the weights of `modules` as int8, everything else as it is.
 
     Args:
-        state: Of the float model.
+        state: State dict of the float model.
         modules: Names of the converted modules.
     """
     prefixes = tuple(f"{name}." if name else "" for name in modules)
@@ -429,7 +429,7 @@ def _is_weight(name: str, value: torch.Tensor, prefixes: tuple[str, ...]) -> boo
     for prefix in prefixes:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
-            # Not of modules inside: those that are converted are named themselves.
+            # Not the weights of modules inside: converted ones have a prefix of their own.
             if "." not in rest and rest.startswith("weight") and value.dim() == 2:
                 return True
     return False
@@ -441,7 +441,7 @@ def _pack(weight: torch.Tensor) -> dict[str, Any]:
     largest = weight.reshape(-1)[peak].clone()
     scale = _scale(largest)
     return {
-        # As torch computes it: a tie that is rounded the other way would be another int8 model.
+        # As torch computes it: a tie that is rounded the other way would give another int8 model.
         "int8": torch.round(weight * scale.reciprocal()).clamp(-128, 127).to(torch.int8),
         "largest": largest,
         "peak": peak,

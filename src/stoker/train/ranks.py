@@ -4,7 +4,7 @@ Enters: the environment that torchrun sets. Leaves: `Ranks`, whose answers are t
 handshake at the start, and per call one small message through the host's network, never through the GPU. With
 one rank every call returns at once.
 
-Contract: the methods of `Ranks` that ask others are collective: every rank must call them in the same order.
+Contract: methods marked "Collective" must be called by every rank, in the same order.
 Success: `join` leaves the process group and stops the heartbeat.
 An error on one rank inside `shared_fate`: every rank raises it, the others as `OtherRankError`.
 A lost rank: the others name it and end with `RankLostError`, or their heartbeat ends them (`heartbeat.py`).
@@ -54,9 +54,9 @@ class Ranks:
     """This process's rank among those that train together.
 
     Attributes:
-        rank: Its number, 0 to `world_size` - 1.
-        world_size: How many there are.
-        local_world_size: How many share this machine's memory, disk and page cache.
+        rank: Number of this rank, 0 to `world_size` - 1.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on this machine, which share its memory, disk and page cache.
         joined: Whether a process group exists; also with one rank, as under `torchrun --nproc-per-node 1`.
     """
 
@@ -143,9 +143,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def shared_fate(self) -> Iterator[None]:
-        """Context in which an error of one rank is raised on all ranks. Collective at its end.
+        """Context in which a StokerError of one rank is raised on all ranks. Collective at its end.
 
-        So no rank waits in a collective for one that has failed. The first failed rank raises its own error.
+        Without it, the other ranks would wait in a collective for the failed one. The first failed rank raises its
+        own error. Other exceptions are not shared.
         """
         if not self.are_several:
             yield
@@ -169,7 +170,7 @@ class Ranks:
 
 
 def as_ranks(value: Any) -> list[Any]:
-    """Return the saved values of all ranks as a list; a run with one rank saved the value itself."""
+    """Return the saved values of all ranks as a list. A run with one rank saves the value without a list."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -196,12 +197,12 @@ def num_restarts(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def launched_at() -> float:
-    """Return when the launcher started, in seconds since 1970; it stays the same over restarts."""
+    """Return when the launcher started, in seconds since 1970; the same value after a restart."""
     return float(psutil.Process(os.getppid()).create_time())
 
 
 RESTARTS = "STOKER_RESTARTS"
-"""Set by `launch.py`, which restarts by itself."""
+"""Environment variable that `launch.py` sets: how often it has restarted the run."""
 
 
 @contextlib.contextmanager
@@ -211,7 +212,7 @@ def join(
     """Context with this process's ranks and device; a single rank if torchrun did not start it.
 
     Args:
-        device: As the user gave it; by default each rank takes the GPU of its local number.
+        device: The user's choice; by default each rank takes the GPU of its local number.
         stall_seconds: All ranks end after this long without progress.
 
     Raises:
@@ -223,8 +224,8 @@ def join(
     if not is_launched() or distributed.is_initialized():
         yield Ranks.current(), usable_device(device)
         return
-    # Every optimizer imports it. If it is imported while a group exists, it keeps that group for ever; the
-    # group's threads then live when the interpreter shuts down, and may abort it after all work is done.
+    # Every optimizer imports this module. If it is imported while a group exists, it keeps that group for ever. The
+    # group's threads then still run when the interpreter shuts down, and may abort it after all work is done.
     importlib.import_module("torch._dynamo")
     place = _device_of_rank(device)
     timeout = timedelta(seconds=2 * stall_seconds)
@@ -266,12 +267,12 @@ def join(
 
 
 def meet(store: Any, rank: int, world_size: int, seconds: float) -> Any:
-    """Wait for all ranks; return a part of the store that belongs to this start of the run alone.
+    """Wait for all ranks; return a part of the store for this start of the run only.
 
-    A launcher's store outlives the processes that it restarts, and what they left there (addresses, exit
-    notices) would be taken for that of the new processes. Machines count restarts differently, so rank 0
-    chooses the name of this start. It answers each process under a key that this process made up, and that
-    no earlier process can have left.
+    A launcher's store outlives the processes that it restarts. The keys that they left there (addresses, exit
+    notices) would be read as those of the new processes. Machines count restarts differently, so rank 0
+    chooses the name of this start. It answers each process under a key that the process itself has chosen, and
+    that no earlier process can have left.
 
     Raises:
         RankLostError: A rank did not arrive in time.
@@ -322,10 +323,10 @@ def _find_lost() -> list[str]:
 
 
 def check_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
-    """Raise if ranks have different values of something that must be the same. Collective.
+    """Raise if ranks have different values of facts that must be the same. Collective.
 
     Raises:
-        InputError: On every rank, with the ranks that differ from rank 0.
+        InputError: On every rank; it names the ranks that differ from rank 0.
     """
     gathered = ranks.gather((platform.node(), dict(facts)))
     for name, wanted in gathered[0][1].items():

@@ -1,7 +1,7 @@
 """Recurrent state between batches: row i of a batch continues row i of the batch before.
 
 Enters: a model that takes and returns its state, and the batches of a lane order. Leaves: its outputs.
-Costs: the state, on the device. Values pass from batch to batch, gradients do not. A row whose lane begins, or
+Costs: the state, on the device. The state passes from batch to batch, gradients do not. A row whose lane begins, or
 whose series has a gap, starts from the model's initial state. A batch whose loss is not finite does not change
 the state.
 
@@ -31,7 +31,7 @@ class RecurrentState:
         self._before: State = {}
 
     def begin(self) -> None:
-        """Start from the initial state: an epoch begins."""
+        """Begin an epoch with the initial state."""
         self._state = None
 
     def run(self, runner: Any, inputs: Any, reset: torch.Tensor) -> Any:
@@ -39,7 +39,7 @@ class RecurrentState:
 
         Args:
             runner: The model, or its compiled or parallel form.
-            inputs: Of the model.
+            inputs: Inputs of the model.
             reset: Rows that start from the initial state.
         """
         state = self._state
@@ -51,10 +51,10 @@ class RecurrentState:
         return outputs
 
     def keep_if(self, is_sound: torch.Tensor) -> None:
-        """Undo the last batch if it was not sound; its resets stay.
+        """Keep the new state if the batch was sound, else restore the state before it; resets stay.
 
         Args:
-            is_sound: A bool on the device; the host does not wait for it.
+            is_sound: A bool on the device: whether the loss is finite. The host does not wait for it.
         """
         self._state = {
             name: torch.where(is_sound, value, self._before[name].to(value.dtype))
@@ -78,7 +78,7 @@ class RecurrentState:
         """Return the rows of one rank out of the states that any number of ranks saved; lanes keep their order.
 
         Args:
-            states: Of the ranks that saved, in order.
+            states: The states that the ranks saved, in the order of ranks.
             rank: The rank that continues.
             world_size: Number of ranks that share all rows now.
         """

@@ -1,8 +1,8 @@
 """The folder of a run: locked for one process, with its checkpoints and its log.
 
 Enters: a folder. Leaves: the lock on it, or an error with the id of the process that holds it; events in its
-log. Costs: two system calls to open, one `write` per event. The lock is one of the kernel (flock), which ends with
-the process however that ends: nothing has to be cleaned up after a kill.
+log. Costs: two system calls to open, one `write` per event. The kernel holds the lock (flock) and releases it
+whenever the process ends, so nothing has to be cleaned up after a kill.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _BEGINNING = b"process "
 
 
 class RunLock:
-    """Holds a run directory for this process; also a context manager.
+    """Lock on a run directory for this process; also a context manager.
 
-    Worker processes forked meanwhile do not inherit it: one that outlived a killed trainer would keep
+    Forked worker processes do not inherit the lock: a worker that outlives a killed trainer would keep
     the directory locked.
 
     Args:
-        folder: The run directory, made where missing; the lock is on the file `lock` in it.
+        folder: The run directory, created if missing; the lock is on the file `lock` in it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -41,10 +41,10 @@ class RunLock:
         self._file = -1
 
     def acquire(self) -> Self:
-        """Take the lock at once, or raise.
+        """Take the lock, or raise without waiting.
 
         Raises:
-            StoreError: Another process holds it; its id is named.
+            StoreError: Another process holds the lock, whose id is named; or the directory cannot be locked.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,13 +119,13 @@ class RunFolder:
     """The folder of a training run, while `fit` has it open.
 
     Args:
-        path: The folder; None keeps nothing.
+        path: The folder; with None, nothing is saved.
         settings: How many checkpoints are kept, and which is the best.
         ranks: Rank 0 locks the folder and writes the log.
 
     Attributes:
-        checkpoints: Of the run; None before `open`, and without a folder.
-        log: Of the run; None while it is not open, and on other ranks than the first.
+        checkpoints: The run's checkpoints; None before `open`, and without a folder.
+        log: The run's log; None while it is not open, and on all ranks but the first.
     """
 
     def __init__(self, path: str | Path | None, settings: TrainSettings, ranks: Ranks) -> None:
@@ -138,9 +138,9 @@ class RunFolder:
         """Lock the folder and open its log, until the stack is closed. Collective.
 
         Args:
-            stack: Closes both.
-            resume: Whether the folder may hold a run.
-            told: What was noted before the log was open.
+            stack: Releases the lock and closes the log.
+            resume: Whether the folder may hold a run already.
+            told: Notes from before the log was open; they are written first.
 
         Raises:
             InputError: The folder holds a run, or other files with the names of checkpoints.

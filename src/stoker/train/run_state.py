@@ -1,7 +1,7 @@
 """The state of a training run: where it is, saved in checkpoints and restored from them.
 
-Enters: a trainer's parts. Leaves: one dict of tensors and plain values, from which the rest of the run is the same;
-and the trainer in that state again. Costs: a checkpoint's bytes; sharded parameters are gathered first.
+Enters: a trainer's parts. Leaves: one dict of tensors and plain values; or the trainer restored from one, whose
+further steps are those of an unbroken run. Costs: a checkpoint's bytes; sharded parameters are gathered first.
 
 Saving and loading are collective: all ranks must take part.
 """
@@ -50,26 +50,26 @@ MAY_CHANGE = (
 
 @dataclass
 class Place:
-    """Where a run is.
+    """Progress of a run.
 
     Attributes:
-        epoch: The current one.
+        epoch: Number of the current epoch.
         num_steps: Batches trained on, over the whole run.
         num_done: Batches of this epoch that are done.
-        first_loss: Number of this epoch's first loss in the history.
+        first_loss: Index of this epoch's first loss in `History.step_losses`.
         tally: Totals of this epoch.
-        left_out: Epoch and batch of what rollbacks have left out.
+        left_out: (epoch, batch) of every batch that a rollback has excluded.
         good: State at the epoch's beginning, for a rollback.
-        num_rollbacks: So far.
+        num_rollbacks: Rollbacks so far.
         num_skipped: Updates that the step has skipped so far.
-        saved_step: Step of the last checkpoint; -1 before the first.
-        saved_at: Batch of this epoch after which a checkpoint was written.
+        saved_step: `num_steps` at the last checkpoint; -1 before the first.
+        saved_at: Batches of this epoch that were done at its last checkpoint by `checkpoint_every_steps`.
         has_batch_size: Whether the size of a full batch is known.
         has_scheduled: Whether the scheduler was stepped.
         has_metrics: Whether validation was seen to have the monitored metric.
         has_warned: Whether a validation loss that is not finite was noted.
-        trend: How the loss has gone so far.
-        stall: How long the monitored metric has not improved.
+        trend: Detects a growing loss.
+        stall: Counts the epochs without a better monitored metric.
     """
 
     epoch: int = 0
@@ -92,16 +92,16 @@ class Place:
 
 
 class Resumable:
-    """A trainer's part that saves and resumes. `Trainer` sets the attributes.
+    """Base class of `Trainer` that saves and resumes. `Trainer` sets the attributes.
 
     Attributes:
-        model: On the device.
-        criterion: Its state is saved if it is a module.
-        optimizer: Over the model's parameters.
-        scheduler: Of the learning rate, or None.
+        model: The model, on the device.
+        criterion: The loss function. Its state is saved if it is a module.
+        optimizer: Optimizer of the model's parameters.
+        scheduler: Scheduler of the learning rate, or None.
         settings: How to train.
-        ranks: All of them.
-        device: Of the model.
+        ranks: The ranks that train together.
+        device: Device of the model.
     """
 
     model: torch.nn.Module
@@ -128,11 +128,11 @@ class Resumable:
 
     @property
     def gpu_augmentation(self) -> Any:
-        """What augments the training images on the device, or None."""
+        """Augmentation of the training images on the device, or None."""
         return self._train.augmentation
 
     def note(self, note: Note) -> None:
-        """Keep a decision with its reason."""
+        """Record a decision with its reason."""
         raise NotImplementedError
 
     def _collect(self, arrived: list[StepLoss]) -> None:
@@ -142,7 +142,10 @@ class Resumable:
         raise NotImplementedError
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Write a checkpoint if a run folder is open. Waits for the losses before it, which must be finite."""
+        """Write a checkpoint; does nothing before `fit` has opened the run folder. Collective.
+
+        Waits until all losses so far are on the host. One that is not finite is handled first, and may raise.
+        """
         self._collect(self._book.flush())
         checkpoints = self._folder.checkpoints
         if checkpoints is None:
@@ -158,13 +161,13 @@ class Resumable:
         self._at.saved_step = self._at.num_steps
 
     def _watch_numbers(self) -> None:
-        """Remember the numbers that model and criterion keep on the host, before the first step."""
+        """Record the numbers that model and criterion keep on the host, before the first step."""
         if self._numbers is None and self._folder.checkpoints is not None:
             modules = [m for m in (self.model, self.criterion) if isinstance(m, torch.nn.Module)]
             self._numbers = HostNumbers(modules, [] if len(modules) == 2 else [self.criterion])
 
     def _tell_unsaved(self) -> None:
-        """Note, at the first checkpoint, what the steps have changed and no checkpoint holds."""
+        """Note, at the first checkpoint, numbers that the steps have changed and that are in no state_dict."""
         names = [] if self._numbers is None else self._numbers.name_counts()
         self._numbers = HostNumbers(())  # once is enough
         if names:
@@ -178,20 +181,20 @@ class Resumable:
             )
 
     def _check_saving(self) -> None:
-        """Raise now, not after an epoch, if what the first update has made cannot be saved."""
+        """Raise after the first update, not after an epoch, if optimizer or scheduler cannot be saved."""
         self._can_save = True
-        # Several ranks may hold their states in parts, which are put together when they are saved.
+        # With several ranks the states may be sharded; they are gathered only when they are saved.
         if self._folder.checkpoints is not None and not self.ranks.are_several:
             parts = {"optimizer": self.optimizer, "scheduler": self.scheduler}
             loadable({n: one.state_dict() for n, one in parts.items() if one is not None})
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that a checkpoint must have to be resumed here, except those in `MAY_CHANGE`."""
+        """Values that must be equal in a checkpoint to resume from it, except those in `MAY_CHANGE`."""
         kinds = {
             "model": plain_name(self.model),
             "optimizer": type(self.optimizer).__name__,
-            # Older checkpoints know no interval, and their schedulers were stepped by updates.
+            # Older checkpoints name no interval: their schedulers were stepped after updates.
             "scheduler": type(self.scheduler).__name__
             + (" by epochs" if self._interval == "epoch" else ""),
         }
@@ -201,7 +204,7 @@ class Resumable:
         """Return the state that the rest of the run depends on; every rank must call it.
 
         Args:
-            keep: Whether this rank needs it. If not, it only takes part in gathering sharded parameters.
+            keep: Whether this rank needs the state. If not, it only takes part in gathering sharded parameters.
         """
         at = self._at
         state = {
@@ -240,7 +243,7 @@ class Resumable:
         full = state.get("full_batch")
         if full and self._train.batch_size is None and full != self._step.parts.nominal_batch:
             self._set_batch_size(int(full))
-        # Of a loader that tells its batch size, the first batch shows what is trained on of it.
+        # Where the loader tells its batch size, the first batch shows how many samples `unpack` makes of it.
         at.has_batch_size = at.has_batch_size or (bool(full) and self._train.batch_size is None)
         load_whole_model(self.model, state["model"])
         load_whole_optimizer(self.optimizer, state["optimizer"])
@@ -277,7 +280,7 @@ class Resumable:
         at.stall = Stall(**state.get("stall") or {})
 
     def _restore_rng(self, states: Sequence[Mapping[str, Any]], num_steps: int) -> None:
-        """Restore each rank's random generators; with another number of ranks, seed them anew."""
+        """Restore each rank's random generators; with another number of ranks, seed them again."""
         if len(states) == self.ranks.world_size:
             restore_rng(states[self.ranks.rank])
             return
@@ -316,7 +319,7 @@ class Resumable:
             self.load_state_dict(loaded.state)
         for change in loaded.changes:
             self.note(Note(change))
-        # A run that is ended before its first step has nothing new to save.
+        # If the run is ended before its first step, there is nothing new to save.
         at = self._at
         at.saved_step = at.num_steps
         self.note(Note(f"resumed at epoch {at.epoch}, step {at.num_steps}", Topic.RESUMED))

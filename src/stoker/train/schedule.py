@@ -1,10 +1,10 @@
-"""When the scheduler of a learning rate is stepped: after every update, or after every epoch.
+"""When the scheduler of the learning rate is stepped: after every update, or after every epoch.
 
 Enters: a scheduler, and how many updates and epochs the run has. Leaves: the interval, or an `InputError` where a
 schedule that counts epochs would be stepped by updates. Costs nothing.
 
-Most scripts step their scheduler at the end of an epoch. By updates the same object runs through its schedule within
-the first epochs, and the rest of the run trains at a rate near zero, without any error.
+Most scripts step their scheduler at the end of an epoch. If such a scheduler is stepped after every update, its
+schedule is over within the first epochs, and the rest of the run trains at a rate near zero, without any error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stoker.train.settings import TrainSettings
 
 Interval = Literal["update", "epoch"]
 _GONE = 1e-6
-"""Share of the first rate below which nothing is trained any more."""
+"""Share of the first learning rate below which a model no longer learns."""
 
 
 def choose_interval(
@@ -36,12 +36,12 @@ def choose_interval(
     Args:
         scheduler: Any object with `step`, or None.
         given: "update", "epoch", or None to choose: "epoch" where `step` needs a metric, else "update".
-        settings: Of the run.
-        num_batches: Of an epoch; None if the loader does not know.
+        settings: Settings of the run.
+        num_batches: Batches of an epoch; None if the loader does not know.
         has_validation: Whether an epoch ends with metrics.
 
     Raises:
-        InputError: The two do not fit, or nothing was given and the schedule seems to count epochs.
+        InputError: `given` does not fit the scheduler; or it is None, and the schedule seems to count epochs.
     """
     if given not in (None, "update", "epoch"):
         raise InputError(
@@ -85,12 +85,12 @@ def describe(scheduler: Any, interval: Interval) -> list[str]:
 
 
 def step_scheduler(scheduler: Any, score: float | None, is_first: bool) -> None:
-    """Step a scheduler. In its first step torch would warn if the update before it was skipped.
+    """Step a scheduler, without torch's warning about a skipped update before its first step.
 
     Args:
-        scheduler: Any.
+        scheduler: Any object with `step`.
         score: The monitored metric, for a `step` that needs one.
-        is_first: Whether it was never stepped; later steps cost nothing more.
+        is_first: Whether this is its first step. Only then is the warning filtered, which costs time.
     """
     metric = () if score is None or needed_argument(scheduler) is None else (score,)
     if not is_first:
@@ -102,7 +102,7 @@ def step_scheduler(scheduler: Any, score: float | None, is_first: bool) -> None:
 
 
 def check_alone(scheduler: Any) -> None:
-    """Raise if a scheduler needs the metric of a validation that the caller runs."""
+    """Raise if `step` of a scheduler needs a metric: `train_epoch` leaves validation to the caller."""
     if needed_argument(scheduler):
         raise InputError(
             f"train_epoch has no metric for {type(scheduler).__name__}: validation is yours.",
@@ -114,7 +114,7 @@ def check_alone(scheduler: Any) -> None:
 def needed_argument(thing: Any) -> str | None:
     """Return the first required argument of an optimizer's or scheduler's `step`; None if there is none."""
     try:
-        # Of the class: a scheduler replaces the optimizer's method on the instance.
+        # The class's method: on the instance, a scheduler replaces the optimizer's `step`.
         _, *parameters = inspect.signature(type(thing).step).parameters.values()
     except (TypeError, ValueError, AttributeError):
         return None
@@ -126,7 +126,7 @@ def needed_argument(thing: Any) -> str | None:
 
 
 def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> str | None:
-    """Return why a schedule can only be meant by epochs; None where it may be meant by updates."""
+    """Return why a schedule must count epochs; None if it may count updates."""
     total = epochs * updates
     if isinstance(scheduler, lr_scheduler.StepLR | lr_scheduler.ExponentialLR):
         share = float(scheduler.gamma) ** (total / getattr(scheduler, "step_size", 1))
@@ -140,9 +140,9 @@ def _counts_epochs(scheduler: Any, epochs: int, updates: int) -> str | None:
 
 
 def _length(scheduler: Any) -> int | None:
-    """Return after how many steps a schedule has run through; None where it does not say, or has no end.
+    """Return the number of steps of a schedule; None if it is unknown, or the schedule has no end.
 
-    Linear and constant schedules are not looked at: as a warm-up of a few updates they are short on purpose.
+    Linear and constant schedules are not considered: as a warm-up of a few updates they are short on purpose.
     """
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         last = _length(scheduler._schedulers[-1])
@@ -160,11 +160,11 @@ def _length(scheduler: Any) -> int | None:
 
 
 def _fades(scheduler: torch.optim.lr_scheduler.LambdaLR, total: int) -> str | None:
-    """Return that a function of the step is at or near zero after a quarter of the run; None if it is not."""
+    """Return a text if the factor of the rate is near zero after a quarter of the run; None if it is not."""
     at = max(1, total // 4)
     try:
         shares = [float(function(at)) for function in scheduler.lr_lambdas]
-    except Exception:  # noqa: BLE001  somebody's function, which may not be meant for this step
+    except Exception:  # noqa: BLE001  a user's function, which may not be defined for this step
         return None
     if max(shares) > _GONE:
         return None

@@ -69,7 +69,7 @@ class TrainSettings(TrainOptions):
 
     @classmethod
     def of(cls, config: TrainerConfig) -> TrainSettings:
-        """Return settings from what a user passes as `config`; see `read_config`."""
+        """Return the settings for any accepted `config`; see `read_config`."""
         return read_config(config)[0]
 
     def to_json(self) -> dict[str, Any]:
@@ -80,13 +80,13 @@ class TrainSettings(TrainOptions):
 def read_config(
     config: TrainerConfig, rates: Sequence[float] = ()
 ) -> tuple[TrainSettings, list[str]]:
-    """Return the settings of a trainer, and notes on what of the config is not the trainer's to do.
+    """Return the settings of a trainer, and notes on entries of the config that a trainer does not use.
 
     Args:
-        config: `TrainSettings`; `Settings` of a config file (`resolve(load_config(file))`), of which the
-            trainer takes what concerns it; or a mapping of names to values, as a config's section
-            `training` has them.
-        rates: Learning rates of the optimizer; a config that says another one is noted.
+        config: `TrainSettings`, `Settings` of a config file (`resolve(load_config(file))`), or a mapping of names
+            to values with the keys of a config's section `training`. Of `Settings`, a trainer uses the section
+            `training`.
+        rates: Learning rates of the optimizer. A different rate in the config is noted.
 
     Raises:
         InputError: A name is unknown, two names of one thing disagree, or a value is of a wrong kind.
@@ -123,12 +123,12 @@ def _take(training: JobOptions) -> TrainSettings:
 
 
 def clips_unasked(config: TrainerConfig) -> bool:
-    """Whether gradients are clipped because a config file says nothing about it."""
+    """Whether gradients are clipped by the default of config files, not by the user's own setting."""
     return isinstance(config, Settings) and not config.origins["training.clip_norm"].key
 
 
 def _homes() -> dict[str, str]:
-    """Return every name that a mapping may have for a setting, and the setting's own name."""
+    """Return a dict from every accepted name of a setting, former names included, to its current name."""
     homes = {entry.name: entry.name for entry in fields(TrainSettings)}
     for section in ("data", "training"):
         homes |= {entry.name: entry.name for entry in fields(ROOMS[section])}
@@ -144,7 +144,7 @@ def _homes() -> dict[str, str]:
 def _read_mapping(
     config: Mapping[str, Any], rates: Sequence[float]
 ) -> tuple[TrainSettings, list[str]]:
-    """Read a mapping with names of config files and of `TrainSettings`."""
+    """Read a mapping whose keys are names in config files or in `TrainSettings`."""
     own, homes = {entry.name for entry in fields(TrainSettings)}, _homes()
     written: dict[str, str] = {}
     for name, value in config.items():
@@ -185,13 +185,13 @@ class Configured:
         overrides: Sequence[str] = (),
         **more: Any,
     ) -> Self:
-        """Return a trainer that does with a model of your own what a config file says.
+        """Return a trainer for your own model, with the settings of a config file.
 
         Args:
             path: The YAML file, or the name of a shipped one.
-            model: As for `Trainer`, and so are the loaders, the criterion and the scheduler.
-            train_loader: Yours: `batch_size` of the file is noted, not used.
-            val_loader: The same for validation, or None.
+            model: As for `Trainer`.
+            train_loader: As for `Trainer`. `batch_size` of the file is noted, not used.
+            val_loader: As for `Trainer`.
             criterion: `(outputs, targets) -> mean loss of the batch`.
             optimizer: Over the model's parameters; None makes AdamW with the file's `training.lr`.
             scheduler: As for `Trainer`, or None.
@@ -219,7 +219,7 @@ class Configured:
 
 
 def present_names(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's identity with today's names of settings; older ones have former names."""
+    """Return a checkpoint's identity with the current names of settings; old checkpoints have former names."""
     settings = identity.get("settings")
     if not isinstance(settings, Mapping):
         return dict(identity)
@@ -232,11 +232,11 @@ def present_names(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _precision_of(use_amp: Any, precision: Any) -> Any:
-    """Return the number format that `use_amp` and `precision` come to, as in config files."""
+    """Return the `precision` that results from `use_amp` and `precision` together, as in config files."""
     if not isinstance(use_amp, bool):
         raise InputError(f"use_amp is {use_amp!r}.", "True or False", "use_amp=True")
     beside = {} if precision is None else {"precision": precision}
-    # A format that is none is refused by its own name afterwards.
+    # `TrainSettings` refuses an unknown format afterwards, with a better message.
     if precision not in (None, "auto", "fp32", "tf32", "fp16", "bf16"):
         return precision
     try:

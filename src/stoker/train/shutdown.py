@@ -6,7 +6,7 @@ several, one small collective per second, in which all ranks take part at the sa
 The signal handler only stores the request. The training loop reads it after a step, so that a run ends between
 two steps, with everything saved. The first Ctrl-C ends the run after the current step; the second one raises
 KeyboardInterrupt at once. Handlers are restored when the run ends. Outside of the main thread Python allows no
-handlers, and signals keep their meaning.
+handlers: signals then act as without this class.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Shutdown:
         return self.reason is not None
 
     def agree(self) -> None:
-        """Find out whether any rank was asked to end. Collective: all ranks must call it."""
+        """Set `reason` on every rank if any rank was asked to end. Collective: all ranks must call it."""
         (code,) = self._ranks.largest(_REASONS.index(self._asked))
         self.reason = _REASONS[code]
 
     def _steps_until_next(self, step: int) -> int:
-        """Return how many steps rank 0 does in about a second; the same on every rank."""
+        """Return how many steps rank 0 does in about a second. Collective; the same on every rank."""
         now, steps = time.perf_counter(), 1
         if self._last is not None:
             done, seconds = step - self._last[0], max(now - self._last[1], 1e-6)

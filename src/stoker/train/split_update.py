@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 _BLOCK = 65_536
 _STEP = 2048
 _LAUNCH_MICROSECONDS, _MICROSECONDS_PER_ELEMENT = 1.5, 35.5 / _BLOCK
-# As many tensors as one launch takes (torch's multi_tensor_apply), by how many lists of them there are.
-# Builds for CUDA 13 may take seven times as many, which would make pieces shorter still; not measured.
+# Tensors that one launch of torch's multi_tensor_apply takes, by the number of lists.
+# Builds for CUDA 13 may take seven times as many, which would make pieces even shorter; not measured.
 _TENSORS_PER_LAUNCH = {1: 110, 4: 36, 5: 30}
 _NUM_ADAM_LISTS = 6
 
@@ -31,8 +31,8 @@ def piece_size(sizes: Sequence[int], num_lists: int) -> int | None:
     """Return the piece size, in elements, with the shortest total time; None if splitting does not pay.
 
     Args:
-        sizes: Elements of each tensor.
-        num_lists: Lists of such tensors that the kernel reads: parameters, gradients, moments.
+        sizes: Number of elements of each tensor.
+        num_lists: Number of lists of such tensors that the kernel reads: parameters, gradients, moments.
     """
     most = _TENSORS_PER_LAUNCH[num_lists]
 
@@ -46,7 +46,7 @@ def piece_size(sizes: Sequence[int], num_lists: int) -> int | None:
 
 
 def split_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors as views of piece size, for a norm over all of them."""
+    """Return the tensors as views of at most the piece size, for a norm over all of them."""
     size = piece_size([tensor.numel() for tensor in tensors], 1)
     return [piece for tensor in tensors for (piece,) in _cut((tensor,), size)]
 

@@ -6,11 +6,11 @@ model's own work; no host synchronisation on a GPU where the optimizer is fused.
 The order: forward under autocast, scaled backward, unscale, clip, optimizer step, update of the scale.
 The gradients of several batches add up to exactly those of one batch with all their samples.
 
-A gradient that is not finite never reaches the weights. On a GPU a fused optimizer skips the update by
-itself. On the CPU the host checks the norm first. The host also checks it for sparse gradients, because
-making their rows unique waits for the device anyway. Other optimizers on a GPU are not checked: the host
-would have to wait at every step. A batch whose loss is not finite does not change running statistics and
-recurrent state either.
+Gradients that are not finite do not reach the weights, with one exception. On a GPU a fused optimizer skips the
+update on the device. On the CPU, and for sparse gradients, the host checks the norm first: making sparse rows unique
+waits for the device anyway. The exception is other optimizers on a GPU without a gradient scaler: they are not
+checked, because the host would have to wait at every step. A batch whose loss is not finite changes neither running
+statistics nor recurrent state.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from stoker.train.split_update import SplitUpdate, split_tensors
 Criterion = Callable[[Any, Any], torch.Tensor]
 SPARSE = "sparse gradients have another size at every step"
 _NUM_FLAGS = 256
-# By class, and weakly: asking costs 10 us, and a class of somebody's may hold much in its closures.
+# Cached by class, because `inspect.signature` costs 10 us; weakly, because a user's class may hold much memory.
 _Arguments = tuple[int, frozenset[str], frozenset[str]]
 _ARGUMENTS: weakref.WeakKeyDictionary[type, _Arguments] = weakref.WeakKeyDictionary()
 
 
 @dataclass
 class StepParts:
-    """What a step works on.
+    """The objects that a step works on.
 
     Attributes:
         runner: The compiled or parallel form of the model, if there is one.
@@ -76,14 +76,14 @@ class StepParts:
 def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | None = None) -> Any:
     """Return a model's outputs.
 
-    Inputs in a tuple, list or mapping are spread over the arguments of a `forward` that needs two or more. Such a model
-    cannot be called with one. A mapping is also spread over a `forward` that takes two or more, if its keys are their
-    names, as of Hugging Face models. Any other gets the inputs as they are.
+    If `forward` requires two or more arguments, a tuple, list or mapping of inputs is spread over them. A mapping is
+    also spread if `forward` accepts two or more arguments, the keys are among their names, and all required ones are
+    among the keys, as for Hugging Face models. Any other `forward` gets the inputs as one argument.
 
     Args:
-        module: To be called.
-        inputs: Of one batch.
-        model: Whose `forward` counts, where `module` wraps it.
+        module: The module to call.
+        inputs: Inputs of one batch.
+        model: The module whose `forward` is inspected, where `module` wraps it.
     """
     if isinstance(inputs, torch.Tensor):
         return module(inputs)
@@ -98,7 +98,7 @@ def run_model(module: torch.nn.Module, inputs: Any, model: torch.nn.Module | Non
 
 
 def _arguments(kind: type[torch.nn.Module]) -> _Arguments:
-    """Return how many arguments a `forward` needs, their names, and the names of all that it takes."""
+    """Return how many arguments a `forward` requires, their names, and the names of all that it accepts."""
     found = _ARGUMENTS.get(kind)
     if found is None:
         given = _positional(kind.forward)[1:]  # the first is `self`
@@ -109,12 +109,12 @@ def _arguments(kind: type[torch.nn.Module]) -> _Arguments:
 
 
 def num_needed(function: Callable[..., Any]) -> int:
-    """Return how many arguments a function must be given by position; 0 where it does not say."""
+    """Return how many positional arguments a function requires; 0 if it has no signature."""
     return sum(one.default is one.empty for one in _positional(function))
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the arguments that a function takes by position; none where it does not say."""
+    """Return the positional arguments of a function; none if it has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -157,8 +157,8 @@ class Step:
         """Count a batch of the update; return the weight of its mean loss.
 
         Args:
-            num_samples: On this rank.
-            num_together: On all ranks, whose gradients are averaged; None where there is one.
+            num_samples: Samples on this rank.
+            num_together: Samples on all ranks, whose gradients are averaged; None if there is one rank.
         """
         ranks = self.parts.ranks.world_size
         together = num_samples * ranks if num_together is None else num_together
@@ -180,12 +180,12 @@ class Step:
         """Add `weight` times the gradients of the mean loss.
 
         Args:
-            inputs: Of the model.
-            targets: Of the criterion.
-            weight: Of the loss.
+            inputs: Inputs of the model.
+            targets: Targets for the criterion.
+            weight: Factor of the loss.
             reset: Rows whose recurrent state starts from the initial one.
-            rows: Rows that count; all by default. A lane that has ended still has a row.
-            exchange: Whether ranks average their gradients in this backward pass: the update's last one.
+            rows: Rows with a sample; all by default. A lane that has ended keeps a row without one.
+            exchange: Whether ranks average their gradients in this backward pass: True for the last of an update.
         """
         parts = self.parts
         held_back: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -315,7 +315,7 @@ class Step:
             del optimizer.grad_scale, optimizer.found_inf
 
     def _flag(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return a device tensor: 1 if the norm is not finite, else 0."""
+        """Return a scalar on the device: 1 if the norm is not finite, else 0."""
         captured = torch.cuda.is_current_stream_capturing()
         if captured:
             flag = torch.zeros_like(self._one)
@@ -325,7 +325,7 @@ class Step:
                 self._block = torch.zeros(_NUM_FLAGS, device=norm.device)
                 self._flags = list(self._block.unbind())
             flag = self._flags.pop()
-        # The kernel knows no bfloat16.
+        # The kernel does not support bfloat16.
         known = norm.float() if norm.dtype == torch.bfloat16 else norm
         torch._amp_foreach_non_finite_check_and_unscale_([known], flag, self._one)
         if captured:
@@ -337,7 +337,7 @@ class Step:
 def coalesce_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Make the rows of sparse gradients unique; return dense gradients, and the values of sparse ones.
 
-    A row that occurs several times stands for a sum, whose norm is not that of its terms.
+    Entries of the same row are added up first: the norm of their sum is not that of the entries.
     """
     values = []
     for parameter in parameters:
@@ -375,9 +375,9 @@ def as_float32(outputs: Any) -> Any:
 
 
 def in_float32(outputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Return outputs in float32 or more; and a target with fewer bits too, as that of a model in bfloat16 has.
+    """Return outputs in float32 or more. If they were cast, cast targets with fewer bits too.
 
-    On a GPU, torch's losses cannot be derived where the two differ.
+    On a GPU, the backward pass of torch's losses fails where the two types differ.
     """
     made = as_float32(outputs)
     if made is not outputs and isinstance(targets, torch.Tensor):
@@ -386,7 +386,7 @@ def in_float32(outputs: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise unless the criterion returned a scalar tensor."""
+    """Raise an InputError unless the criterion returned a scalar tensor."""
     if isinstance(loss, torch.Tensor) and not loss.dim():
         return
     given = "None" if loss is None else f"a {type(loss).__name__}"
@@ -406,7 +406,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_gradient(loss: torch.Tensor) -> None:
-    """Raise if nothing can be learned from a loss."""
+    """Raise an InputError if a loss has no gradient."""
     if not loss.requires_grad:
         raise InputError(
             "the criterion returned a loss without a gradient.",
@@ -425,15 +425,15 @@ def check_shapes(
 ) -> None:
     """Raise if the criterion compares every output with every target: (B, 1) against (B,), or the reverse.
 
-    torch broadcasts both to (B, B), and trains the model towards the mean. A criterion that brings both to one
-    shape itself is left alone: it gives the same loss for outputs of the targets' shape.
+    torch broadcasts both to (B, B), and trains the model towards the mean. A criterion that reshapes them
+    itself is accepted: it gives the same loss for outputs of the targets' shape.
 
     Args:
         criterion: Compares outputs with targets.
-        outputs: Of the model.
-        targets: Of the batch.
-        loss: Of both.
-        pair: Inputs and targets as an `unpack` takes them from a batch; None if it is the user's own.
+        outputs: Outputs of the model.
+        targets: Targets of the batch.
+        loss: The criterion's result for them.
+        pair: Inputs and targets as an `unpack` takes them from a batch; None if the user gave an `unpack`.
     """
     if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
         return
@@ -489,7 +489,7 @@ def make_guarded(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
 
 
 def _keep_unfused(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """Leave an optimizer as it is, but for counts and rates that torch's own can keep on a GPU; say so."""
+    """Leave an optimizer unfused; put counts and rates of torch's own on a GPU; return what was done."""
     name = type(optimizer).__name__
     if device.type != "cuda" or not is_capturable(optimizer):
         return f"{name} runs as it is"
@@ -498,15 +498,15 @@ def _keep_unfused(optimizer: torch.optim.Optimizer, device: torch.device) -> str
 
 
 def is_capturable(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch's own that can keep its counts and its rate on the device."""
+    """Whether an optimizer is one of torch's own that can keep its counts and its rate on the device."""
     is_torchs = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
     return is_torchs and all("capturable" in group for group in optimizer.param_groups)
 
 
 def _bring_counts(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Put an optimizer's counts of steps and its rates on the device: a graph would repeat those of the host.
+    """Put an optimizer's step counts and rates on the device: a graph would repeat values of the host.
 
-    Also after loading a checkpoint.
+    Loading a checkpoint replaces them, so this is called again after it.
     """
     for group in optimizer.param_groups:
         if "capturable" in group:
@@ -519,7 +519,7 @@ def _bring_counts(optimizer: torch.optim.Optimizer, device: torch.device) -> Non
 
 
 def is_guarded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer skips an update with a non-finite gradient by itself, on the device."""
+    """Whether an optimizer itself skips an update with a non-finite gradient, on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -556,7 +556,7 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
     skipped, the next one would read whatever was in that memory. Existing momentum stays. With dampening
     torch's first update is a different formula, so nothing is done.
 
-    Parameters that are thawed later get theirs before their first update: the fused kernel takes all or none.
+    Parameters that are unfrozen later get buffers before their first update: the fused kernel takes all or none.
     """
     if type(optimizer) is not torch.optim.SGD:
         return
@@ -598,7 +598,7 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 def compact_recurrent(model: torch.nn.Module) -> None:
     """Make the weights of every LSTM and GRU contiguous, as cuDNN requires.
 
-    A layer that was copied or assigned has lost that: cuDNN would warn and compact them at every call.
+    After a layer is copied or its weights are assigned, they are not: cuDNN would warn and compact them at every call.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):

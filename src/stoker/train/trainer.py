@@ -5,8 +5,8 @@ and checkpoints in the run's folder. Costs: below 1 % over the bare loop. Losses
 host does not wait for the device between them.
 
 Success: `History.ended` is "done". SIGTERM saves and ends with "terminated". The first Ctrl-C finishes the
-step, saves and raises KeyboardInterrupt; the second one ends at once. An error is raised after saving what
-was trained, if there is one rank. A checkpoint is only written when every loss before it was finite.
+step, saves and raises KeyboardInterrupt; the second one ends at once. With one rank, the finished steps are saved
+before an error is raised. A checkpoint is only written when every loss before it was finite.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MOST_ROLLBACKS = 5
 
 
 class _RollBackError(Exception):
-    """Leaves the epoch's loop; the trainer restores the epoch's start and leaves the batch out."""
+    """Raised to leave the epoch's loop: the trainer goes back to the epoch's start and skips the batch."""
 
     def __init__(self, place: tuple[int, int], finding: NonFiniteError) -> None:
         super().__init__(finding.given)
@@ -134,7 +134,7 @@ class Trainer(Configured, Resumable, Answers):
         parallel = choose_parallel(self.model, self.ranks, self.device)
         if isinstance(criterion, torch.nn.Module):
             criterion = criterion.to(self.device)
-        # Among ranks only the model's gradients are averaged.
+        # Ranks average the gradients of the model only: the criterion's parameters would drift apart.
         trained = None if self.ranks.joined else criterion
         check_parameters(model, optimizer, self.device, trained)
         check_steps(optimizer)
@@ -167,11 +167,11 @@ class Trainer(Configured, Resumable, Answers):
         self._identity = dict(identity or {})
         self._folder = RunFolder(run_dir, self.settings, self.ranks)
         self._shutdown = Shutdown(self.ranks)
-        # What is trained on of a foreign batch may have another size: two views of every sample, say.
+        # `unpack` may change the number of samples in a foreign batch, for example to two views of each.
         is_exact = self._train.is_stoker or self.ranks.joined
         self._at = Place(has_batch_size=is_exact and self._train.batch_size is not None)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
-        # The parts below must not hold the trainer: with a reference cycle, model and loaders of a run that is over
+        # The parts below must not reference the trainer: in a reference cycle, model and loaders of a finished run
         # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
         self._weak_note = call_weakly(self.note)
         self._first_lines = [CLIPPED] if clips_unasked(config) else []
@@ -211,7 +211,7 @@ class Trainer(Configured, Resumable, Answers):
     # -- setting up ------------------------------------------------------------------------
 
     def _make_parts(self, parallel: Parallel, norms: str | None) -> StepParts:
-        """Choose precision, optimizer kernels and the module to call; note each choice with its reason."""
+        """Choose the precision, optimizer kernels and module to call; note each choice with its reason."""
         settings, model = self.settings, self.model
         precision = choose_precision(settings.precision, self.device, model)
         self.note(Note(f"precision {precision.reason}", Topic.PRECISION))
@@ -228,7 +228,7 @@ class Trainer(Configured, Resumable, Answers):
         if settings.compile:
             runner = cast(torch.nn.Module, torch.compile(runner))
         elif model._compiled_call_impl is not None and "torch.nn" in type(model).forward.__module__:
-            # torch leaves the frames of its own modules out, and says nothing.
+            # torch silently does not compile the `forward` of its own modules.
             kind = type(model).__name__
             advice = 'config={"compile": True} compiles it'
             self.note(Note(f"torch does not compile a {kind} by model.compile(): {advice}"))
@@ -250,7 +250,7 @@ class Trainer(Configured, Resumable, Answers):
         )
 
     def _make_step(self, parts: StepParts, *, tell: bool = False) -> None:
-        """Make the step and the update around it, captured if it can be; with `tell` note that."""
+        """Make the step, captured if possible, and the update around it; with `tell`, note which it is."""
         step, asked = Step(parts), self.settings.capture
         shrink = self._train.shrink if self._train.is_chunked else None
         self._update = Update(step, self.settings.survive_oom, self._weak_note, shrink)
@@ -274,10 +274,10 @@ class Trainer(Configured, Resumable, Answers):
 
     @property
     def gpu_augmentation(self) -> Any:
-        """What augments the training images on the device, or None. May be replaced at any time.
+        """Augmentation of the training images on the device, or None. May be replaced at any time.
 
-        The next batch is drawn by the new one, a captured step is captured again, and validation uses the
-        new one's `validation()`.
+        The new one is used from the next batch on. A captured step is then captured again, and validation uses
+        the new one's `validation()`.
         """
         return self._train.augmentation
 
@@ -292,14 +292,14 @@ class Trainer(Configured, Resumable, Answers):
         self.note(Note(f"augmentation from epoch {self._at.epoch} on: {named}"))
 
     def _draw_apart(self) -> None:
-        """Give each of several ranks draws of its own."""
+        """Make the augmentation draw different numbers on each rank."""
         augmentation: Any = self._train.augmentation
         if augmentation is not None and self.ranks.are_several:
             drawn = augmentation.state_dict()
             augmentation.load_state_dict(drawn | {"stream": self.ranks.rank})
 
     def _settle_validation(self, augmentation: Any) -> None:
-        """Let validation images go through what is not random, unless their loader does so itself."""
+        """Apply the augmentation's deterministic part to validation images, unless their loader augments them."""
         if self._val is not None and not self._val.augments_itself:
             self._val.use_augmentation(None if augmentation is None else augmentation.validation())
 
@@ -312,7 +312,7 @@ class Trainer(Configured, Resumable, Answers):
         self.history.told.append(note)
         is_urgent = note.topic in (*INCIDENTS, Topic.STOPPED) or "unsaved" in note.values
         is_urgent = is_urgent or bool(note.values.get("fallback"))
-        # Beside its epochs' lines a run prints only what went wrong; who gave a `progress` is told everything.
+        # Besides its epoch lines a run prints problems only. A `progress` that the user gave gets every note.
         if self.ranks.is_first and (is_urgent or not isinstance(self._progress, EpochLines)):
             self._progress.say(note.text)
         self._write("note", note.to_json())
@@ -320,15 +320,15 @@ class Trainer(Configured, Resumable, Answers):
     # -- running ---------------------------------------------------------------------------
 
     def fit(self, *given: Any, resume: bool = False, quiet: bool = False, **others: Any) -> History:
-        """Train for `config.epochs`; return what happened.
+        """Train for `config.epochs` epochs; return the history of the run.
 
-        Prints a line per epoch, and what goes wrong, unless the trainer was given a `progress`.
+        Prints a line per epoch and every problem, unless the trainer was given a `progress`.
 
         Args:
             resume: Continue from the run folder's latest checkpoint, if there is one.
             quiet: Print nothing.
-            *given: Refused with what to type, as are `others`: the number of epochs belongs to `config`.
-            **others: See `given`.
+            *given: Refused, with an error that says what to type. The number of epochs belongs to `config`.
+            **others: Refused as well.
         """
         check_fit(given, others)
         settings, shutdown, at = self.settings, self._shutdown, self._at
@@ -377,16 +377,16 @@ class Trainer(Configured, Resumable, Answers):
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run has done all its steps, or has stopped improving."""
+        """Whether the run has reached `max_steps`, or has stopped improving for `patience` epochs."""
         settings, at = self.settings, self._at
         if settings.max_steps is not None and at.num_steps >= settings.max_steps:
             return True
         return bool(settings.patience) and at.stall.num_epochs >= settings.patience
 
     def _end_within_epoch(self) -> None:
-        """Report, validate and save the part of an epoch after which `max_steps` ends the run.
+        """Validate, report and save the part of an epoch that was trained when `max_steps` ended the run.
 
-        A resumed run with more steps goes on within the epoch.
+        A resumed run with a larger `max_steps` continues within the epoch.
         """
         set_mode(self.optimizer, training=False)
         report = self._at.tally.report(self._at.epoch)
@@ -394,7 +394,7 @@ class Trainer(Configured, Resumable, Answers):
             drawn = capture_rng(renew_cudnn=False)
             with contextlib.suppress(
                 EvaluationStopped
-            ):  # by a signal: the part is saved without metrics
+            ):  # by a signal: there are no validation metrics
                 report.metrics = self.validate()
             restore_rng(drawn)
         self._tell_epoch(report)
@@ -403,17 +403,17 @@ class Trainer(Configured, Resumable, Answers):
     def _write_end(self, kind: type[BaseException] | None, error: Any, *_: object) -> None:
         """Write how the run ended to its log."""
         end = RunEnd(self.history.ended) if kind is None else RunEnd.by(error)
-        with contextlib.suppress(StokerError):  # a full disk is told by the error that came first
+        with contextlib.suppress(StokerError):  # a full disk was reported by the first error
             self._write("end", {"ended": end.ended, "error": end.error})
 
     def _save_epoch(self, report: EpochReport) -> None:
         self.save(report.metrics or {"loss": report.train_loss})
 
     def _keep_what_was_done(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Save what an error would lose. Not after a bad loss, and not between two batches of an update."""
+        """Save the finished steps when an error ends `fit`; not after a bad loss or within an update."""
         if kind is None or issubclass(kind, NonFiniteError | KeyboardInterrupt):
             return
-        if self.ranks.are_several:  # saving is collective, and the others are elsewhere
+        if self.ranks.are_several:  # saving is collective, and the others do not save now
             return
         at = self._at
         is_new = at.saved_step != at.num_steps > 0
@@ -550,7 +550,7 @@ class Trainer(Configured, Resumable, Answers):
         )
 
     def _check_skipped(self) -> None:
-        """Note, or raise, that updates were skipped although every loss was finite."""
+        """Report updates that were skipped although their losses were finite: a note, or an error for "stop"."""
         skipped = self._step.num_skipped
         new, self._at.num_skipped = skipped - self._at.num_skipped, skipped
         told = sum(
@@ -564,7 +564,7 @@ class Trainer(Configured, Resumable, Answers):
         self.note(Note(finding.given, Topic.LOSS))
 
     def _roll_back(self, found: _RollBackError) -> None:
-        """Restore the last good state; the batch is left out from now on."""
+        """Restore the state of the epoch's start, and skip the batch from now on."""
         assert self._at.good is not None
         self._at.num_rollbacks += 1
         if self._at.num_rollbacks > MOST_ROLLBACKS:
@@ -585,16 +585,16 @@ class Trainer(Configured, Resumable, Answers):
         )
 
     def train_epoch(self, epoch: int | None = None) -> EpochReport:
-        """Train one epoch without validation, and go on to the next: for a loop of your own.
+        """Train one epoch without validation, for a training loop of your own.
 
-        No run folder is opened, no checkpoint is written, and nothing is printed; `fit` does that. `validate`
-        and `save` may be called between epochs.
+        Only `fit` opens the run folder, writes checkpoints and prints. `validate` may be called between epochs;
+        `save` writes nothing until `fit` has opened the run folder.
 
         Args:
-            epoch: Its number, from 0; by default the one that comes next.
+            epoch: Number of the epoch, from 0; by default the next one.
 
         Returns:
-            Its report, which is also in `history`.
+            The report of the epoch, which is also in `history`.
         """
         at = self._at
         if self._val is not None:
@@ -608,7 +608,7 @@ class Trainer(Configured, Resumable, Answers):
         return self.history.epochs[-1] if at.epoch != number else at.tally.report(number)
 
     def _train_batches(self) -> bool:
-        """Train on the remaining batches of the epoch, until it or the run ends; return whether the epoch did."""
+        """Train on the remaining batches of the epoch; return False if the run ends before the epoch does."""
         at, shutdown, accumulation = self._at, self._shutdown, self._step.accumulation
         position, most = self._begin_epoch(), self.settings.max_steps
         works, tally, num_batches = self._works(), at.tally, self._train.num_batches
@@ -641,7 +641,7 @@ class Trainer(Configured, Resumable, Answers):
                     accumulation = self._step.accumulation
                 loss = (self._update.add if self._captured is None else self._captured.run)(work)
                 is_updated = accumulation.steps == 1 or accumulation.is_complete
-                if accumulation.is_complete:  # a captured step with its update has done so
+                if accumulation.is_complete:  # `CapturedStep` finishes its update itself
                     self._update.finish()
                 if is_updated:
                     self._step_scheduler("update")
@@ -696,7 +696,7 @@ class Trainer(Configured, Resumable, Answers):
         return iter(self._captured.works() if self._captured is not None else self._train)
 
     def _skip(self, work: Work, position: int) -> None:
-        """Leave a batch out that a rollback has named, and its draw with it."""
+        """Skip a batch that a rollback has excluded, and the augmentation's draws for it."""
         if work.index is not None and self._train.augmentation is not None:
             self._train.augmentation.seek(self._at.epoch, position + 1)
 
@@ -714,9 +714,9 @@ class Trainer(Configured, Resumable, Answers):
         return report.train_loss if score is None and self.settings.monitor == "loss" else score
 
     def _set_batch_size(self, num_samples: int) -> None:
-        """Use a batch's size as the full one: of the first, if the loader does not tell it, or of a larger one.
+        """Take the size of this batch as that of a full one: it is the first batch, or larger than a full one.
 
-        A run may have been resumed with the short last batch of an epoch. Not between two batches of an update.
+        A resumed run may begin with the short last batch of an epoch. An update in progress keeps its size.
         """
         is_known, self._at.has_batch_size = self._at.has_batch_size, True
         full = num_samples if is_known else self._of_all(num_samples)
@@ -727,11 +727,11 @@ class Trainer(Configured, Resumable, Answers):
             self._make_step(parts)
 
     def _of_all(self, batch_size: int) -> int:
-        """Return the largest full batch of all ranks: averaged gradients need one common weight."""
+        """Return the largest batch size of all ranks: averaged gradients need one common weight."""
         return self.ranks.largest(batch_size)[0]
 
     def _collect(self, arrived: list[StepLoss]) -> None:
-        """Record losses that have arrived; handle one that is not finite."""
+        """Record losses that have arrived on the host; handle those that are not finite."""
         for seen in arrived:
             self.history.step_losses.append(seen.loss)
             if not seen.is_finite:
@@ -758,7 +758,7 @@ class Trainer(Configured, Resumable, Answers):
         raise finding
 
     def _after_batch(self, position: int) -> None:
-        """Do what is due after so many batches of the epoch."""
+        """Do the periodic work that is due after `position` batches of the epoch."""
         settings = self.settings
         self._progress.advance()
         if not self._can_save and not self._step.accumulation.num_batches:

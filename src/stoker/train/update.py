@@ -1,4 +1,4 @@
-"""One update: its batches, run again with less memory when the device runs out of it.
+"""One update: its batches are run again with less memory when the device runs out of memory.
 
 Enters: `Work`, batch by batch. Leaves: their losses, and the optimizer's step after the last one. Costs: per
 update a copy of torch's random generator states and of the model's buffers. The batches of an update are
@@ -10,10 +10,10 @@ Contract:
     out of memory  in the forward pass, the backward pass or the optimizer's step: the gradients of this update
                    are dropped, random generators, buffers and recurrent state are restored, the run goes one
                    level down (`oom.py`), and the same batches are run again. The weights are those of a run
-                   that had enough memory. A batch that cannot be built for lack of memory counts too
+                   that had enough memory. The same happens when building a batch runs out of memory
     another error  it is raised; the caller drops the update
     several ranks  nothing can be repeated, because the other ranks wait inside a collective. The lower level is
-                   written to the user's cache, this rank ends with an error, and the next start begins there
+                   written to the user's cache, this rank ends with an error, and the next start uses that level
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from stoker.units import format_bytes
 
 _T = TypeVar("_T")
 _Generators = tuple[torch.Tensor, tuple[int, int] | None]
-"""The host's state, and the device's seed and offset."""
+"""State of the host's generator; seed and offset of the device's generator, None on a CPU."""
 
 
 class MemoryRanOutError(StokerError, RuntimeError):
@@ -59,15 +59,15 @@ class MemoryRanOutError(StokerError, RuntimeError):
 
 
 class Update:
-    """Adds batches to a step, and repeats them with less memory when the device runs out of it.
+    """Adds batches to a step, and repeats them with less memory when the device runs out of memory.
 
     Args:
-        step: What computes.
+        step: Computes forward pass, backward pass and update.
         survive: Whether to go down a level when memory runs out; False raises the error.
-        say: Called with a note for every level that is left.
+        say: Called with a note each time the run goes down a level.
         shrink: Keeps a share of the chunks on the device and returns the bytes given back; None where
             the data is not chunked.
-        remembered: Where settings that fitted are kept.
+        remembered: The cache of levels that fitted in earlier runs.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Update:
         return self._run([work])
 
     def count(self, work: Work) -> None:
-        """Add a batch whose gradients the caller computes, as replays do; `repeat` computes them again."""
+        """Add a batch whose gradients the caller computes, as a replay does; `repeat` would compute them here."""
         self._keep(work)
         self.step.begin_batch(work.num_samples, work.num_together)
 
@@ -127,7 +127,7 @@ class Update:
         return now.pass_size != asked.pass_size or now.is_checkpointed != asked.is_checkpointed
 
     def mark(self) -> None:
-        """Remember random generators, buffers and recurrent state, for `restore`."""
+        """Save the states of random generators, the buffers and the recurrent state, for `restore`."""
         if self.survives:
             self._before = self._generators(), self._buffers.copy()
             recurrent = self.step.parts.recurrent
@@ -164,10 +164,10 @@ class Update:
             self.repeat()
 
     def obtain(self, get: Callable[[bool], _T]) -> _T:
-        """Return what `get` returns, going down a level each time it runs out of memory.
+        """Call `get` until it does not run out of memory; return its result. Goes down a level each time.
 
         Args:
-            get: Called with whether this is a repeated call.
+            get: Called with True if this is a repeated call.
         """
         again = False
         while True:
@@ -178,9 +178,9 @@ class Update:
             again = True
 
     def give_way(self) -> bool:
-        """Free the device memory that chunks can spare, if they have not done so yet; the step does not change.
+        """Free device memory by keeping fewer chunks; return False if that is not possible. The step stays as it is.
 
-        Returns False among several ranks: the rank whose data moved would capture its step anew, and the
+        With several ranks it returns False: the rank whose data moved would capture its step again, and the
         others would not.
         """
         lower = next_level(self.level)
@@ -195,7 +195,7 @@ class Update:
     # -- inside ----------------------------------------------------------------------------
 
     def _keep(self, work: Work) -> None:
-        """Remember a batch until the update is done, and the state before the first one."""
+        """Keep a batch until the update is done; before the first one, save the state."""
         if not self._works:
             self.mark()
         self._works.append(work)
@@ -232,13 +232,13 @@ class Update:
                     error.add_note(self._describe(works[-1]))
                     raise
                 self._check_survives(error)
-            # Outside of the handler: the error, and with it the tensors of its frames, is gone.
+            # Outside of the handler, the error is released, and with it the tensors of its frames.
             self._go_down()
             self.restore()
             works = self._works
 
     def _describe(self, work: Work) -> str:
-        """Return what a step that raised was given: torch names the types of its own tensors, not of the data."""
+        """Describe the batch of a step that raised: torch's messages name tensors inside the model, not the batch."""
 
         def told(value: Any) -> str:
             kinds = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in iterate_tensors(value)]
@@ -267,7 +267,7 @@ class Update:
         )
 
     def _passes(self, work: Work) -> list[Work]:
-        """Return the parts of a batch that go through the model one after the other; often the batch alone."""
+        """Return the parts of a batch that go through the model one after the other; usually the whole batch."""
         if not self.is_lowered or work.num_samples <= self.level.pass_size:
             return [work]
         if work.can_cut:
@@ -290,7 +290,7 @@ class Update:
             raise error
         if self.step.parts.ranks.are_several:
             raise self.next_time() from error
-        # An optimizer that is not fused updates parameter by parameter: half of them may be new.
+        # An optimizer that is not fused updates parameter by parameter: some may be updated already.
         if updating and not self.step.guarded:
             error.add_note(
                 "in the update of an optimizer that may have changed some weights already: resume "
@@ -314,10 +314,10 @@ class Update:
         self._buffers.put_back(buffers)
 
     def _generators(self) -> _Generators:
-        """Return the states that a forward pass draws from.
+        """Return the states of the generators that a forward pass draws from.
 
-        Python's and numpy's generators are left out: copying them costs more than a model that draws from
-        them on the host is worth.
+        Python's and numpy's generators are left out: copying them takes time in every update, and few models draw
+        from them.
         """
         device = self.step.parts.device
         if device.type != "cuda":
@@ -344,7 +344,7 @@ class Update:
     def next_time(self) -> MemoryRanOutError:
         """Return the error that ends this rank: the other ranks wait inside a collective, so nothing can be repeated.
 
-        The lower level is remembered; the next start, by torchrun or by the user, begins there.
+        The lower level is written to the cache; the next start, by torchrun or by the user, uses it.
         """
         lower = next_level(self.level, all(work.can_cut for work in self._works))
         if lower is not None and self._circumstances is not None:
@@ -361,7 +361,7 @@ class Update:
         )
 
     def _take(self, lower: LowerLevel, before_bytes: int) -> bool:
-        """Go to a lower level, note and remember it; return False if it freed nothing."""
+        """Go to a lower level, note it and write it to the cache; return False if it freed nothing."""
         freed = self._apply(lower.level)
         if lower.kind == "chunk share" and not freed:
             return False
@@ -390,7 +390,7 @@ class Update:
         return self._shrink(FALLBACK_SHARE / GPU_SHARE)
 
     def _recall(self) -> None:
-        """Begin at the level that an earlier run of the same model on the same GPU needed; ranks at their lowest."""
+        """Begin at the level that an earlier run of this model on such a GPU needed; all ranks at the lowest one."""
         parts = self.step.parts
         free = torch.cuda.mem_get_info(parts.device)[0]
         signature = sign_model(parts.model, parts.precision.name, type(parts.optimizer).__name__)

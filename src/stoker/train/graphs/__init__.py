@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph: captured, compared with the eager step before it is trusted, watched after that.
+"""A training step as one CUDA graph: captured, compared with the eager step before it is used, and watched afterwards.
 
-`graphed_step` does it, `trainer_step` for the `Trainer`, `function` for anybody's loop (`stoker.capture`).
+`graphed_step` is the common part, `trainer_step` is for the `Trainer`, `function` for other loops (`stoker.capture`).
 """

@@ -3,9 +3,9 @@
 A graph repeats the numbers that the host had when it was captured. If one of them changes, a replay differs
 from the eager step.
 
-Enters: an optimizer whose update is captured; the states of the host's generators before. Leaves: why a replay
-would differ, or None. Costs: per replay some µs, 0.1 µs for each parameter and 0.4 µs for each module; 50 ms per
-capture if other threads may draw random numbers.
+Enters: optimizers, modules and functions of a captured step; earlier states of the host's generators. Leaves: why a
+replay would differ, or None. Costs: per replay some µs, 0.1 µs for each parameter and 0.4 µs for each module; 50 ms
+per capture if other threads may draw random numbers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ DRAWS_ON_HOST = "the step draws random numbers on the host"
 _OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 MOST_COMPARED = 1000
-"""Entries of containers that are looked at from one variable or attribute on; what holds more is data, no setting."""
+"""Most entries of containers that are examined for one variable or attribute; larger containers are data."""
 _MOST_HELPERS = 200
 _BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
 _LIBRARY = sysconfig.get_path("stdlib")
 _LENGTH, _ITEM, _DRAWN, _BYTES = object(), object(), object(), object()
 """Keys of a container's length, a tensor's only value, a generator's state and an array's values."""
 _DEPTH, _MOST_BYTES = 3, 4096
-"""Levels of containers that are looked into, and the largest array that is compared at every replay."""
+"""Levels of containers that are examined, and the size of the largest array that is compared at every replay."""
 _HOST = torch.device("cpu")
 _CLEAR = frozenset(
     {
@@ -72,21 +72,21 @@ _CLEAR = frozenset(
         *(torch.nn.Parameter, FunctionType, MethodType, ModuleType),
     }
 )
-"""Types whose objects can be asked what they are."""
+"""Types whose attributes can be read without running user code."""
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
     {
         *("torch", "numpy", "stoker", "functools", "collections", "logging", "random"),
         *("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"),
-        *("queue", "threading", "multiprocessing", "concurrent", "asyncio"),  # of other threads
+        *("queue", "threading", "multiprocessing", "concurrent", "asyncio"),  # used by threads
     }
 )
-"""Packages whose objects and functions are not looked into."""
+"""Packages whose objects and functions are not examined."""
 _FRAMEWORKS = ["stoker", "frameworks"]
 _OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
-"""Methods of a Lightning module that are not called by its `training_step`."""
+"""Names of methods of a Lightning module that its `training_step` does not call."""
 MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
-"""What torch keeps in every module."""
+"""Attributes that torch sets in every module."""
 _Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
 """A group, its learning rate on the device, and the names and values that are compared."""
 
@@ -98,10 +98,10 @@ class FrozenGroups:
     reads.
 
     Args:
-        optimizer: About to be captured.
-        device: Where the graph will read the learning rates.
-        bring_rates: Whether to put them there. Optimizers that are not fused may not take a rate on the device.
-        has_update: Whether the update is captured; without it only the parameters that are trained must stay.
+        optimizer: The optimizer, before the capture.
+        device: Device from which the graph reads the learning rates.
+        bring_rates: Whether to put the rates there. Some optimizers that are not fused refuse rates on a device.
+        has_update: Whether the update is captured. If not, only the set of trained parameters must stay the same.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class FrozenGroups:
         self._trained = self._list_trained()
 
     def find_change(self) -> str | None:
-        """Return what a replay would not follow, in words, or None; new learning rates are copied to the graph's."""
+        """Describe a change that a replay would ignore, or return None. Copies new learning rates to the graph's."""
         groups = self._optimizer.param_groups if self._has_update else ()
         if len(groups) != len(self._groups):
             return _OTHER_GROUPS
@@ -134,7 +134,7 @@ class FrozenGroups:
         return None
 
     def trains_others(self) -> bool:
-        """Whether parameters were frozen or thawed since."""
+        """Whether parameters were frozen or unfrozen since the capture."""
         return self._list_trained() != self._trained
 
     def _list_trained(self) -> list[bool]:
@@ -145,17 +145,16 @@ class FrozenGroups:
 class HostNumbers:
     """Numbers, texts and flags that a step's Python code may read: a graph repeats those of its capture.
 
-    They are attributes of modules (`training`, a dropout's `p`), and variables that functions and forward passes
-    take from around them. Lists, dicts and plain objects are looked into three levels deep; the length of a list or
-    dict counts too: a replay appends nothing. So do tuples of numbers, what is None, and small arrays of numpy; the
-    states of random generators that are kept there, which a replay does not draw from; and numbers of classes that
-    count in their methods.
+    They are attributes of modules (`training`, a dropout's `p`), and outer variables that functions and forward
+    passes use. Lists, dicts and plain objects are examined three levels deep. Included are the length of a list or
+    dict, because a replay appends nothing; tuples of numbers, None, and small numpy arrays; the states of random
+    generators, because a replay does not draw from them; and numbers in classes that their methods assign to.
 
     Args:
-        modules: With all modules inside them.
-        functions: Other code of the step: a criterion, a step function.
-        device: Where the step runs. On a GPU, tensors with one value in host memory are numbers too: a kernel
-            gets their value, not their address.
+        modules: Modules, with all modules inside them.
+        functions: Other functions of the step: a criterion, a step function.
+        device: Device on which the step runs. On a GPU, tensors with one value in host memory are numbers too,
+            because a kernel gets their value, not their address.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class HostNumbers:
         keys: dict[int, tuple[Any, list[Any]]] = {}
         self._rest: list[tuple[Any, Any, Any]] = []
         for (_, container, key), value in zip(self._places, self._values, strict=True):
-            if key is _DRAWN:  # others may draw from it between two steps
+            if key is _DRAWN:  # other code may draw from it between two steps
                 continue
             if key in (_LENGTH, _ITEM, _BYTES) or isinstance(container, CellType | type):
                 self._rest.append((container, key, value))
@@ -220,7 +219,7 @@ class HostNumbers:
             self._look(name, vars(owner), depth, attributes_read(owner, self._named))
 
     def _may_look(self, container: Any) -> bool:
-        """Whether so many entries may still be looked at; they are then counted."""
+        """Whether all entries of a container may still be examined; if so, they are counted."""
         if len(container) > self._left:
             return False
         self._left -= len(container)
@@ -229,7 +228,7 @@ class HostNumbers:
     def _look(
         self, name: str, container: Any, depth: int = _DEPTH, only: Collection[str] | None = None
     ) -> None:
-        # A vocabulary is no setting: of a large container only the length counts.
+        # A large container, such as a vocabulary, is data: only its length is compared.
         keys = range(len(container)) if isinstance(container, list | deque) else list(container)
         for key in keys if len(keys) <= MOST_COMPARED else ():
             if key not in MODULE_TABLES and (only is None or key in only):
@@ -264,26 +263,26 @@ class HostNumbers:
             self._look_into(name, value)
 
     def values(self) -> list[Any]:
-        """Return what they are now."""
+        """Return their current values."""
         return [read_place(container, key) for _, container, key in self._places]
 
     def find_change(self) -> str | None:
-        """Return the name of one that has another value than at first, or None."""
+        """Return the name of a number that has changed since construction, or None."""
         try:
             is_same = all(get(container) == then for container, get, then in self._groups)
             is_same = is_same and all(
                 read_place(container, key) == then for container, key, then in self._rest
             )
-        except Exception:  # noqa: BLE001 (gone, or something else now that compares in its own way)
+        except Exception:  # noqa: BLE001 (removed, or replaced by an object whose comparison raises)
             is_same = False
         return None if is_same else self.name_difference(self.values(), self._values)
 
     def name_difference(self, some: list[Any], others: list[Any]) -> str | None:
-        """Return the name of the first that differs between two results of `values`, or None."""
+        """Return the name of the first number that differs between two results of `values`, or None."""
         return next(self._name_differences(some, others), None)
 
     def name_counts(self) -> list[str]:
-        """Return the names of those that have another value than at first, but for modes of modules."""
+        """Return the names of the numbers that have changed since construction, except `training` of modules."""
         changed = self._name_differences(self.values(), self._values)
         return [name for name in changed if name.rpartition(".")[2] != "training"]
 
@@ -293,7 +292,7 @@ class HostNumbers:
                 yield name
 
     def put_back(self) -> None:
-        """Give each the value that it had at first."""
+        """Restore the values that the numbers had at construction."""
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             if key is _ITEM:
                 container.fill_(value)
@@ -320,12 +319,12 @@ def _equals(one: Any, other: Any) -> bool:
     """Whether two values are equal; an array of several numbers equals no number."""
     try:
         return bool(one == other)
-    except Exception:  # noqa: BLE001 (the comparison of somebody's own class)
+    except Exception:  # noqa: BLE001 (the comparison of a user's class)
         return False
 
 
 class _Entries(tuple[Any, ...]):
-    """What a deque holds, which is the same if the objects are: a full one keeps its length."""
+    """The entries of a deque, compared by identity: the length of a full deque does not change."""
 
     __slots__ = ()
 
@@ -338,7 +337,7 @@ class _Entries(tuple[Any, ...]):
 
 
 def _drawn(generator: Any) -> bytes:
-    """Return the state of a generator of random numbers on the host."""
+    """Return the state of a random generator on the host, as bytes."""
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state().numpy())
     if isinstance(generator, random.Random):
@@ -361,7 +360,7 @@ def _set_drawn(generator: Any, state: bytes) -> None:
 
 
 def _class_counts(kind: type) -> list[tuple[type, str]]:
-    """Return the numbers of a class and its bases that a method assigns to, as in `Net.count += 1`."""
+    """Return the numbers in a class and its bases that a method assigns to, as in `Net.count += 1`."""
     found = []
     for base in (one for one in kind.__mro__ if _package(one) not in _FOREIGN):
         numbers = {n for n, v in vars(base).items() if isinstance(v, bool | int | float)}
@@ -376,7 +375,7 @@ def _class_counts(kind: type) -> list[tuple[type, str]]:
 
 
 def read_place(container: Any, key: Any) -> Any:
-    """Return what is in a place: an entry, a variable, an attribute; None if there is nothing."""
+    """Return the value of an entry, a variable or an attribute; None if there is none."""
     if key is _LENGTH:
         return _Entries(container) if isinstance(container, deque) else len(container)
     if key is _ITEM:
@@ -400,9 +399,9 @@ def read_place(container: Any, key: Any) -> Any:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether an object cannot be asked what it is: a weak proxy of something gone, one that loads itself and fails.
+    """Whether reading an object's attributes raises: a weak proxy of a deleted object, or a lazy loader that fails.
 
-    A step that names it may still be captured. What it hides is not followed.
+    A step that uses it may still be captured. Values inside it are not watched.
     """
     if type(value) in _CLEAR:
         return False
@@ -410,13 +409,13 @@ def is_opaque(value: Any) -> bool:
         isinstance(value, Mapping)  # asks for its `__class__`
         for name in ("__dict__", "__self__", "__func__", "func", "__module__"):
             getattr(value, name, None)
-    except Exception:  # noqa: BLE001 (somebody's own code may raise anything)
+    except Exception:  # noqa: BLE001 (user code may raise anything)
         return True
     return False
 
 
 def slots_of(value: Any) -> list[str]:
-    """Return the attributes of an object of somebody's own that has slots instead of a dict."""
+    """Return the attributes of a user-defined object that has slots instead of a dict."""
     kind = type(value)
     if hasattr(value, "__dict__") or _package(kind) in _FOREIGN or callable(value):
         return []
@@ -424,14 +423,14 @@ def slots_of(value: Any) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number, a text, None or a member of an enumeration, or a tuple of such."""
+    """Whether a value is a number, a text, None or a member of an enumeration, or a tuple of these."""
     if isinstance(value, tuple):
         return all(map(_is_number, value))
     return isinstance(value, bool | int | float | str | np.generic | Enum | NoneType)
 
 
 def _is_host_number(value: Any) -> bool:
-    """Whether it is a tensor with one value in host memory, which nothing differentiates."""
+    """Whether a value is a tensor with one value in host memory that requires no gradient."""
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
     return (
         is_tensor and value.device.type == "cpu" and value.numel() == 1 and not value.requires_grad
@@ -439,26 +438,26 @@ def _is_host_number(value: Any) -> bool:
 
 
 def is_plain_object(value: Any, may_be_called: bool = False) -> bool:
-    """Whether it is an object of somebody's own class, such as a config; not of torch or of the language."""
+    """Whether a value is an object of a user-defined class, such as a config; not of torch or of Python itself."""
     if isinstance(value, torch.nn.Module | torch.Tensor | type | ModuleType):
         return False
     if callable(value) and (not may_be_called or inspect.isroutine(value)):
         return False
-    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # whose counts a step must not move
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):  # a step may change its counts
         return True
     is_own = _package(type(value)) not in _FOREIGN and not _is_of_framework(value)
     return hasattr(value, "__dict__") and is_own
 
 
 def _is_of_framework(value: Any) -> bool:
-    """Whether it is a trainer with one of our mix-ins, which changes its own counts at every step."""
+    """Whether a value is a framework's trainer with a mix-in of stoker, which changes its own counts at every step."""
     return any(kind.__module__.split(".")[:2] == _FRAMEWORKS for kind in type(value).__mro__)
 
 
 def named_in_step(kind: type) -> set[str] | None:
-    """Return the attributes that the code of a Lightning module may read within a step; None if it is another module.
+    """Return the attributes that a Lightning module may read within a step; None for any other module.
 
-    Its hooks around the step may count and collect as they like.
+    Attributes that only hooks around the step use may change freely.
     """
     if not hasattr(kind, "training_step"):
         return None
@@ -471,15 +470,15 @@ def named_in_step(kind: type) -> set[str] | None:
 
 
 def _package(thing: Any) -> str:
-    """Return the package that an object, a class or a module of Python comes from."""
+    """Return the top-level package of an object, a class or a Python module."""
     home = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
     return (home or "").partition(".")[0]
 
 
 def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the variables that a function takes from around it: name, what holds it, and its key there.
+    """Yield the outer variables that a function uses: name, container, and key in the container.
 
-    They are of its closure, globals, defaults and attributes; of a `functools.partial` also the arguments.
+    They are in its closure, globals, defaults and attributes; for a `functools.partial` also in its arguments.
     """
     for place in _variables_around(function):
         if not is_opaque(read_place(*place[1:])):
@@ -514,7 +513,7 @@ def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the attributes that code names of a module or class of somebody's own: `config.BETA`, `Settings.beta`."""
+    """Yield the attributes of a user's Python module or class that code names: `config.BETA`, `Settings.beta`."""
     if is_opaque(value):
         return
     is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
@@ -528,7 +527,7 @@ def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, A
 
 @functools.cache
 def _globals_named(code: CodeType) -> tuple[str, ...]:
-    """Return the globals that code and the functions inside of it read or assign to; not names of attributes."""
+    """Return the globals that code and the functions inside it read or assign to; not names of attributes."""
     names = {
         one.argval: None
         for one in dis.get_instructions(code)
@@ -541,7 +540,7 @@ def _globals_named(code: CodeType) -> tuple[str, ...]:
 
 
 def _names(code: CodeType) -> dict[str, None]:
-    """Return the globals and attributes that code names, and those of the functions inside of it."""
+    """Return the names of globals and attributes in code and in the functions inside it."""
     names = dict.fromkeys(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -550,7 +549,7 @@ def _names(code: CodeType) -> dict[str, None]:
 
 
 def names_in(functions: Iterable[Any]) -> frozenset[str]:
-    """Return all names that the code of functions has."""
+    """Return the names of all globals and attributes in the code of functions."""
     names: dict[str, None] = {}
     for given in functions:
         function = getattr(given, "func", given)
@@ -562,9 +561,9 @@ def names_in(functions: Iterable[Any]) -> frozenset[str]:
 
 
 def attributes_read(owner: Any, named: frozenset[str]) -> frozenset[str] | None:
-    """Return the attributes of an object that code with these names may read; None if it may be any.
+    """Return the attributes of an object that code with these names may read; None if it may read any.
 
-    A loop counts and collects in the object whose method the step is: that is not the step's.
+    If the step is a method, its object may also hold counts of the loop, which are not the step's.
     """
     methods = [
         m for kind in type(owner).__mro__[:-1] for m in vars(kind).values() if inspect.isfunction(m)
@@ -576,7 +575,7 @@ def attributes_read(owner: Any, named: frozenset[str]) -> frozenset[str] | None:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether a function is of somebody's own code, not of an installed package or of the language."""
+    """Whether a function is in the user's own code, not in an installed package or the standard library."""
     function = inspect.unwrap(function) if callable(function) else None
     if not inspect.isfunction(function):
         return False
@@ -588,9 +587,9 @@ def _is_own_file(file: str) -> bool:
 
 
 def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
-    """Return functions, and those of somebody's own code that they and forward passes name.
+    """Return `functions`, and the user's functions that they and forward passes name.
 
-    Methods are bound to the object that they are called of.
+    Methods are bound to the object on which they are called.
     """
     found: dict[tuple[int, int], Any] = {}
 
@@ -640,11 +639,11 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
 
 
 def quiet_host_rng(may_wait: bool) -> dict[str, Any] | None:
-    """Return the states of the host's generators at a time when no other thread draws; None if there is none.
+    """Return the states of the host's generators at a time when no other thread draws; None if others go on drawing.
 
     Args:
-        may_wait: Whether other threads may draw, such as one that prefetches from a dataset. It pauses when it
-            is far enough ahead; this waits for that, at most a second.
+        may_wait: Whether other threads may draw, such as one that prefetches from a dataset. Such a thread pauses
+            when it is far enough ahead; this function waits for that, at most a second.
     """
     state = capture_host_rng()
     if not may_wait:
@@ -658,7 +657,7 @@ def quiet_host_rng(may_wait: bool) -> dict[str, Any] | None:
 
 
 def has_drawn(before: dict[str, Any]) -> bool:
-    """Whether the host's generators have changed since."""
+    """Whether the host's generators have changed since the states `before`."""
     return not _is_same(before, capture_host_rng())
 
 
@@ -679,7 +678,7 @@ def _freeze(
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is of a class of torch, not of one that inherits from it."""
+    """Whether the class of an optimizer is torch's own, not a subclass."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -701,7 +700,7 @@ def _compared_names(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: torch.Tensor | None
 ) -> list[str]:
     """Return the names of the values that the captured update may have read on the host."""
-    # Torch's optimizers read their defaults only; schedulers and users keep other values in a group.
+    # Torch's optimizers read only the names in their defaults; other values in a group are of schedulers and users.
     read = optimizer.defaults if is_torchs_own(optimizer) else group
     return [
         name
@@ -714,7 +713,7 @@ def _compared_names(
 
 
 def _advise(changed: list[str]) -> str:
-    """Return how to avoid that these values of a group change, as the end of a sentence."""
+    """Return advice on how to keep these values of a group constant, as the end of a sentence."""
     if "lr" in changed:
         return "; it follows an lr that is a tensor on the GPU"
     if {"betas", "momentum"} & {*changed}:

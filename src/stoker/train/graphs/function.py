@@ -1,4 +1,4 @@
-"""`stoker.capture`: the whole step of anybody's loop as one CUDA graph.
+"""`stoker.capture`: the whole step of a user's training loop as one CUDA graph.
 
 Enters: a function that trains on one batch, and the model and optimizer that it changes. Leaves: a function to call
 instead, with the same effect. Costs: see `graphed_step.py`; a graph for each of the first few shapes of a batch.
@@ -12,11 +12,11 @@ With `loader=` it is called with the indices of `Loader.index_batches`: gather a
 
 Contract:
 
-    success        the weights are those of the function called itself; the result is a copy, detached
-    cannot capture the function is called itself from then on; `reason` says why
-    another shape  has a graph of its own after its own warm-up; of too many shapes the later ones run eagerly
-    out of memory  while a graph is made: nothing of that step remains, and it is run eagerly. Elsewhere: raised
-    another error  of the function is raised as it is
+    success        the weights are those that the function itself would give; the result is a copy, detached
+    cannot capture the function itself is called from then on; `reason` says why
+    another shape  has a graph of its own after its own warm-up; after `MOST_GRAPHS` shapes, others run eagerly
+    out of memory  while a graph is made: the step is undone and run eagerly. Elsewhere: raised
+    another error  of the function is raised unchanged
 """
 
 from __future__ import annotations
@@ -68,43 +68,43 @@ def capture(
 ) -> CapturedFunction:
     """Return a function that does what `step` does, from one launch per call where that is possible.
 
-    torch's Adam, AdamW and SGD are made fused, with their learning rate on the device: schedulers may change it.
-    Others are captured as they are, and a change of their rate ends capture.
+    torch's Adam, AdamW and SGD are made fused, with the learning rate on the device, so that schedulers may change it.
+    Other optimizers are captured as they are; if their learning rate changes, steps run eagerly.
 
     Args:
         step: Trains on one batch and returns its loss, or a nested value of tensors; `step(batch)` or `step(x, y)`.
-            It must change nothing but what is given here: a moving average of the weights is one of `model`.
+            It must change only objects that are given here; pass a moving average of the weights in `model` too.
         example_batch: A batch as `step` gets it, to check that it can be captured. It is not trained on.
         model: Every module that `step` changes.
-        optimizer: Every optimizer that it steps.
-        scaler: Of its gradients.
-        loader: A stoker `Loader`; call the result with what its `index_batches()` yields, and `step` gets the
-            batch that they stand for.
-        say: Called with a line when steps continue eagerly; by default that is a RuntimeWarning.
+        optimizer: Every optimizer that `step` steps.
+        scaler: Scaler of the gradients, if there is one.
+        loader: A stoker `Loader`. Call the result with the items of its `index_batches()`; `step` then gets the
+            batches that they stand for.
+        say: Called with a line when steps continue eagerly; by default a RuntimeWarning is issued.
 
     Raises:
         InputError: There is nothing to capture: no function, no parameters, or a batch without tensors. Or the step
-            trains what was not given here.
+            trains a model or optimizer that was not given here.
     """
     return CapturedFunction(step, example_batch, model, optimizer, scaler, loader, say)
 
 
 class CapturedFunction:
-    """What `capture` returns: call it with a batch.
+    """The result of `capture`: call it with a batch.
 
     Args:
-        step: As for `capture`, like those that follow.
-        example_batch: A batch, or None.
-        model: Modules.
-        optimizer: Optimizers.
-        scaler: Of gradients.
-        loader: A stoker loader.
-        say: Called with a line.
-        calls: Code of a user that `step` calls: what it reads from around it is followed too.
-        refusal: Why it is not to be captured, if the caller knows; the optimizer is then left as it is.
+        step: As for `capture`.
+        example_batch: As for `capture`.
+        model: As for `capture`.
+        optimizer: As for `capture`.
+        scaler: As for `capture`.
+        loader: As for `capture`.
+        say: As for `capture`.
+        calls: Functions of the user that `step` calls: the variables that they read are watched too.
+        refusal: Why the step must not be captured, if the caller knows; the optimizer is then left as it is.
 
     Attributes:
-        device: Where the step runs.
+        device: Device on which the step runs.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class CapturedFunction:
     def __call__(self, *batches: Any) -> Any:
         """Train on a batch; return what the step returns, detached. Does not wait for the device.
 
-        A step of several arguments, `step(x, y)`, is called so, or with a tuple or dict of them.
+        A step with several arguments, `step(x, y)`, is called with them, or with a tuple or dict of them.
         """
         batch = batches[0] if len(batches) == 1 else batches
         if self._refusal is not None:
@@ -270,12 +270,12 @@ class CapturedFunction:
         return _checked_result(self._call(static))
 
     def forget(self) -> None:
-        """Drop all graphs; the next steps warm up and capture again. After loading an optimizer's state."""
+        """Drop all graphs; the next steps warm up and capture again. Call it after loading an optimizer's state."""
         for graph in self._graphs:
             graph.forget()
 
     def refuse(self, reason: str) -> None:
-        """Run eagerly from here on, for a reason that only the caller knows."""
+        """Run all further steps eagerly, for a reason that the caller gives."""
         self._refusal = reason
         self._graphs.clear()
         if has_graphs(self.device):
@@ -285,12 +285,12 @@ class CapturedFunction:
         """Return the graph for batches of this shape, which becomes the first in the list."""
         for number, graph in enumerate(self._graphs):
             if graph.matches(batch):
-                # The last shape first: batches of one shape follow one another, and one comparison finds it.
+                # The last shape comes first: most batches have it, and are found by one comparison.
                 if number:
                     self._graphs.insert(0, self._graphs.pop(number))
                 return graph
         made = _FunctionGraph(self, batch, self._state, self._loader, self._tell)
-        # Shapes that were given up stay in the list, so that they are not tried again; here they do not count.
+        # Shapes that were given up stay in the list, so that they are not tried again; they have no graph to count.
         if sum(not graph.is_given_up for graph in self._graphs) >= MOST_GRAPHS:
             made.give_up(f"batches have more than {MOST_GRAPHS} shapes")
         del self._graphs[2 * MOST_GRAPHS :]
@@ -320,7 +320,7 @@ class _FunctionGraph(GraphedStep):
         self._owner, self._loader = owner, loader
         self.shape = self._given(batch)
         super().__init__(state, say)
-        # Sizes alone are kept from here on: the first batch itself would stay in memory as long as the graph.
+        # Only shapes are kept from here on: the first batch would stay in memory as long as the graph.
         self.shape = map_tensors(lambda x: torch.empty_like(x, device="meta"), self.shape)
 
     def matches(self, batch: Any) -> bool:
@@ -413,7 +413,7 @@ def _has_sparse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _listed(given: Any, kind: type[_T]) -> list[_T]:
-    """Return what was given as a list; things of another kind are left out."""
+    """Return the given objects of a kind as a list; others are left out."""
     if isinstance(given, kind):
         return [given]
     several = given.values() if isinstance(given, Mapping) else given
@@ -425,7 +425,7 @@ def _check_trained(
     parameters: Sequence[torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Raise if the step trains parameters that were not given: they would not be put back between two ways.
+    """Raise if the step trains parameters that were not given: a comparison of steps could not restore them.
 
     Raises:
         InputError: An optimizer has other parameters, or the step uses an optimizer that was not given.

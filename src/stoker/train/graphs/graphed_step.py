@@ -2,20 +2,20 @@
 
 Enters: a step that reads its batch at fixed addresses, and everything that it changes (`StepState`). Leaves: the
 same changes, from one launch. Costs: a few eager steps of warm-up (they train like any other), one capture, three
-steps computed twice to compare; later one step in 64, 512, 4,096, ... is compared again. The graph's memory stays
+steps computed twice to compare; later the steps 64, 512, 4,096, ... are compared again. The graph's memory stays
 reserved while it exists.
 
-A replay repeats the kernels and the host's numbers of the time of capture. So a graph is refused when
+A replay repeats the kernels of the capture, with the host's numbers of that time. So a graph is refused when
 
     its result differs       from an eager step with the same batch, weights and random draws. The state that both
                              start from includes torch's generators and the counter of the augmentation
     the host takes part      the eager step changes a number that the host keeps (in the model, the criterion or the
-                             optimizer), draws random numbers on the host that may decide something, copies other
+                             optimizer), draws random numbers on the host that may change the step, copies other
                              numbers from the host at each step, or waits for the device
-    a number has changed     since the capture: of the optimizer (other than its learning rate, which the graph reads
-                             on the device) or of a module. A module's number is followed by a new capture
+    a number has changed     since the capture: in the optimizer (except its learning rate, which the graph reads
+                             on the device) or in a module. After a change in a module, the step is captured again
 
-`trainer_step.py` uses it for the `Trainer`, `function.py` for anybody's loop.
+`trainer_step.py` uses it for the `Trainer`, `function.py` for other loops.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ _FIRST_RECHECK, _RECHECK_GROWTH = 64, 8
 
 
 class GraphedStep:
-    """Runs a step as replays of a CUDA graph where it can, else eagerly; see the module's text.
+    """Runs a step as replays of a CUDA graph where possible, else eagerly; see the module's docstring.
 
-    A subclass says what the step is: `_given`, `_graphed_part` and `_run_eagerly`. One thread, one stream: the
-    caller's. Other threads may copy while a graph is captured.
+    A subclass defines the step in `_given`, `_graphed_part` and `_run_eagerly`. Not thread safe; works on the current
+    stream. Other threads may call CUDA while a graph is captured.
 
-    Where a graph of the whole step is impossible or wrong, and the subclass can run its update apart, the step is
-    captured once more without it. An update is a few launches, and the reason is often in it: a scheduler that moves
-    the momentum, an optimizer that counts on the host.
+    If a graph of the whole step is impossible or wrong, and the subclass can run its update separately, the step is
+    captured again without the update. The update has few launches and is often the reason: a scheduler may change the
+    momentum, or the optimizer may count on the host.
 
     Args:
         state: What the step changes.
         say: Called with a note when steps continue eagerly.
-        demanded: Whether that is an error instead.
+        demanded: Whether to raise an error instead of continuing eagerly.
 
     Attributes:
         reason: How steps run, and why.
         active: Whether steps are replayed now.
-        is_given_up: Whether they run eagerly for good.
+        is_given_up: Whether all further steps run eagerly.
         slowdown: Time of an eager step / time of a replay, as measured while they were compared; None before.
         split_reason: Why the update is not in the graph; None while it is.
     """
@@ -101,7 +101,7 @@ class GraphedStep:
     _others_draw = True
     _can_split = False
     _advice = ""
-    """For a step whose update is the reason, and that cannot be split."""
+    """Advice that is added to the reason if the update is the problem and the step cannot be split."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class GraphedStep:
         self._worst = 0.0
         self._generation: Any = self._find_generation()
 
-    # -- what a subclass says ----------------------------------------------------------------
+    # -- what a subclass defines -------------------------------------------------------------
 
     def _given(self, work: Any) -> Any:
-        """Return what the graph reads of a batch: a nested value of tensors and constants."""
+        """Return the part of a batch that the graph reads: a nested value of tensors and constants."""
         raise NotImplementedError
 
     def _graphed_part(self) -> Any:
-        """Run what is captured, from the static tensors: to the new weights, or to the gradients where it is split.
+        """Run the captured part with the static tensors: up to the new weights, or, if split, up to the gradients.
 
         Returns:
             The result of the step.
@@ -153,10 +153,10 @@ class GraphedStep:
         raise NotImplementedError
 
     def _rest(self) -> None:
-        """Run what is not in the graph, after it."""
+        """Run the part of the step after the graph: the update, if the step is split."""
 
     def _keep_gradients(self) -> None:
-        """Remember where a graph without the update leaves its gradients."""
+        """Record the tensors in which a graph without the update leaves its gradients."""
 
     def _run_eagerly(self, work: Any) -> Any:
         """Run the step without the graph."""
@@ -166,11 +166,11 @@ class GraphedStep:
         return Snapshot(self._state)
 
     def _find_generation(self) -> Any:
-        """Return a value that changes when the graph's kernels, or the tensors that they read, are outdated."""
+        """Return a value that changes when the graph must be captured again: other augmentation ops, or moved data."""
         return 0
 
     def _is_invalid(self) -> bool:
-        """Whether the eager step of a comparison has changed what the graph was made for."""
+        """Whether the eager step of a comparison has made the graph invalid."""
         return bool(self._generation != self._find_generation())
 
     def _before_giving_up(self) -> None:
@@ -201,7 +201,7 @@ class GraphedStep:
         if change is not None:
             if not self._can_split and self._num_replays >= _FIRST_RECHECK:
                 self._renew(change)
-            else:  # it often changes at every step: a new graph would not last
+            else:  # such values often change at every step: a new graph would be outdated at once
                 self._split(change + self._advice)
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
@@ -233,7 +233,7 @@ class GraphedStep:
         return self._copied_result()
 
     def _replay_graph(self) -> None:
-        """Run the step; draw what it draws on the host, where that decides nothing."""
+        """Replay the graph and run the rest of the step; repeat draws on the host that have no effect on it."""
         assert self._graph is not None
         if self._host_draws is not None:
             self._host_draws.repeat()
@@ -244,7 +244,7 @@ class GraphedStep:
         return map_tensors(torch.clone, self._loss)  # the next replay overwrites it
 
     def _fits(self, work: Any) -> bool:
-        """Whether the batch has the shapes that the graph was made for."""
+        """Whether the batch has the structure and shapes that the graph was captured with."""
         return self._static is None or alike(self._static, self._given(work))
 
     def _set_static(self, work: Any) -> None:
@@ -257,7 +257,7 @@ class GraphedStep:
                 copy_into(self._static, given)
 
     def _views(self) -> Any:
-        """Return the static tensors for a step to use as it likes: it may make them require gradients."""
+        """Return new tensors over the static memory: the step may set `requires_grad` on them."""
         return map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), self._static)
 
     def _warm_up(self, work: Any) -> Any:
@@ -275,9 +275,9 @@ class GraphedStep:
 
     @contextlib.contextmanager
     def _learning(self) -> Iterator[None]:
-        """Run a step of warm-up; after a failed capture, remember the copies that it makes.
+        """Context of a warm-up step; after a failed capture, it records the step's copies from the host.
 
-        They are those of the algorithms that the model chooses while it is captured.
+        The model then chooses the algorithms that it chooses during a capture, so that the copies are the same.
         """
         if self._constants is None:
             yield
@@ -286,7 +286,7 @@ class GraphedStep:
             yield
 
     def _capture(self) -> bool:
-        """Capture the step; False if it cannot be. Nothing is computed, and the host's numbers stay."""
+        """Capture the step; return False if that fails. Nothing is computed, and numbers on the host do not change."""
         state = self._state
         on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
@@ -303,7 +303,7 @@ class GraphedStep:
             why = why or self._record_drawing(host_rng)
         may_learn = self._constants is None and not state.ranks.joined
         if self._refusal and may_learn and not are_compiled(state.modules):
-            # Perhaps because the step brings numbers from the host: two more steps of warm-up tell.
+            # The cause may be copies of numbers from the host: two more steps of warm-up record them.
             self._constants = HostConstants(state.device)
             self._num_warm -= STEPS_TO_LEARN
             return False
@@ -314,9 +314,9 @@ class GraphedStep:
         return True
 
     def _record_drawing(self, host_rng: dict[str, Any]) -> str:
-        """Capture a step that draws on the host once more, and see whether the draws matter; return why it cannot be.
+        """Capture a step that draws on the host again, watching its draws; return why that is impossible, or "".
 
-        Not with several ranks, which would have to capture equally often.
+        Not with several ranks, because all of them would have to capture the same number of times.
         """
         if self._state.ranks.joined:
             return DRAWS_ON_HOST
@@ -327,7 +327,7 @@ class GraphedStep:
         return why or ("" if is_explained else DRAWS_ON_HOST)
 
     def _record(self, watch: HostDraws | None = None) -> str:
-        """Make a graph of the step, watched or not; return why that is impossible, or nothing."""
+        """Make a graph of the step, with its draws watched or not; return why that is impossible, or ""."""
         state = self._state
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         generator = self._copy_generator()
@@ -348,7 +348,7 @@ class GraphedStep:
             held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
             before, watched = held.values(), WatchedTensors(modules, code)
             structure = Structure(modules, state.optimizers)
-        except Exception as error:  # noqa: BLE001 (somebody's own objects are asked for what they hold)
+        except Exception as error:  # noqa: BLE001 (reading the attributes of a user's object may raise anything)
             self._refusal = f"what the step names cannot be examined ({describe_failure(error)})"
             return self._refusal
         draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
@@ -358,7 +358,7 @@ class GraphedStep:
         )
         if _is_short_of_memory(state.device):
             gc.collect()  # 0.2 s, as much as forty small steps
-        # Not during the capture: to free another graph's memory there would end it.
+        # No collection during the capture: it may free another graph's memory, which would end the capture.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -396,7 +396,7 @@ class GraphedStep:
         return torch.cuda.default_generators[self._state.device.index or 0].clone_state()
 
     def _heal(self, generator: Any, pool: Any) -> None:
-        """Repair the generator and the allocator, which both still believe that a failed capture is going on.
+        """Repair the generator and the allocator after a failed capture, which both still regard as running.
 
         The generator would refuse to draw. The allocator would keep every tensor that another stream has
         used, such as a prefetched batch, until the process ends (torch 2.13 and before).
@@ -404,7 +404,7 @@ class GraphedStep:
         number = self._state.device.index or 0
         with contextlib.suppress(RuntimeError):
             torch.cuda.default_generators[number].graphsafe_set_state(generator)
-        # It has ended, or torch has changed.
+        # The allocation may have ended already, or another torch may lack these functions.
         with contextlib.suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(number, pool)
             torch._C._cuda_releasePool(number, pool)
@@ -412,7 +412,7 @@ class GraphedStep:
     # -- comparing ---------------------------------------------------------------------------
 
     def _replay_and_check(self, work: Any) -> Any:
-        """Run the step eagerly and as a replay from the same state; keep the replay if they agree."""
+        """Run the step eagerly and as a replay from the same state; keep the replay's result if they agree."""
         keep = self._make_snapshot()
         try:
             return self._compare(work, keep)
@@ -496,9 +496,9 @@ class GraphedStep:
         return self._run_eagerly(work)
 
     def _compare_replaced(self, work: Any, keep: Snapshot, eager: Sequence[torch.Tensor]) -> Any:
-        """Compare a step that replaces tensors of a state or buffers instead of changing them.
+        """Compare a step that replaces tensors of an optimizer's state or of buffers instead of changing them.
 
-        A graph reads the first ones for ever. Where it only writes them, as weights to go back to, its own are used.
+        A graph always reads the tensors of its capture. If the step only writes them, the graph's own are used.
         """
         replaced, self._replaced = self._replaced, []
         kept = [one.container[one.key] for one in replaced]
@@ -516,7 +516,7 @@ class GraphedStep:
         for one, value in zip(replaced, kept, strict=True):
             pairs = zip(iterate_tensors(one.value), iterate_tensors(value), strict=False)
             for own, tensor in pairs:
-                if own.shape == tensor.shape:  # should it be read after all
+                if own.shape == tensor.shape:  # in case it is read after all
                     own.data.copy_(tensor.data)
             one.container[one.key] = one.value
         self._places = [(one.container, one.key, one.value) for one in replaced]
@@ -526,7 +526,7 @@ class GraphedStep:
     def _reads_held(
         self, work: Any, keep: Snapshot, held: Sequence[bool], eager: Sequence[torch.Tensor]
     ) -> bool:
-        """Whether a step depends on tensors that it replaces, such as a hidden state; leaves the kept state."""
+        """Whether a step depends on tensors that it replaces, such as a hidden state; restores the kept state."""
         keep.disturb(held)
         results = iterate_tensors(self._run_eagerly(work))
         found = [*results, *self._state.tensors(), *keep.replacements()]
@@ -535,7 +535,7 @@ class GraphedStep:
         return away > 1.0
 
     def _depends_on(self, container: Any, key: Any, work: Any) -> bool:
-        """Whether the step depends on a tensor that was replaced; if not, it is watched no longer."""
+        """Whether the step depends on a tensor that was replaced; if not, that tensor is no longer watched."""
         now = container.cell_contents if isinstance(container, CellType) else container[key]
         tensors = list(iterate_tensors(now))
         is_known = isinstance(now, torch.Tensor | tuple) and tensors
@@ -558,9 +558,10 @@ class GraphedStep:
         return away > 1.0
 
     def _compare_again(self, work: Any, keep: Snapshot) -> float:
-        """Return the difference beyond what repeated steps differ by, with the capture's own algorithms if needed.
+        """Return the difference after allowing for the noise of repeated steps.
 
-        Leaves the weights of a replay. Every rank takes the same turns, because a step contains collectives.
+        If needed, eager steps with the algorithms of a capture are compared too. Leaves the weights of a replay.
+        Every rank runs the same steps, because a step contains collectives.
         """
         replayed, again = self._outcome(self._replay, keep), self._outcome(self._replay, keep)
         between_replays = spread(replayed, again)
@@ -576,7 +577,7 @@ class GraphedStep:
                 away = self._agreed(
                     math.inf if is_blind else difference(one, replayed, noise, before)
                 )
-                # Two samples of what is nearly equal may be nearly equal by chance.
+                # Two repeated steps may agree by chance, so that the noise is underestimated: run more of them.
                 if away <= 1.0 or not self._agreed(float(noise.sum())) > 0.0:
                     break
             if away <= 1.0:
@@ -591,14 +592,14 @@ class GraphedStep:
         return away
 
     def _before(self, keep: Snapshot) -> Sequence[torch.Tensor]:
-        """Return what the kept tensors were, where they are still those of the step."""
+        """Return the tensors before the step; none if the step has changed their number."""
         return keep.tensors if len(keep.tensors) == len(list(self._state.tensors())) else ()
 
     def _outcome(self, run: Callable[[], Any], keep: Snapshot) -> list[torch.Tensor]:
         """Run a step from the kept state; return copies of its result and of everything that it changed."""
         keep.restore()
         results = [tensor.clone() for tensor in iterate_tensors(run())]
-        if run == self._replay:  # whose result has the state already
+        if run == self._replay:  # its result includes the state
             return results
         return [*results, *(tensor.detach().clone() for tensor in self._state.tensors())]
 
@@ -608,7 +609,7 @@ class GraphedStep:
         return [*iterate_tensors(self._loss), *self._state.tensors()]
 
     def _agreed(self, away: float) -> float:
-        """Return the largest difference of all ranks: they must decide alike."""
+        """Return the largest difference of all ranks, because they must decide alike. Collective."""
         return float(max(self._state.ranks.gather(away)))
 
     def _run_as_if_captured(self, work: Any) -> Any:
@@ -617,7 +618,7 @@ class GraphedStep:
             return self._run_eagerly(work)
 
     def _is_same_function(self, work: Any, keep: Snapshot) -> bool:
-        """Whether the step has the same result with these algorithms; without dropout, which they draw differently."""
+        """Whether a step with the capture's algorithms has the same result; without dropout, whose draws differ."""
         modes = [(m, m.training) for root in self._state.modules for m in root.modules()]
         for module, _ in modes:
             module.training = False
@@ -660,7 +661,7 @@ class GraphedStep:
     # -- giving up ---------------------------------------------------------------------------
 
     def _renew(self, reason: str) -> None:
-        """Drop the graph and capture the step as it is now, unless graphs do not last."""
+        """Drop the graph and capture the step again; give up if graphs were dropped too often."""
         self._num_short += self._num_replays < _FIRST_RECHECK
         if self._num_short > CHECKED_REPLAYS:
             self.give_up(
@@ -671,7 +672,7 @@ class GraphedStep:
         self._say(step_note(f"captured anew: {reason}", captured=True))
 
     def _split(self, reason: str) -> None:
-        """Drop the graph, and capture the step without its update if that was not tried; else continue eagerly."""
+        """Drop the graph, and capture the step without its update; continue eagerly if that was tried or cannot be."""
         if not self._can_split or self.split_reason is not None or self._state.ranks.joined:
             self.give_up(reason)
             return
@@ -692,7 +693,7 @@ class GraphedStep:
         self._say(step_note(words, captured=False, slowdown=self.slowdown, fallback=True))
 
     def forget(self) -> None:
-        """Drop the graph; the next steps warm up and capture again. For when its tensors or kernels changed."""
+        """Drop the graph; the next steps warm up and capture again. Called when its tensors or kernels have changed."""
         self._graph = self._static = self._loss = self._host_draws = self._constants = None
         self._frozen, self._numbers = [], HostNumbers(())
         self._held, self._held_values, self._replaced = HeldTensors(()), [], []
@@ -705,7 +706,7 @@ class GraphedStep:
 
 
 def _made(replaced: Sequence[Replaced]) -> list[torch.Tensor]:
-    """Return the tensors that are now where a step puts others."""
+    """Return the current tensors in the places where a step replaces them."""
     return list(iterate_tensors([one.container.get(one.key) for one in replaced]))
 
 

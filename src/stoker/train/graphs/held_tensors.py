@@ -1,10 +1,10 @@
-"""Tensors that the code of a step keeps around it: in attributes, variables, dicts, lists and objects.
+"""Tensors that the code of a step keeps outside of it: in attributes, variables, dicts, lists and objects.
 
-A graph reads the tensors of its capture for ever. `HeldTensors` are those that a step may replace itself,
-`WatchedTensors` those that others may replace between two steps.
+A graph always reads the tensors of its capture. `HeldTensors` are those that a step itself may replace,
+`WatchedTensors` those that other code may replace between two steps.
 
-Enters: modules and functions of a step. Leaves: where their tensors are, and which are others now. Costs: 30 ns at each
-replay for every tensor that is watched; the rest at a capture.
+Enters: modules and functions of a step. Leaves: the places of their tensors, and which were replaced. Costs: 30 ns at
+each replay for every watched tensor; the rest at a capture.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from stoker.train.graphs.frozen import (
 _DEPTH, _DEEPEST = 3, 20
 _MOST_VISITED = 3000
 _LEAVE = object()
-"""A value that is left as it is."""
+"""Stands for a place whose value `put` does not change."""
 
 
 class HeldTensors:
-    """Tensors that modules keep in plain attributes, and functions in variables around them.
+    """Tensors that modules keep in plain attributes, and functions in outer variables.
 
-    A graph reads the ones of its capture for ever: a hidden state that each step reads and then replaces would stay
-    as it was. One that a step only replaces (a cache, the weight of an old-style `weight_norm`) does no harm.
+    A graph always reads the tensors of its capture, so a hidden state that each step reads and then replaces would
+    never change. A tensor that a step only replaces (a cache, the weight of an old-style `weight_norm`) is harmless.
 
     Args:
-        modules: With all modules inside them.
-        functions: Other code of the step.
+        modules: Modules, with all modules inside them.
+        functions: Other functions of the step.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], functions: Iterable[Any] = ()) -> None:
@@ -66,61 +66,61 @@ class HeldTensors:
         for name, container, key in [*self._places]:
             value = read_place(container, key)
             self._places += [(f"{name}.{slot}", value, slot) for slot in slots_of(value)]
-        # Values are put back where tensors were; places that hold none yet are kept for those who watch for new ones.
+        # `put` restores only places with tensors; `WatchedTensors` needs the places without tensors too.
         self._all_places = self._places
         self._places = [place for place in self._places if holds_tensors(read_place(*place[1:]))]
 
     def all_places(self) -> list[tuple[str, Any, Any]]:
-        """Return the places of all attributes and variables: name, what holds it, and its key there."""
+        """Return the places of all attributes and variables: name, container, and key in the container."""
         return list(self._all_places)
 
     def values(self) -> list[Any]:
-        """Return what they are now: the objects themselves."""
+        """Return the current values of the places with tensors, not copied."""
         return [read_place(container, key) for _, container, key in self._places]
 
     def reachable(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of attributes and variables by name, and those inside of objects and modules there."""
+        """Yield the tensors in attributes and variables, objects and modules there included, with the place's name."""
         for name, container, key in self._all_places:
             for tensor in tensors_in(read_place(container, key)):
                 yield name, tensor
 
     def replacements(self, before: Sequence[Any]) -> list[Any]:
-        """Return the values that are other objects than before, for `put`, which leaves the rest alone."""
+        """Return the values that are other objects than before, for `put`, which leaves other places alone."""
         pairs = zip(self.values(), before, strict=True)
         return [_LEAVE if now is then else now for now, then in pairs]
 
     def places_of(self, values: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
-        """Return where `put` would put values: what holds each, its key there, and the value."""
+        """Return the places that `put` would change: container, key in the container, and value."""
         pairs = zip(self._places, values, strict=True)
         return [(one, key, value) for (_, one, key), value in pairs if value is not _LEAVE]
 
     def find_hidden(self, values: Sequence[Any]) -> str | None:
-        """Return the name of the first whose value is an object with tensors in it, or None."""
+        """Return the name of the first place whose value is an object with tensors in it, or None."""
         pairs = zip(self._places, values, strict=True)
         return next((name for (name, _, _), value in pairs if hides_tensors(value)), None)
 
     def put(self, values: Sequence[Any]) -> None:
-        """Give them values."""
+        """Set the places with tensors to `values`."""
         for (_, container, key), value in zip(self._places, values, strict=True):
             if value is not _LEAVE and read_place(container, key) is not value:
                 put_in(container, key, value)
 
     def find_replaced(self, before: Sequence[Any]) -> str | None:
-        """Return the name of the first that is another object than before, or None."""
+        """Return the name of the first place that holds another object than before, or None."""
         pairs = zip(self._places, self.values(), before, strict=True)
         return next((name for (name, _, _), now, then in pairs if now is not then), None)
 
 
 class WatchedTensors:
-    """Tensors that a step reads and does not replace: somebody may put others in their place between two steps.
+    """Tensors that a step reads and does not replace, but that other code may replace between two steps.
 
-    A graph goes on with the ones of its capture: a mask that is made anew, a table of weights in a dict, a network in
-    a variable. Likewise a function, a table of settings, an array, an object or an optimizer. Of an object whose method
-    the step is, attributes count that the code names.
+    A graph would keep using those of its capture: an old mask, a table of weights in a dict, a network in a variable.
+    Functions, tables of settings, arrays, objects and optimizers are watched as well. If the step is a method, only
+    the attributes of its object that the code names are watched.
 
     Args:
-        modules: With all modules inside them.
-        functions: Other code of the step.
+        modules: Modules, with all modules inside them.
+        functions: Other functions of the step.
     """
 
     def __init__(
@@ -146,14 +146,14 @@ class WatchedTensors:
             only, value = read.get(id(container)), read_place(container, key)
             if is_opaque(value) or (only is not None and key not in only):
                 continue
-            # Of torch's own modules only tensors are watched, not the dicts and functions that torch keeps there.
+            # In torch's own modules only tensors are watched, not the dicts and functions that torch keeps there.
             is_watched = id(container) not in of_torch and _may_be_replaced(value)
             if is_watched or any(True for _ in tensors_in(value)):
                 self._places[id(container), key] = name, container, key, value
         self._group()
 
     def _group(self) -> None:
-        # One `itemgetter` per container reads all its keys in C: hence the 30 ns of the module's text.
+        # One `itemgetter` per container reads all its keys in C, which takes 30 ns per tensor.
         self._others = [
             (container, key, value)
             for _, container, key, value in self._places.values()
@@ -165,14 +165,14 @@ class WatchedTensors:
                 _, names, values = keys.setdefault(id(container), (container, [], []))
                 names.append(key)
                 values.append(value)
-        # Two keys at least: of one, `itemgetter` returns the value and not a tuple.
+        # At least two keys: with one, `itemgetter` returns the value and not a tuple.
         self._groups = [
             (container, itemgetter(*names, names[0]), [*values, values[0]])
             for container, names, values in keys.values()
         ]
 
     def leave_replaced(self) -> None:
-        """Watch those no longer that have been replaced by now: the step does that itself."""
+        """Stop watching the tensors that were replaced during the capture: the step itself replaces them."""
         self._places = {
             place: one
             for place, one in self._places.items()
@@ -181,10 +181,10 @@ class WatchedTensors:
         self._group()
 
     def find_replaced(self) -> tuple[str, Any, Any] | None:
-        """Return one that is another now: its name, what holds it, and its key there; None if there is none."""
+        """Return the first place whose value was replaced: name, container, key; None if there is none."""
         try:
             is_same = all(all(map(is_, get(one), then)) for one, get, then in self._groups)
-        except (KeyError, IndexError):  # it is gone
+        except (KeyError, IndexError):  # it was removed
             is_same = False
         if is_same and all(read_place(one, key) is then for one, key, then in self._others):
             return None
@@ -198,20 +198,20 @@ class WatchedTensors:
         )
 
     def leave(self, container: Any, key: Any) -> None:
-        """Watch one no longer: the step does not read it."""
+        """Stop watching a place: the step does not read it."""
         del self._places[id(container), key]
         self._group()
 
 
 def _may_be_replaced(value: Any) -> bool:
-    """Whether it is something without tensors that decides what a step does, and that is no number."""
+    """Whether a value without tensors may change what a step does, and is not a number."""
     return isinstance(
         value, dict | list | np.ndarray | FunctionType | MethodType | torch.optim.Optimizer
     ) or is_plain_object(value, may_be_called=True)
 
 
 def _owner(function: Any) -> Any:
-    """Return the object of somebody's own whose method a function is, or that is called itself; or None."""
+    """Return the user's object of which `function` is a method, or which is itself called; or None."""
     function = getattr(function, "func", function)
     for value in (function, getattr(function, "__self__", None)):
         if is_plain_object(value, may_be_called=True):
@@ -220,7 +220,7 @@ def _owner(function: Any) -> Any:
 
 
 def put_in(container: Any, key: Any, value: Any) -> None:
-    """Put a value where `WatchedTensors` found one."""
+    """Set the value of a place: a variable of a closure, an entry, or an attribute."""
     if isinstance(container, CellType):
         container.cell_contents = value
     elif isinstance(container, dict | list | deque):
@@ -230,7 +230,7 @@ def put_in(container: Any, key: Any, value: Any) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers, modules and objects of somebody's own, such as a moving average of weights."""
+    """Yield the tensors in containers, modules and user-defined objects, such as a moving average of weights."""
     return _walk(value, _entries, _DEPTH)
 
 
@@ -247,9 +247,9 @@ def _entries(value: Any) -> Iterable[Any]:
 def _walk(
     value: Any, entries: Callable[[Any], Iterable[Any]], depth: int
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside of a value, those nearest to it first; each container is entered once.
+    """Yield the tensors inside a value, breadth first; each container is entered once.
 
-    After some thousand entries the rest is data, which would take seconds to go through.
+    Stops after `_MOST_VISITED` entries: larger containers are data, and would take seconds.
     """
     level = [] if is_opaque(value) else [value]
     left, entered = _MOST_VISITED, set[int]()
@@ -268,10 +268,10 @@ def _walk(
 def containers_around(
     modules: Iterable[torch.nn.Module], functions: Iterable[Any]
 ) -> list[tuple[str, Any]]:
-    """Return the dicts, lists and deques in which the code of a step may keep something, by name.
+    """Return the dicts, lists and deques that the code of a step may change, by name.
 
-    They are attributes of modules, variables around functions, and the attributes of objects of somebody's own there;
-    with the containers inside of them. A large one is data, not something that a step changes.
+    They are in attributes of modules, outer variables of functions, and attributes of user-defined objects there;
+    containers inside them are included. A large container is data, which a step does not change.
     """
     found: dict[int, tuple[str, Any]] = {}
     left = MOST_COMPARED
@@ -280,7 +280,7 @@ def containers_around(
         nonlocal left
         if depth == 0:
             left = MOST_COMPARED
-        if is_opaque(value) or isinstance(value, torch.optim.Optimizer):  # what that keeps is known
+        if is_opaque(value) or isinstance(value, torch.optim.Optimizer):  # see `KeptObjects`
             return
         if not in_object and is_plain_object(value, may_be_called=True):
             value, in_object = vars(value), True
@@ -310,17 +310,17 @@ def containers_around(
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether it is a tensor that is no parameter, or something with one in it; not a module."""
+    """Whether a value is or contains a tensor that is not a parameter; False for a module."""
     return any(not isinstance(tensor, torch.nn.Parameter) for tensor in _tensors_anywhere(value))
 
 
 def hides_tensors(value: Any) -> bool:
-    """Whether tensors are in an object, where a replay cannot put others."""
+    """Whether tensors are attributes of an object, where a replay cannot replace them."""
     return bool({*map(id, _tensors_anywhere(value))} - {*map(id, _nested_tensors(value))})
 
 
 def _tensors_anywhere(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers and objects, torch's own among them, such as a distribution."""
+    """Yield the tensors in containers and objects, also in torch's own, such as a distribution."""
     if is_opaque(value) or isinstance(
         value, torch.nn.Module | torch.optim.Optimizer | type | ModuleType
     ):
@@ -338,7 +338,7 @@ def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        # What somebody's own mapping raises, of a file that is closed say, is its own affair.
+        # A user's mapping may raise, for example one over a closed file.
         with contextlib.suppress(Exception):
             return list(value.values())
     return value if isinstance(value, list | tuple) else ()

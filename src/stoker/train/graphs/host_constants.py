@@ -1,14 +1,14 @@
-"""Numbers that a step brings to the device itself: `torch.tensor([1.0, 2.0], device="cuda")`, `torch.eye(8).to(x)`.
+"""Numbers that a step copies to the device: `torch.tensor([1.0, 2.0], device="cuda")`, `torch.eye(8).to(x)`.
 
-A CUDA graph cannot contain a copy from memory that is not pinned. Most such copies bring the same numbers at every
+A CUDA graph cannot contain a copy from memory that is not pinned. Most such copies have the same numbers at every
 step: weights of classes, the mean of pixels, the fill value of a mask. A graph may then read them on the device.
 
-Enters: two steps of warm-up, run within `learn`, and the step that is captured, within `replace`. Leaves: the numbers
+Enters: two steps of warm-up, run within `learn`, and the captured step, run within `replace`. Leaves: the numbers
 of each copy, if they were the same every time. Costs: a call of Python for every operation of these steps; the numbers
 twice, on the host and on the device; at each replay a copy of them from the device to the device.
 
-Contract: numbers that come from the batch are not among them, because the batch of a captured step is on the device.
-Not for compiled networks: torch would compile them anew for the calls that are watched.
+Contract: numbers of the batch are not included, because the batch of a captured step is on the device.
+Not for compiled networks: torch would compile them again for the watched steps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _Bring = Callable[[_Tensor], _Tensor]
 
 
 class HostConstants:
-    """The copies from the host that a step makes, in their order.
+    """The copies from the host that a step makes, in order.
 
     Args:
-        device: Where the step runs.
+        device: Device on which the step runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +46,7 @@ class HostConstants:
 
     @property
     def are_known(self) -> bool:
-        """Whether the steps that were watched made copies, all of the same numbers."""
+        """Whether the watched steps made copies, and each step copied the same numbers."""
         if len(self._learnt) < STEPS_TO_LEARN or self._num_bytes > _MOST_BYTES:
             return False
         first, *others = self._learnt
@@ -56,7 +56,7 @@ class HostConstants:
 
     @contextlib.contextmanager
     def learn(self) -> Iterator[None]:
-        """Remember the copies of a step that is run in this context."""
+        """Context that records the copies of the step that runs in it."""
         found: list[_Tensor] = []
         self._learnt.append(found)
 
@@ -70,9 +70,9 @@ class HostConstants:
             yield
 
     def replace(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a step reads the numbers that are on the device.
+        """Return a context in which a step reads the numbers on the device instead of copying them.
 
-        Not to be called within a capture: they are brought there by the call.
+        Must be called before the capture begins, because the call copies the numbers to the device.
         """
         known = self._learnt[0]
         self._on_device = [tensor.to(self._device) for tensor in known]
@@ -94,7 +94,7 @@ class HostConstants:
         return replaced()
 
     def have_changed(self) -> bool:
-        """Whether somebody has changed a tensor on the host since it was replaced."""
+        """Whether a tensor on the host was changed in place since the capture."""
         return any(
             tensor is not None and tensor._version != version
             for tensor, version in ((source(), version) for source, version in self._sources)
@@ -102,13 +102,13 @@ class HostConstants:
 
 
 def are_compiled(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether one of these networks, or of those inside them, was given to `torch.compile`."""
+    """Whether one of these modules, or a module inside them, is compiled with `torch.compile`."""
     inner = (each for root in modules for each in root.modules())
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in inner)
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which compiled functions run as they were written."""
+    """Return a context in which compiled functions run without compilation."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -120,7 +120,7 @@ def _is_same(one: _Tensor, other: _Tensor) -> bool:
 
 
 class _Copies(TorchFunctionMode):
-    """Gives every copy from the host to a device to `bring`, which returns the tensor on the device."""
+    """Calls `bring` for every tensor that is copied from the host; it returns the tensor on the device."""
 
     def __init__(self, device: torch.device, bring: _Bring) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class _Copies(TorchFunctionMode):
         return func(*args, **given)
 
     def _make(self, func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Make a tensor of numbers: on the host first, and bring it from there."""
+        """Make a tensor from numbers: first on the host, then call `bring` for it."""
         is_like = func is _Tensor.new_tensor
         device = given.get("device")
         if device is None:
@@ -159,7 +159,7 @@ class _Copies(TorchFunctionMode):
             return func(*args, **given)
         tracked = {"requires_grad": False} if "requires_grad" in given else {}
         made = func(*args, **{**given, "device": "cpu", **tracked})
-        # Of a tensor on the host, `as_tensor` returns the tensor itself, with its gradients.
+        # For a tensor on the host, `as_tensor` returns the tensor itself, with its gradient history.
         if not _is_on_host(made):
             return func(*args, **given)
         return self._bring(made).requires_grad_(given.get("requires_grad", False))
@@ -170,7 +170,7 @@ class _Copies(TorchFunctionMode):
         return self._brought(index)
 
     def _brought(self, one: Any) -> Any:
-        """Return an index or a value that torch would copy to the device, on the device; others as they are."""
+        """Return an index or value on the device if torch would copy it there; other values unchanged."""
         if _is_list_of_numbers(one):
             one = torch.tensor(one)
         elif isinstance(one, np.ndarray):
@@ -193,7 +193,7 @@ class _Copies(TorchFunctionMode):
 
 
 def _is_on_host(value: Any) -> bool:
-    """Whether it is a plain tensor on the host, without a history of gradients."""
+    """Whether a value is a plain tensor on the host that requires no gradient."""
     is_plain = type(value) in (_Tensor, torch.nn.Parameter, torch.nn.Buffer)
     return is_plain and value.device.type == "cpu" and not value.requires_grad
 

@@ -1,11 +1,11 @@
-"""Draws on the host that decide nothing, such as `torch.rand([]) < 0.0`.
+"""Random draws on the host that have no effect, such as `torch.rand([]) < 0.0`.
 
-The layers of transformers ask at every step whether they are left out, also where the chance is 0. A graph may be made
-of such a step: whatever is drawn, the step is the same.
+At every step, layers of transformers draw whether they are skipped (LayerDrop), also where the probability is 0. Such a
+step can be captured, because it is the same for every drawn number.
 
 Enters: a step, run within `HostDraws`. Leaves: the draws that it made, and whether something may depend on one. Costs:
-a call of Python for every operation of that one step; afterwards one draw for each, so that whoever draws next from
-torch's generator gets the number that an eager step leaves.
+a call of Python for every operation of that one step. At each replay the draws are repeated, so that torch's generator
+has the same state as after an eager step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from stoker.train.generators import capture_host_rng, restore_rng
 from stoker.train.graphs.frozen import has_drawn
 
 _EXACT = (torch.float32, torch.float64)
-"""A draw of fewer bits may be rounded to 1."""
+"""Types in which a draw is below 1; with fewer bits it may be rounded to 1."""
 
 
 class HostDraws(TorchFunctionMode):
     """Watches the draws of `torch.rand` on the host.
 
     Attributes:
-        made: Size and type of each, in their order.
-        decide: Whether a draw was used otherwise than in a comparison that has one outcome.
+        made: Size and type of each draw, in order.
+        decide: Whether a draw was used for anything but a comparison with the same outcome for every number.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,15 @@ class HostDraws(TorchFunctionMode):
         if func is not torch.rand or result.device.type != "cpu" or result.dtype not in _EXACT:
             return result
         self.made.append((result.shape, result.dtype))
-        # A subclass meets every operation on the draw, also in code that this mode no longer surrounds.
+        # A tensor subclass sees every operation on the draw, also after this mode has ended.
         draw = result.as_subclass(_Draw)
         draw.watch = self
         return draw
 
     def explains(self, before: dict[str, Any]) -> bool:
-        """Whether these draws decide nothing and are all that the host has drawn since `before`, which it is set to."""
-        # The proof: drawing the same again from the same start must end at the same state. Other draws (numpy,
-        # Python's random, another function of torch) would leave it elsewhere.
+        """Whether these draws have no effect, and the host has drawn nothing else since `before`; goes back to it."""
+        # Repeating the draws from the same start must give the same state of the generators. After other draws
+        # (numpy, Python's random, another function of torch) the state would differ.
         after = capture_host_rng()
         restore_rng(before)
         self.repeat()
@@ -65,13 +65,13 @@ class HostDraws(TorchFunctionMode):
         return is_all and not self.decide
 
     def repeat(self) -> None:
-        """Draw as the step did."""
+        """Repeat the draws of the step."""
         for size, dtype in self.made:
             torch.rand(size, dtype=dtype)
 
 
 class _Draw(torch.Tensor):
-    """Numbers from 0 to below 1, of which it is known what they were used for."""
+    """Numbers from 0 to below 1 that report every operation on them to `watch`."""
 
     watch: HostDraws
 
@@ -100,7 +100,7 @@ _MORE = (torch.Tensor.gt, torch.Tensor.__gt__, torch.gt)
 
 
 def _has_one_outcome(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether this compares a draw with a bound, in the same way for every number from 0 to below 1."""
+    """Whether this compares a draw with a bound, with the same result for every number from 0 to below 1."""
     if len(args) != 2 or not isinstance(args[1], int | float):
         return False
     bound = args[1]

@@ -14,14 +14,14 @@ from stoker.report import Note, Topic
 
 
 def describe_failure(error: BaseException, handled: BaseException | None = None) -> str:
-    """Return what ended a capture, and the last line outside torch and stoker that led to it.
+    """Return the error that ended a capture, and the last line outside torch and stoker that led to it.
 
     torch ends a failed capture with an error of its own ("operation failed due to a previous error"), raised while
-    the error that matters was on its way.
+    the relevant error was being handled.
 
     Args:
-        error: As caught around the capture.
-        handled: The error that the caller was handling before the capture; it has nothing to do with this one.
+        error: The error that was caught around the capture.
+        handled: The error that the caller was handling before the capture; it is unrelated.
     """
     while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
@@ -52,10 +52,10 @@ def step_note(
     """Return the note on how steps run: as one CUDA graph, or eagerly.
 
     Args:
-        words: How, and why.
-        captured: Whether as a graph.
+        words: How steps run, and why.
+        captured: Whether they run as a graph.
         slowdown: Time of an eager step / time of a replay, where both were measured.
-        fallback: Whether steps run eagerly although they were to be captured.
+        fallback: Whether steps run eagerly although capture was wanted.
     """
     values = {"captured": captured, "how": words, "slowdown": slowdown, "fallback": fallback}
     return Note(f"step {words}", Topic.STEP, values)

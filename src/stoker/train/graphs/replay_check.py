@@ -1,4 +1,4 @@
-"""Whether a replayed step agrees with an eager one: the rule, and what must be equal before two are compared.
+"""The rule by which a replayed step agrees with an eager one: tolerances, noise, and counts that must be equal.
 
 Two steps from the same state differ for three reasons. The graph is wrong, which must be found. Kernels add in
 another order at every run (atomics), which Adam turns into whole steps where a gradient is almost zero. Or a
@@ -25,16 +25,16 @@ from stoker.train.step import StepParts, as_float32, run_model
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5
 """Tolerance between a replay and the eager step. The order of sums differs; wrong data differs more."""
 _MOVED, _LEAST = 0.02, 1e-7
-"""Of how far a step moved a tensor; and the least difference of a result that counts.
+"""Tolerance as a share of how far a step moved a tensor; and the smallest difference of a result that counts.
 
-By their size alone, weights after an update at a rate of 1e-4 are equal whatever the update was: a number of the
-optimizer that a graph has frozen, such as a count of steps, would go unseen.
+A tolerance relative to the size of weights would accept any update at a learning rate of 1e-4: a number of the
+optimizer that a graph has frozen, such as a count of steps, would not be found.
 """
 _NOISE_FACTOR = 2.0
 _MOST_NOISE = 0.02
-"""Where equal steps differ by more than this share of the values in half of all tensors, nothing can be judged."""
+"""If repeated steps differ by more than this share of the values in half of all tensors, no comparison is possible."""
 _OUTPUT_TOLERANCE = 0.05
-"""Between outputs of two algorithms for the same function, in bfloat16 through many layers."""
+"""Tolerance between outputs of two algorithms for the same function, in bfloat16 through many layers."""
 
 
 def difference(
@@ -46,14 +46,14 @@ def difference(
     """Return the largest difference in units of what is allowed.
 
     It is infinite if only one of two values is NaN, or if the lists have different lengths: then a parameter
-    or a buffer exists in one way of computing only.
+    or a buffer exists after only one of the two steps.
 
     Args:
         wanted: Tensors after the eager step.
-        got: The same after the replay.
-        noise: Of each tensor, how far repeated steps from the same state were apart (`spread`).
-        before: The last of `wanted` as they were before the step. What is allowed is then a share of how far the
-            step moved each of them, and a rounding; else a share of their sizes.
+        got: The same tensors after the replay.
+        noise: For each tensor, the difference between repeated steps from the same state (`spread`).
+        before: The last tensors of `wanted` before the step. The tolerance is then a share of how far the step moved
+            each of them, plus a rounding error; without `before` it is a share of their sizes.
     """
     if len(wanted) != len(got):
         return math.inf
@@ -79,10 +79,10 @@ def difference(
 
 
 def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest difference of each pair of tensors, and in a second row the mean one.
+    """Return the largest difference of each pair of tensors, and in a second row the mean difference.
 
-    NaN where only one value of a pair is NaN. A few values that atomics move at every run hide others in the largest
-    difference, and not in the mean.
+    NaN where only one value of a pair is NaN. A few values that atomics change at every run may dominate the largest
+    difference, but not the mean.
     """
     if not one:
         return torch.zeros(2, 0)
@@ -94,21 +94,21 @@ def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.
 def is_too_noisy(
     wanted: Sequence[torch.Tensor], noise: torch.Tensor, before: Sequence[torch.Tensor] = ()
 ) -> bool:
-    """Whether equal steps are so far apart that a comparison would accept a wrong graph.
+    """Whether repeated steps differ so much that a comparison would accept a wrong graph.
 
     Args:
         wanted: Tensors after a step.
-        noise: Of each, how far repeated steps from the same state were apart at most (the first row of `spread`).
-        before: The last of `wanted` as they were before the step. Those that it does not change, such as the frozen
-            part of a model, are equal after any two steps and tell nothing. The first of `wanted` are then results,
-            such as the loss, each of which must be steady.
+        noise: For each tensor, the largest difference between repeated steps from the same state (row 0 of `spread`).
+        before: The last tensors of `wanted` before the step. Those that it does not change, such as the frozen part
+            of a model, are equal after any two steps and are ignored. The first of `wanted` are then results, such as
+            the loss, each of which must be steady.
     """
     relative = noise / _sizes(wanted)[0].clamp_min(_ABSOLUTE)
     if before:
         num_results = len(wanted) - len(before)
         moved = spread(wanted[num_results:], before)[0] != 0
         results, relative = relative[:num_results], relative[num_results:][moved]
-        # Rounding moves no loss by that much: the step does something else each time.
+        # Rounding changes no loss by that much: the step computes something else each time.
         if len(results) and not float(results.max()) <= _MOST_NOISE:
             return True
         if not len(relative):
@@ -118,7 +118,7 @@ def is_too_noisy(
 
 @contextlib.contextmanager
 def as_if_captured() -> Iterator[None]:
-    """Let models choose the algorithms that they choose while a graph is captured."""
+    """Context in which models choose the algorithms that they choose during a capture."""
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         yield
 
@@ -152,10 +152,10 @@ def are_close(plain: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> b
 
 
 def same_counts(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> bool:
-    """Whether the whole numbers of a step's state are equal, both ways; waits for the device.
+    """Whether the counts in a step's state are equal after both steps; waits for the device.
 
-    These are integers, and scalars such as an optimizer's count of steps, which after a thousand steps would differ
-    by less than the tolerance.
+    Counts are integers, and whole-numbered scalars such as an optimizer's count of steps, where a difference of one
+    is below the tolerance after a thousand steps.
     """
     return len(wanted) == len(got) and all(
         torch.equal(one, other) for one, other in zip(wanted, got, strict=True) if _is_count(one)
@@ -171,7 +171,7 @@ def _is_count(tensor: torch.Tensor) -> bool:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether it is of real or complex numbers; whole numbers are compared exactly."""
+    """Whether a tensor has real or complex values; integers are compared exactly by `same_counts`."""
     return bool(tensor.numel()) and (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -183,14 +183,14 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the largest and the mean difference."""
     if not _has_values(one):
         return torch.zeros(2, device=one.device)
-    # A loss that is not finite is so both ways, and leaves everything else unchanged.
+    # After a loss that is not finite, both steps have the same NaN or infinity, and no other changes.
     alike = (one == other) | (one.isnan() & other.isnan())
     apart = torch.where(alike, 0.0, (one - other).abs()).detach().float()
     return torch.stack([apart.max(), apart.mean()])
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest finite magnitude of each tensor, and in a second row the mean; 0 for whole numbers."""
+    """Return the largest finite magnitude of each tensor, and in a second row the mean; 0 for integers."""
     device = tensors[0].device
     found = []
     for tensor in tensors:

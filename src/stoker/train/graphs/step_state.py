@@ -1,7 +1,7 @@
-"""What a training step changes, and a copy of it to undo one.
+"""The state that a training step changes, and snapshots of it to undo a step.
 
-Enters: modules, optimizers, scalers, and the objects that draw. Leaves: their tensors and counts; a snapshot that puts
-them back in place. Costs: a snapshot is a copy of all weights and of the optimizer's state on the device.
+Enters: modules, optimizers, scalers, and objects that draw random numbers. Leaves: their tensors and counts; a snapshot
+that restores them in place. Costs: a snapshot is a copy of all weights and of the optimizer's state on the device.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _Kept = tuple[Any, Any, frozenset[str]]
 
 @dataclass
 class StepState:
-    """What a step changes.
+    """The objects that a step changes.
 
     Attributes:
         modules: Models, and criteria that are modules.
-        optimizers: Over their parameters.
-        scalers: Of gradients.
-        device: Where all of it is.
-        draws: Returns the objects whose counters say what is drawn next, such as an augmentation.
-        ranks: All of them must decide alike.
-        functions: Python code of the step besides the modules' own.
-        gradients: Returns the tensors in which gradients are left, where the step does not use them up.
+        optimizers: Optimizers of their parameters.
+        scalers: Gradient scalers.
+        device: Device of all of them.
+        draws: Returns the objects with counters of random draws, such as an augmentation.
+        ranks: Ranks that must make the same decisions.
+        functions: Python functions of the step besides the modules' own.
+        gradients: Returns the tensors of gradients that remain after the step.
     """
 
     modules: Sequence[torch.nn.Module]
@@ -87,7 +87,7 @@ class StepState:
         yield from self.gradients()
 
     def find_on_host(self) -> str | None:
-        """Return the name of an optimizer with a state that is not on the device; None if there is none."""
+        """Return the class name of an optimizer whose state is not on the device; None if there is none."""
         return next(
             (
                 type(optimizer).__name__
@@ -95,7 +95,7 @@ class StepState:
                 for _, entries, _ in _kept_containers([optimizer])
                 if isinstance(entries, dict)
                 for name, value in entries.items()
-                # Schedulers read the first rate, the step does not.
+                # The first learning rate is read by schedulers, not by the step.
                 if isinstance(value, torch.Tensor)
                 and value.device.type != self.device.type
                 and name != "initial_lr"
@@ -104,9 +104,9 @@ class StepState:
         )
 
     def code(self) -> list[Any]:
-        """Return the Python code of the step besides forward passes: functions, hooks of modules and optimizers.
+        """Return the Python functions of the step besides forward passes, hooks of modules and optimizers included.
 
-        With the functions of somebody's own that these and forward passes call.
+        Includes user-defined functions that these and forward passes call.
         """
         owners: list[tuple[Any, tuple[str, ...]]] = [(one, STEP_HOOKS) for one in self.optimizers]
         for module in (inner for root in self.modules for inner in root.modules()):
@@ -118,7 +118,7 @@ class StepState:
         return with_helpers(self.modules, [*self.functions, *hooks])
 
     def changed_modules(self) -> list[torch.nn.Module]:
-        """Return the modules, and those that hooks of the optimizers use, such as a moving average of the weights."""
+        """Return the modules, and modules that hooks of the optimizers use, such as a moving average of the weights."""
         tables = (getattr(one, name, None) for one in self.optimizers for name in STEP_HOOKS)
         hooks = [hook for table in tables if table for hook in table.values()]
         known = {id(inner) for root in self.modules for inner in root.modules()} if hooks else set()
@@ -126,10 +126,10 @@ class StepState:
         return [*self.modules, *(module for module in others if id(module) not in known)]
 
     def positions(self) -> tuple[list[tuple[str, Any]], list[Any]]:
-        """Return what the host knows of the state: counts by name, and where each of `draws` is.
+        """Return the part of the state on the host: counts by name, and the position of each of `draws`.
 
-        Counts are those of optimizers, and numbers in containers around the step's code. Of a list, what it holds
-        counts too: a replay puts nothing into it.
+        Counts are numbers in optimizers, and in containers that the step's code uses. The entries of lists are
+        included, because a replay adds none.
         """
         named = [
             (type(optimizer).__name__, entries)
@@ -153,7 +153,7 @@ class StepState:
         return counts, [drawing.state_dict() for drawing in self.draws()]
 
     def find_moved(self, positions: tuple[list[tuple[str, Any]], list[Any]]) -> str | None:
-        """Return the name of a count that is another than in earlier `positions`; None if there is none."""
+        """Return the name of a count that has changed since earlier `positions`; None if there is none."""
         counts, draws = self.positions()
         if len(counts) == len(positions[0]):
             pairs = zip(counts, positions[0], strict=True)
@@ -164,10 +164,7 @@ class StepState:
 
 
 class Replaced(NamedTuple):
-    """A tensor that a step has put in the place of another one: its name, the dict that holds it, and its key.
-
-    Or a tuple, list, dict or object with tensors in it.
-    """
+    """The new value where a step has replaced a tensor, or a container or object with tensors, in a dict."""
 
     name: str
     container: dict[Any, Any]
@@ -176,11 +173,11 @@ class Replaced(NamedTuple):
 
 
 class KeptObjects:
-    """What a step keeps besides the values of tensors: counts, and which tensors. To put it back.
+    """Records which objects the containers of a step hold (counts, tensors), and puts them back.
 
-    Optimizers keep it in their states and groups, in attributes of one's own class, and in optimizers inside of them
-    (`Lookahead`); modules in their tables of buffers; code in dicts, lists and objects around it. Also the memory of
-    parameters, which `p.data = ...` replaces.
+    Containers of optimizers are their states and groups, attributes of user-defined classes, and optimizers inside
+    (`Lookahead`); of modules, the tables of buffers; of code, the dicts, lists and objects that it uses. The memory of
+    parameters is recorded too, because `p.data = ...` replaces it.
     """
 
     def __init__(
@@ -212,7 +209,7 @@ class KeptObjects:
         ]
 
     def put_back(self) -> None:
-        """Give every container the entries that it had, and every parameter its memory."""
+        """Restore the entries of every container, and the memory of every parameter and buffer."""
         for _, container, entries, left in self._kept:
             if not isinstance(container, dict):
                 if len(container) != len(entries) or any(map(_is_other, container, entries)):
@@ -229,11 +226,11 @@ class KeptObjects:
                 tensor.data = data
 
     def has_moved(self) -> bool:
-        """Whether a parameter or buffer has been given other memory since."""
+        """Whether a parameter or buffer has other memory than at construction."""
         return any(tensor.data_ptr() != data.data_ptr() for tensor, data in self._memory)
 
     def replacements(self) -> list[Replaced]:
-        """Return the tensors that have replaced others in dicts since."""
+        """Return the new values in dicts where tensors were replaced since construction."""
         return [
             Replaced(f"{key} of {owner}", container, key, container[key])
             for owner, container, entries, _ in self._kept
@@ -254,7 +251,7 @@ def _is_other(one: Any, other: Any) -> bool:
 
 
 def _kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an optimizer keeps, each once."""
+    """Yield each tensor in the containers of an optimizer once."""
     seen: set[int] = set()
     for _, entries, _ in _kept_containers([optimizer]):
         for value in entries.values() if isinstance(entries, dict) else entries:
@@ -265,7 +262,7 @@ def _kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]:
-    """Return the dicts and lists in which optimizers keep what a step changes; groups without their parameters."""
+    """Return the dicts and lists of optimizers that a step may change; groups without their parameters."""
     found: dict[int, _Kept] = {}
 
     def keep(container: Any, entries: Any, depth: int, left: frozenset[str] = frozenset()) -> None:
@@ -304,11 +301,11 @@ def _kept_containers(optimizers: Iterable[torch.optim.Optimizer]) -> list[_Kept]
 
 
 class Snapshot:
-    """A copy of everything that a step changes, to undo it.
+    """A copy of everything that a step changes, to undo the step.
 
     Args:
-        state: What it changes.
-        count: The count of skipped updates, as an object with `num_skipped` and the tensor `_skipped`.
+        state: The objects that the step changes.
+        count: An object that counts skipped updates in `num_skipped` and the tensor `_skipped`, or None.
 
     Attributes:
         tensors: Copies of the tensors that the step changes, in the order of `StepState.tensors`.
@@ -328,7 +325,7 @@ class Snapshot:
         self._numbers = HostNumbers(modules, code, state.device)
         self._held = HeldTensors(modules, code)
         self._held_values = self._held.values()
-        # The counters of objects that draw are put back with their states.
+        # The counters of objects that draw are restored by their `load_state_dict`.
         drawn = (tensor for drawing in state.draws() for tensor in tensors_in(drawing))
         own = {id(tensor) for tensor in (*self._owners, *drawn)}
         self._others = [
@@ -364,15 +361,15 @@ class Snapshot:
             drawing.load_state_dict(position)
 
     def has_moved(self) -> bool:
-        """Whether a parameter or buffer has been given other memory since."""
+        """Whether a parameter or buffer has other memory than at the snapshot."""
         return self._kept.has_moved()
 
     def find_replaced(self) -> str | None:
-        """Return the name of a tensor in an attribute or variable that was replaced since, or None."""
+        """Return the name of a tensor in an attribute or variable that was replaced since the snapshot, or None."""
         return self._held.find_replaced(self._held_values)
 
     def find_changed(self) -> str | None:
-        """Return the name of a tensor that was changed in place since and is not put back, or None."""
+        """Return the name of a tensor that was changed in place and that `restore` does not restore, or None."""
         changed = (name for name, tensor, version in self._others if tensor._version != version)
         found = next(changed, None)
         if found is not None or not self._others:
@@ -382,7 +379,7 @@ class Snapshot:
         return next((name for (name, _, _), now, then in pairs if now != then), None)
 
     def replacements(self) -> list[torch.Tensor]:
-        """Return the tensors that have replaced others in attributes and variables since."""
+        """Return the new tensors in attributes and variables that were replaced since the snapshot."""
         now = self._held.values()
         return [
             tensor
@@ -392,28 +389,28 @@ class Snapshot:
         ]
 
     def find_held(self) -> list[bool]:
-        """Return for each attribute and variable with tensors whether it was replaced since."""
+        """Return for each attribute and variable with tensors whether it was replaced since the snapshot."""
         pairs = zip(self._held.values(), self._held_values, strict=True)
         return [now is not then for now, then in pairs]
 
     @torch.no_grad()
     def disturb(self, held: Sequence[bool]) -> None:
-        """Replace these tensors by others of the same shape: only a step that reads them has another result then."""
+        """Replace these tensors by others of the same shape: the result of a step changes only if it reads them."""
         pairs = zip(self._held_values, held, strict=True)
         self._held.put([map_tensors(disturbed, value) if one else value for value, one in pairs])
 
 
 def disturbed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return other values of the same shape; of whole numbers ones, as they may be places in a table."""
+    """Return other values of the same shape; ones for integers, which may be indices into a table."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.detach() * 1.5 + 1
     return torch.ones_like(tensor)
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """Return the sum of each tensor, by which a change is seen; 0 for one that is not of real numbers. Waits for it.
+    """Return the sum of each real tensor, to detect changes; 0 for other tensors. Waits for the device.
 
-    A tensor's version does not count what is written through `.data`, as most moving averages do.
+    A tensor's version does not count writes through `.data`, as in most moving averages.
     """
     return [
         float(tensor.detach().sum(dtype=torch.float64).nan_to_num())
@@ -424,9 +421,9 @@ def _sums(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def drawing_objects(*functions: Any) -> list[Any]:
-    """Return the objects that functions use and that draw from a counter of their own, such as `MixUp`.
+    """Return the objects that functions use and that have their own counter of draws, such as `MixUp`.
 
-    They are found by their methods `seek`, `state_dict` and `load_state_dict`.
+    They are recognised by their methods `seek`, `state_dict` and `load_state_dict`.
     """
     methods = ("seek", "state_dict", "load_state_dict")
     return [

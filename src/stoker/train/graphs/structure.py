@@ -1,9 +1,9 @@
-"""What a model is made of: its layers, parameters, names of buffers, and hooks. A graph keeps that of its capture.
+"""The structure of a model: its layers, parameters, names of buffers, and hooks. A graph keeps that of its capture.
 
-Enters: modules and optimizers of a step. Leaves: whether somebody has put in another layer, pruned one, or added a hook
-since. Costs: at each replay two numbers are compared. torch counts its hooks and tells of every registration: the
-modules are looked at only after one of either. (To count the attributes of 400 modules at each replay took 30 µs: a
-`forward` that is patched is found by the next comparison with an eager step.)
+Enters: modules and optimizers of a step. Leaves: whether a layer was replaced or pruned, or a hook added or removed,
+since the capture. Costs: at each replay two numbers are compared. torch counts hooks and calls back at every
+registration; the modules are examined only if one of these counts has changed. A patched `forward` is found only by
+the next comparison with an eager step: counting the attributes of 400 modules at each replay took 30 µs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Structure:
 
     Args:
         modules: With all modules inside them.
-        optimizers: Their hooks count too.
+        optimizers: Optimizers, whose hooks are part of the structure.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Structure:
     ) -> None:
         self._modules, self._optimizers = list(modules), list(optimizers)
         self._counted, self._then = _changes(), self._describe()
-        # A hook that is taken away is counted by nobody.
+        # torch does not count the removal of a hook.
         self._hooks = [(table, len(table)) for table in self._tables() if table]
 
     def has_changed(self) -> bool:
-        """Whether it is another one now."""
+        """Whether the structure is another one now."""
         if any(len(table) != count for table, count in self._hooks):
             return True
         if _changes() == self._counted:
             return False
-        self._counted = _changes()  # of another model, if this one is as it was
+        self._counted = _changes()  # if this model is as it was, another one has changed
         return self._describe() != self._then
 
     def _owners(self) -> Iterable[tuple[Any, tuple[str, ...]]]:
@@ -67,7 +67,7 @@ class Structure:
 
 
 class _Counter:
-    """Counts what torch tells of."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -78,7 +78,7 @@ class _Counter:
 
 @functools.cache
 def _told() -> _Counter:
-    """Return the count of modules, parameters and buffers that were registered in this process, from now on."""
+    """Return a counter of the modules, parameters and buffers that are registered in this process from now on."""
     counter = _Counter()
     registrations.register_module_module_registration_hook(counter)
     registrations.register_module_parameter_registration_hook(counter)

@@ -79,7 +79,7 @@ def step_state(
     gradients: Callable[[], Sequence[torch.Tensor]] = tuple,
     functions: Sequence[Any] = (),
 ) -> StepState:
-    """Return what a step of the trainer changes; `functions` are other code of it."""
+    """Return what a step of the trainer changes; `functions` are other functions that the step calls."""
     modules = [m for m in (parts.model, parts.criterion) if isinstance(m, torch.nn.Module)]
     functions = [parts.criterion, *functions] if len(modules) == 1 else functions
     return StepState(
@@ -95,14 +95,14 @@ def step_state(
 
 
 class CapturedStep(GraphedStep):
-    """Runs the trainer's steps as replays of a CUDA graph where it can, else eagerly.
+    """Runs the trainer's steps as replays of a CUDA graph where possible, else eagerly.
 
     Args:
         step: The eager step.
-        feed: Where batches come from.
+        feed: Source of the batches.
         update: Runs the batches that are not replayed.
         say: Called with a note when training continues eagerly.
-        demanded: Whether that is an error instead.
+        demanded: Whether to raise an error instead of continuing eagerly.
     """
 
     _can_split = True
@@ -141,7 +141,7 @@ class CapturedStep(GraphedStep):
         return isinstance(loader, Loader) and loader.tier != "streamed"
 
     def works(self) -> Iterator[Work]:
-        """Yield an epoch's work. From a loader on the device it has indices only: the graph gathers the batch."""
+        """Yield an epoch's work. With a loader on the device, it has indices only: the graph gathers the batch."""
         if not self._gathers or self.is_given_up:
             yield from self.feed
             return
@@ -174,7 +174,7 @@ class CapturedStep(GraphedStep):
         return self._run_eagerly(work, again=True)
 
     def _can_replay(self, work: Work) -> bool:
-        """Whether the batch fits the graph, or one that will be made of it."""
+        """Whether the batch fits the graph, or may be used to capture one."""
         if self._update.is_lowered and not self.is_given_up:
             self.give_up("memory ran out, and a batch that goes through in parts is not captured")
         return not self.is_given_up and self._is_full(work) and self._fits(work)
@@ -187,7 +187,7 @@ class CapturedStep(GraphedStep):
             raise self._update.next_time() from error
         forget_frames(error)
 
-    # -- what the step is --------------------------------------------------------------------
+    # -- definition of the step --------------------------------------------------------------
 
     def _given(self, work: Work) -> Any:
         return work.index.indices if work.index is not None else (work.inputs, work.targets)
@@ -228,7 +228,7 @@ class CapturedStep(GraphedStep):
 
         Args:
             work: The batch.
-            again: Whether it was tried before. Its augmentation may then have been drawn, and is drawn anew.
+            again: Whether the batch was tried before. Its augmentation may then have drawn, and repeats its draws.
         """
         opened = self._update.obtain(lambda retried: self._opened(work, again or retried))
         loss = self._update.add(opened)
@@ -248,7 +248,7 @@ class CapturedStep(GraphedStep):
         return same
 
     def _opened(self, work: Work, again: bool) -> Work:
-        """Return work with its batch, which is assembled now if there are only indices."""
+        """Return work with its batch; if there are only indices, the batch is assembled now."""
         if work.index is None:
             return work
         if again and self.feed.augmentation is not None:
@@ -277,7 +277,7 @@ class CapturedStep(GraphedStep):
         return work.num_samples == nominal and (together is None or together == nominal * ranks)
 
     def _fits(self, work: Work) -> bool:
-        """Whether the batch has the shapes that the graph was made for. A few misfits end capturing."""
+        """Whether the batch has the shapes of the graph. After `MOST_MISFITS` that do not, steps run eagerly."""
         if super()._fits(work):
             return True
         self._num_misfits += 1
@@ -292,10 +292,10 @@ class CapturedStep(GraphedStep):
 
 
 class CapturedPass(CapturedStep):
-    """Replays the forward and backward pass of each of several batches of an update; the update itself is eager.
+    """With gradient accumulation: replays the forward and backward pass of each batch; the update itself is eager.
 
-    The graph adds its gradients to tensors of its own, which are the parameters' gradients while an update is
-    being made: batches that are not replayed, such as a short one, add to the same. Batches are gathered and augmented
+    The graph adds its gradients to tensors of its own. During an update these are the parameters' gradients, so that
+    batches that are not replayed, such as a short one, add to the same tensors. Batches are gathered and augmented
     before the graph, and kept until the update is done: when memory runs out, all of them are run again.
     """
 
@@ -329,7 +329,7 @@ class CapturedPass(CapturedStep):
         return self._update.repeat()
 
     def _attach(self) -> None:
-        """Let backward passes add to the tensors that the graph writes, or will write."""
+        """Make the graph's gradient tensors the parameters' gradients, so that all backward passes add to them."""
         if not self._gradients and self._num_warm == self._warm_up_steps:
             self._gradients = [(each, torch.zeros_like(each)) for each in self._with_gradient]
         empty = []

@@ -1,10 +1,10 @@
-"""Tensors that a step only puts somewhere: `logs["loss"] = loss`, an attribute, a variable around it.
+"""Tensors that a step only writes: `logs["loss"] = loss`, an attribute, a variable of an outer function.
 
-A plain step makes a new tensor each time, and a loop may keep the old ones. A graph writes all of its steps to the
-same memory, so that the places get copies of it.
+A plain step makes a new tensor each time, and a loop may keep the old ones. A graph writes to the same memory at every
+step, so each place gets a copy of it after each replay.
 
-Enters: places, and what the capture has put there. Leaves: places with tensors of their own after each replay. Costs:
-a copy of each tensor of up to a mebibyte. Larger ones are lent, until one is found to be kept: 1 µs for each.
+Enters: places, and the tensors that the capture has put there. Leaves: the places with their own tensors. Costs: a copy
+of each tensor of up to 1 MiB. Larger ones share the graph's memory until the loop is found to keep one: 1 µs for each.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from stoker.train.graphs.held_tensors import put_in
 
 _MOST_COPIED_BYTES = 1 << 20
 _SEVERAL = 4
-"""From so many tensors on, one launch that copies all is faster than one for each."""
+"""From this number of tensors on, one launch that copies all of them is faster than one launch each."""
 _Place = tuple[Any, Any, Any]
-"""What holds a value, its key there, and the value."""
+"""A container, a key in it, and the value there."""
 
 
 class WrittenTensors:
     """Places that a step only writes.
 
     Args:
-        places: With the graph's own values.
-        state: Tensors that stay where they are, such as weights: a place may hold them themselves.
+        places: The places, with the graph's own values.
+        state: Tensors that are not copied, such as weights.
         copies_all: Whether large tensors are copied too.
     """
 
@@ -56,7 +56,7 @@ class WrittenTensors:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Put there what a replay has computed."""
+        """Put the tensors that a replay has computed into the places."""
         if not self._places:
             return
         copies: list[torch.Tensor]
@@ -74,10 +74,10 @@ class WrittenTensors:
             put_in(container, key, map_tensors(lambda tensor: made.get(id(tensor), tensor), value))
 
     def is_kept(self) -> bool:
-        """Take back what was lent before a replay changes it; return whether somebody keeps some of it."""
+        """Clear the places before a replay overwrites shared tensors; return whether other code still holds one."""
         if not self._out:
             return False
-        # Once the places let go of them, whoever still counts as a user is the loop, through the tensor or a view.
+        # When the places no longer hold them, a further reference is the loop's: to the tensor or to a view of it.
         for container, key, _ in self._places:
             put_in(container, key, None)
         return any(
@@ -87,7 +87,7 @@ class WrittenTensors:
         )
 
     def _count_uses(self) -> list[tuple[int, int]]:
-        """Return of each that is lent how many references to it, and to its memory, there are."""
+        """Return the number of references to each shared tensor, and to its memory."""
         return [
             (sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
             for tensor in self._out
