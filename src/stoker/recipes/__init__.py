@@ -1,1 +1,1 @@
-"""Ready jobs, one folder each with a page in docs/recipes/, and what every job needs."""
+"""Ready-made training jobs, each with a folder here and a page in docs/recipes/, and the code that they share."""

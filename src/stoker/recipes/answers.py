@@ -1,11 +1,11 @@
 """Raw input in, answers out: `stoker predict` and `stoker.load_model(path).predict(frame)`.
 
-Enters: a trained model and what a user has: files, folders, frames; or a store. Leaves: an answer or a reason for every
-row, under its own key, as a file or an Arrow table. Costs: reading the input once and one forward pass per row; a file
-is written in constant memory.
+Enters: a trained model and a user's files, folders or frames; or a store. Leaves: an answer, or the reason why there
+is none, for every row, under its own key, as a file or an Arrow table. Costs: reading the input once and one forward
+pass per row; a file is written in constant memory.
 
-The recipe reads the input (`Recipe.open_raw`) and replays what was fitted in training. Everything after that is here
-and the same for all recipes.
+The recipe reads the input (`Recipe.open_raw`) and applies what was fitted in training. The rest is in this module, and
+the same for all recipes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _RAW = "stoker predict CKPT FILE.csv OUT.csv (on the rows as they came)"
 
 
 class Model:
-    """A trained model that answers for raw input; made by `load_model`.
+    """A trained model that predicts from raw input; made by `load_model`.
 
     Attributes:
         trained: The checkpoint, its recipe and its network.
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes, in the order of the probabilities; empty where there are none."""
+        """Names of the classes, in the order of the probabilities; empty if the model has none."""
         return self.trained.class_names
 
     def predict(
@@ -91,13 +91,13 @@ class Model:
         """Return an answer, or the reason why there is none, for every row.
 
         Args:
-            given: What `stoker predict` takes, as a path; for tables also a pandas, polars or pyarrow table, a mapping
+            given: A path that `stoker predict` takes; for tables also a pandas, polars or pyarrow table, a mapping
                 of columns, a list of mappings, or a numpy array with the columns of training in their order; for
                 spectra a list of SMILES or a table with a column of them; for pictures paths, images of Pillow, arrays,
                 tensors, or a list of them; for bars a frame, or frames by timeframe and symbol.
             batch_size: Rows per forward pass.
             device: The first GPU by default; int8 weights run on the CPU only.
-            told: More for the recipe, by the names of the command line's options.
+            told: Further arguments for the recipe, named like the options of the command line.
 
         Returns:
             A table with the key of each row, the answers, and `reason`; `to_pandas()` makes a frame of it.
@@ -123,7 +123,7 @@ class Model:
 
 
 def _with_free_lengths(table: pa.Table) -> pa.Table:
-    """Return a table whose lists may have a length of their own in each row."""
+    """Return a table in which lists of fixed length become lists of any length."""
     for place, column in enumerate(table.schema):
         if pa.types.is_fixed_size_list(column.type):
             free = pa.list_(column.type.value_type)
@@ -135,7 +135,7 @@ def load_model(path: str | Path) -> Model:
     """Return the model of a checkpoint, ready for raw input.
 
     Args:
-        path: `best.pt` or `step-*.pt` of a run, or what `stoker export` wrote as .safetensors or with --int8.
+        path: `best.pt` or `step-*.pt` of a run, or a file of `stoker export` (.safetensors, or with --int8).
 
     Raises:
         InputError: It is not the checkpoint of a recipe.
@@ -146,28 +146,28 @@ def load_model(path: str | Path) -> Model:
 
 @dataclass(frozen=True)
 class PredictReport:
-    """What was predicted."""
+    """The result of `predict_file`."""
 
     path: Path  # the file
     num_rows: int  # one per sample
-    columns: tuple[str, ...]  # their names
-    seconds: float  # from the first batch to the whole file
-    notes: tuple[str, ...]  # what was done to the data on the way, and what a user should know
-    evaluation: Evaluation | None  # how good the answers are, where the input has targets
+    columns: tuple[str, ...]  # names of the columns
+    seconds: float  # from the first batch to the complete file
+    notes: tuple[str, ...]  # what was done to the data, and what a user should know
+    evaluation: Evaluation | None  # how good the answers are; None if the input has no targets
 
 
 def predict_file(
     trained: Trained,  # from `load_trained`
-    given: str | Path,  # a store with the fields that the model reads, or raw input; no targets
-    # the Parquet, CSV or JSON lines file, or what the recipe writes besides, by its ending
+    given: str | Path,  # a store with the model's fields, or raw input; targets are optional
+    # the output; its ending chooses Parquet, CSV, JSON lines or a format of the recipe
     out: str | Path,
     *,
-    split: str = "all",  # of a store: "all", "train", "val" or "test"
+    split: str = "all",  # for a store: "all", "train", "val" or "test"
     batch_size: int = BATCH_SIZE,  # samples per forward pass
     # the first GPU by default; int8 weights run on the CPU only
     device: str | torch.device | None = None,
-    progress: Progress | None = None,  # told how far it is
-    **told: Any,  # for `Recipe.open_raw`
+    progress: Progress | None = None,
+    **told: Any,  # passed to `Recipe.open_raw`
 ) -> PredictReport:
     """Write an answer for every sample of a store, or every row of raw input, in its order.
 
@@ -247,7 +247,7 @@ def _predict_store(
 
 
 def _with_notes(report: PredictReport, first: Sequence[str], of_evaluation: str) -> PredictReport:
-    """Return a report with notes before its own, and one behind those of its evaluation."""
+    """Return the report with notes `first` before its own, and a note `of_evaluation` after its evaluation's."""
     found = report.evaluation
     if found is not None and of_evaluation:
         found = replace(found, notes=(*found.notes, of_evaluation))
@@ -259,7 +259,7 @@ def _write(
     out: Path,
     is_own: bool,
     answers: _Answers,
-    about: Mapping[str, Any],  # what they are of
+    about: Mapping[str, Any],  # metadata: where the answers come from
     shown: Progress,
     key: str,
 ) -> PredictReport:
@@ -283,7 +283,7 @@ def _write(
 
 
 class _Answers:
-    """Answers under the names that are written, compared on their way with the truths that are known."""
+    """Iterates over answers: renames their columns for the output, and passes known targets to the judge."""
 
     def __init__(self, trained: Trained, rows: Iterable[tuple[Predicted, Array | None]]) -> None:
         self._trained, self._rows = trained, rows
@@ -292,7 +292,6 @@ class _Answers:
         self.names: list[str] = []
 
     def __iter__(self) -> Iterator[Predicted]:
-        """Yield the rows in their order."""
         for predicted, truth in self._rows:
             if truth is not None:
                 known = slice(None) if predicted.answered is None else predicted.answered
@@ -312,7 +311,7 @@ def is_store(given: Any) -> bool:
         return False
     path = Path(given)
     if as_url(given) is not None or not path.exists():
-        return True  # what is not there is asked for as a store, whose error says so
+        return True  # opening it as a store gives the error for a missing path
     if path.is_dir():
         return (path / MANIFEST_NAME).exists() or is_zarr(path)
     return path.name == MANIFEST_NAME or bool(h5py.is_hdf5(path))
@@ -381,8 +380,8 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
     """Return the samples of a split: the store's own, or the recipe's on its training store.
 
     Args:
-        store: To be predicted.
-        trained: Its recipe divides a store that has no split.
+        store: The store to be predicted.
+        trained: Its recipe makes the split of a store without one.
         split: "all", "train", "val" or "test".
     """
     if split == "all":
@@ -401,7 +400,7 @@ def find_samples(store: Store, trained: Trained, split: str) -> Array:
             "--split all for new data",
             "leave --split out",
         )
-    # The same store, options and seed: the recipe divides it as it did.
+    # With the same store, options and seed the recipe makes the same split as in training.
     return trained.chosen.make_job(store, trained.seed).samples[split]
 
 
@@ -410,7 +409,7 @@ def _is_trained_on(store: Store, trained: Trained) -> bool:
 
 
 def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]:
-    """Return the model with a resize in front where a store's pictures are not of the size of training."""
+    """Return the model, with a resize in front if the store's pictures do not have the training size."""
     made, images = trained.made, store.fields.get("images")
     size, augment = trained.facts.get("size"), made.augment
     if size is None or images is None or not isinstance(augment, Compose):
@@ -425,7 +424,7 @@ def _resizing(store: Store, trained: Trained) -> tuple[Rebuilt, tuple[str, ...]]
 
 
 def _named(store: Store, predicted: Predicted, fields: Sequence[str]) -> Predicted:
-    """Return predictions under the names that a store has, with what else it says of its samples."""
+    """Return predictions with the samples' names as keys, and the text `fields` of the store as labels."""
     ids = predicted.sample_ids.tolist()
     names = [store.read_text("name", each) for each in ids] if _is_text(store, "name") else []
     keys = [
@@ -442,9 +441,9 @@ def _named(store: Store, predicted: Predicted, fields: Sequence[str]) -> Predict
 def _own_keys(
     store: Store, facts: Mapping[str, Any]
 ) -> tuple[str, Callable[[Predicted], Predicted]]:
-    """Return the key under which a store knows its samples, and how predictions get it, their numbers beside it.
+    """Return the name of the key column, and a function that replaces sample numbers by keys.
 
-    Names of pictures and spectra, times of bars. Any other store has numbers alone.
+    Keys are names (pictures, spectra) or times (bars), with the sample number as a label. Other stores have numbers.
     """
     if _is_text(store, "name"):
 
@@ -477,7 +476,7 @@ def _is_text(store: Store, field: str) -> bool:
 def _find_repairs(
     store: Store, facts: Mapping[str, Any]
 ) -> tuple[Repairer | None, tuple[str, ...]]:
-    """Return what must still be done to this store's batches to be like the training data."""
+    """Return the repairs of the training data that this store still needs, and notes."""
     missing: dict[str, list[FittedRepair]] = {}
     notes: tuple[str, ...] = ()
     for name, trained in facts["repairs"].items():

@@ -1,8 +1,8 @@
 """Strong simple baselines, fitted in the same run on the same training samples: what a network must beat.
 
-Enters: rows of numbers and targets. Leaves: boosted trees or a linear model that answer for other rows. Costs: bounded
-by the number of values that are looked at, about five seconds on one core; never by a clock, so that a run gives the
-same numbers again. No dependency: the usual libraries for boosted trees weigh more than stoker.
+Enters: rows of numbers and targets. Leaves: boosted trees or a linear model that predict other rows. Costs: about five
+seconds on one core, limited by the number of values that are looked at. There is no time limit, so a run can be
+repeated with the same numbers. No dependency: the usual libraries for boosted trees are larger than stoker.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def thin_samples(samples: Array, most: int, seed: int) -> Array:
 
 
 def summary_rows(store: Store, field: str, samples: Array) -> Array:
-    """Return one row of float64 per sample: rows as they are, of a window its last row, mean and spread."""
+    """Return one float64 row per sample: a row as it is; of a window the last row, mean and standard deviation."""
     if store.fields[field].kind != "series":
         shape = store.fields[field].shape
         if len(shape) == 1:
@@ -64,7 +64,7 @@ def summary_rows(store: Store, field: str, samples: Array) -> Array:
 
 
 def answer_samples(model: Boosting | Ridge, store: Store, field: str, samples: Array) -> Array:
-    """Return a baseline's answers for samples of a store, some thousands at a time."""
+    """Return a baseline's predictions for samples of a store, in parts of 20,000; of a series all at once."""
     size = len(samples) if store.fields[field].kind == "series" else _PART_ROWS
     starts = range(0, len(samples), max(1, size))
     return np.concatenate(
@@ -94,9 +94,9 @@ class _Tree:
 
 
 class Boosting:
-    """Gradient boosting of histogram trees: classes by softmax, numbers by squares.
+    """Gradient boosting of histogram trees: softmax for classes, squared error for numbers.
 
-    Targets are `(n,)` places of classes, or `(n, values)` numbers where `num_classes` is None.
+    Targets are `(n,)` class indices, or `(n, values)` numbers if `num_classes` is None.
     """
 
     def __init__(self, rows: Array, targets: Array, num_classes: int | None, seed: int = 0) -> None:
@@ -118,7 +118,7 @@ class Boosting:
             self._start = wanted.mean(axis=0)
             self._scale = np.maximum(wanted.std(axis=0), 1e-12)
         self._is_classifier = bool(num_classes)
-        # Of two classes one tree says all: the other's scores are its negatives.
+        # For two classes one tree per round is enough: the scores of one class are the negatives of the other's.
         self._outputs = [1] if num_classes == 2 else list(range(wanted.shape[1]))
         num_columns = min(rows.shape[1], max(_FEWEST_COLUMNS, int(rows.shape[1] * _COLUMN_SHARE)))
         looked_at = max(1, len(rows) * num_columns * _DEPTH * len(self._outputs))
@@ -186,7 +186,7 @@ def _grow(codes: Array, gradient: Array, weight: Array, seen: Array) -> _Tree:
         gain = _gains(*sums).reshape(count, -1)
         best = gain.argmax(axis=1)
         feature, cut = np.divmod(best, _NUM_BINS)
-        # Where no split helps, everything stays on one side.
+        # If no split helps, all rows go to the left: no code is above _NUM_BINS.
         cut = np.where(gain[np.arange(count), best] > 1e-9, cut, _NUM_BINS)
         features.append(feature)
         bins.append(cut)
@@ -197,7 +197,7 @@ def _grow(codes: Array, gradient: Array, weight: Array, seen: Array) -> _Tree:
 
 
 def _gains(gradient: Array, weight: Array, count: Array) -> Array:
-    """Return what each split wins, of cumulated sums `(nodes, columns, bins)`; -inf where a side is too small."""
+    """Return the gain of each split from cumulative sums `(nodes, columns, bins)`; -inf if a side is too small."""
     whole, held, all_rows = gradient[..., -1:], weight[..., -1:], count[..., -1:]
     right, right_held, right_rows = whole - gradient, held - weight, all_rows - count
     gain = (
@@ -221,7 +221,7 @@ def _softmax(scores: Array) -> Array:
 
 
 class Ridge:
-    """Least squares with a little shrinkage, over standardised columns. `strength` of the shrinkage is in rows."""
+    """Ridge regression on standardised columns. The penalty `strength` counts like that many rows."""
 
     def __init__(self, rows: Array, targets: Array, strength: float = 10.0) -> None:
         self._center, spread = rows.mean(axis=0), rows.std(axis=0)
@@ -233,7 +233,7 @@ class Ridge:
 
     def predict(self, rows: Array) -> Array:
         """Return `(n, values)`."""
-        # Far outside of training a line leads anywhere: columns are cut at ten spreads.
+        # A line extrapolates badly: columns are clipped at ten standard deviations.
         x = np.clip((rows - self._center) / self._scale, -10.0, 10.0)
         values: Array = x @ self._weights + self._mean
         return values

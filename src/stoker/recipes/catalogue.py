@@ -1,11 +1,11 @@
-"""What a config, or a checkpoint, asks of a recipe.
+"""The recipe that a config or a checkpoint names, with its checked options.
 
 Enters: `Settings`, or the name and options of a checkpoint. Leaves: a `Chosen` recipe with checked options,
 or a `ConfigError` that names the file and line of the option at fault. Costs the import of the recipe
 (torch); reads no data.
 
-Some keys of a config are older than the recipes: a recipe translates those that it knows into its options
-(`Recipe.from_settings`). Where the same thing is also written under `recipe.options`, both must agree.
+Some keys of a config are older than the recipes. A recipe translates those that it knows into its options
+(`Recipe.from_settings`). If an option is also written under `recipe.options`, both values must be equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stoker.store.manifest import read_manifest
 from stoker.store.reader import Store
 from stoker.strict_json import exact_text, parse_json
 
-# Settings that a recipe reads only where it says so in `uses`.
+# Settings that only recipes with the key in `uses` read.
 OPTIONAL = (
     "training.init_gain",
     "training.output_bound",
@@ -50,24 +50,24 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """A recipe as a config or a checkpoint asks for it."""
+    """A recipe with the options that a config or a checkpoint gives."""
 
-    key: str  # by which it is found again: a name of ours, or `package.module:Class`
-    recipe: Recipe  # makes the job
+    key: str  # a name of ours, or `package.module:Class`; `find_recipe` takes it
+    recipe: Recipe
     options: Any  # an instance of its options, defaults included
-    # of the config, with the recipe's defaults; None for a checkpoint
+    # settings of the config, with the recipe's defaults; None for a checkpoint
     settings: Settings | None = None
     notes: tuple[str, ...] = ()  # keys of the config that have no effect here, and why
 
     @property
     def noted_settings(self) -> Settings:
-        """The settings, with the recipe's notes among theirs."""
-        assert self.settings is not None  # only a checkpoint's recipe has none
+        """The settings, with the recipe's notes added to theirs."""
+        assert self.settings is not None  # None only for a checkpoint's recipe
         return replace(self.settings, notes=(*self.settings.notes, *self.notes))
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Every option by name."""
+        """All options by name."""
         return asdict(self.options)
 
     @property
@@ -78,7 +78,7 @@ class Chosen:
 
     @property
     def file_digests(self) -> dict[str, str | None]:
-        """Per option that is the path of a file, the digest of its bytes."""
+        """For each option that is a path: the digest of the file's bytes, or None without a file."""
         paths = {name: getattr(self.options, name) for name in self.recipe.files}
         for name, path in paths.items():
             if path is not None:
@@ -111,7 +111,7 @@ class Chosen:
 
 
 def restore(key: str, options: Mapping[str, Any]) -> Chosen:
-    """Return a recipe with options as a checkpoint keeps them."""
+    """Return the recipe of a checkpoint with the options that the checkpoint keeps."""
     try:
         recipe = find_recipe(key)
     except InputError as error:
@@ -126,7 +126,7 @@ def restore(key: str, options: Mapping[str, Any]) -> Chosen:
 
 
 def _fitting_recipe(store: str | None) -> str:
-    """Return the recipe whose data is packed as this store was; that of tables for any other."""
+    """Return the recipe whose `pack_command` makes stores of this kind; that of tables for any other store."""
     recipes = {
         find_recipe(name).pack_command.split()[2]: name for name in reversed([*ready_recipes()])
     }
@@ -193,14 +193,14 @@ def choose_recipe(settings: Settings) -> Chosen:
 
 
 def with_defaults(settings: Settings, recipe: Recipe) -> Settings:
-    """Return settings with the recipe's value for each that nobody wrote."""
+    """Return settings in which the recipe's defaults replace values that the user did not set."""
     return settings.with_recipe_defaults(
         {as_key(each.setting): (each.value, each.reason) for each in recipe.defaults}
     )
 
 
 def _where(settings: Settings, option: str | None) -> str:
-    """Return `file:line:column key`, as far as it is known."""
+    """Return `file:line:column key` of an option, or the parts that are known."""
     asked = (f"{OPTIONS}.{option}", as_key(option or ""), OPTIONS)
     origin = next((settings.origins[name] for name in asked if name in settings.origins), None)
     return "" if origin is None else f"{origin.place or ''} {origin.key}".strip()
@@ -239,15 +239,15 @@ def _idle_keys(settings: Settings, recipe: Recipe, options: Any) -> list[str]:
 
 
 # -- what a checkpoint keeps of a job ---------------------------------------------------------------
-# Plain values, so that a prediction needs neither the training store nor targets: what `Recipe.describe` found there,
-# the columns of the inputs, and the repairs, which new data needs too.
+# Plain values, so that a prediction needs neither the training store nor targets: the result of `Recipe.describe`,
+# the columns of the inputs, and the repairs, which are applied to new data as well.
 
 
 _TABLE_FIELD, _BARS = "features", "bars"
 
 
 def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
-    """Return what `rebuild` needs besides the options, as JSON would give it back."""
+    """Return what `rebuild` needs besides the options, as plain JSON values."""
     with blamed(recipe, "describe"):
         facts = dict(recipe.describe(job))
         named = list(facts["inputs"])
@@ -264,7 +264,7 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
         name: fitted for name, fitted in store.manifest.repairs.items() if name in inputs
     }
     attributes = store.manifest.attributes
-    # What a column of the raw table becomes, and what the classes are called: for predictions on raw rows.
+    # For predictions on raw rows: how each column of the raw table is converted, and the names of the classes.
     if attributes.get("classes"):
         facts["class_names"] = list(attributes["classes"])
     if "table" in attributes and _TABLE_FIELD in inputs:
@@ -277,7 +277,7 @@ def describe_job(recipe: Recipe, job: Job, store: Store) -> dict[str, Any]:
 
 
 def rebuild(chosen: Chosen, facts: Facts) -> Rebuilt:
-    """Return the model that `describe_job` saw, without its weights."""
+    """Return the model that `describe_job` described, without its weights."""
     with blamed(chosen.recipe, "rebuild"):
         made = chosen.recipe.rebuild(chosen.options, facts)
         made.model.eval().requires_grad_(False)
@@ -285,19 +285,19 @@ def rebuild(chosen: Chosen, facts: Facts) -> Rebuilt:
 
 
 def as_augments(augmentation: Compose | ProgressiveAugmentation | None) -> Augments | None:
-    """Return the same; mypy does not see that overloads fit the loader's protocol."""
+    """Return the argument, cast for mypy, which does not see that overloads fit the loader's protocol."""
     return cast("Augments | None", augmentation)
 
 
 def fingerprint(store: Store) -> str:
-    """Return a digest of what is in a store: the same data packed again gives the same."""
+    """Return a digest of a store's content: the same data packed again gives the same digest."""
     about = store.manifest.model_dump(mode="json", include={"num_samples", "fields", "repairs"})
     about["shards"] = [[shard.size_bytes, shard.checksum] for shard in store.manifest.shards]
     return xxhash.xxh3_64_hexdigest(exact_text(about, sort_keys=True).encode())
 
 
 def code_digest(recipe: Recipe) -> str:
-    """Return a digest of the source of stoker and of the recipe's own module: another one is other code."""
+    """Return a digest of the source of stoker and of the recipe's own module."""
     made = _package_digest().copy()
     own = inspect.getsourcefile(type(recipe))
     if own and Path(stoker.__file__).parent not in Path(own).parents:
@@ -306,7 +306,7 @@ def code_digest(recipe: Recipe) -> str:
     return f"stoker {stoker.__version__}, {made.hexdigest()}"
 
 
-@functools.cache  # what runs is what was imported: reading it for every run of a process took 20 ms
+@functools.cache  # the imported code does not change, and reading the files takes 20 ms
 def _package_digest() -> xxhash.xxh3_64:
     made = xxhash.xxh3_64()
     for path in sorted(Path(stoker.__file__).parent.rglob("*.py")):
@@ -325,7 +325,7 @@ def check_columns(store: Store, facts: Facts) -> None:
                 "pack the new data like the training data",
             )
         have = store.fields[name].columns
-        # A plain HDF5 file has no names: its shape is checked by the model itself.
+        # A plain HDF5 file has no column names: the model itself checks the shape.
         if trained and have and list(have) != list(trained):
             first = next(
                 (pair for pair in zip(trained, have, strict=False) if pair[0] != pair[1]),

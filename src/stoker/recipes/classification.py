@@ -1,4 +1,4 @@
-"""A classifier on its test samples as the field evaluates it: per class, calibrated, with intervals.
+"""Evaluation of a classifier on test samples: overall and per class, calibration, confidence intervals.
 
 Enters: probabilities and labels of all test samples. Leaves: metrics, one row per class, the confusion matrix, 95 %
 intervals and the reliability curve, ready for an `Evaluation`. Costs: a sort per class; memory for the probabilities
@@ -26,7 +26,7 @@ _MOST_EVALUATED = 2_000_000
 
 
 class ScoreList:
-    """The class scores and labels of a pass, kept on the host as probabilities."""
+    """Collects the class probabilities and labels of a pass in host memory."""
 
     def __init__(self) -> None:
         self._probabilities: list[Array] = []
@@ -35,7 +35,7 @@ class ScoreList:
     def update(
         self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
     ) -> None:
-        """Take a batch of `(batch, classes)` logits and `(batch,)` labels; rows that are not valid are left out."""
+        """Add a batch of `(batch, classes)` logits and `(batch,)` labels; rows that are not valid are left out."""
         kept = slice(None) if valid is None else valid.bool()
         self._probabilities.append(scores.float().softmax(dim=1)[kept].cpu().numpy())
         self._labels.append(labels.long()[kept].cpu().numpy())
@@ -47,21 +47,21 @@ class ScoreList:
 
     @property
     def labels(self) -> Array:
-        """`(n,)` places of the classes."""
+        """`(n,)` class indices."""
         return np.concatenate(self._labels)
 
 
 def evaluate_classes(
     probabilities: Array, labels: Array, names: Sequence[str], *, quiet_class: int | None = None
 ) -> Evaluation:
-    """Return the evaluation of a classifier, beside nothing.
+    """Return the evaluation of a classifier, without baselines.
 
     Args:
         probabilities: `(n, classes)`.
-        labels: `(n,)` places of the true classes.
-        names: Of the classes.
-        quiet_class: The class of samples that should raise no alarm (benign traffic, healthy patients); every other
-            answer for one of them is a false alarm.
+        labels: `(n,)` indices of the true classes.
+        names: Names of the classes.
+        quiet_class: Index of the class that should raise no alarm (benign traffic, healthy patients); every other
+            answer for one of its samples is a false alarm.
     """
     answers = probabilities.argmax(axis=1)
     matrix = confusion_counts(labels, answers, len(names))
@@ -139,13 +139,13 @@ def per_class(
 
 
 def average_precision(scores: Array, is_true: Array) -> float:
-    """Return the area under the precision-recall curve, as steps; NaN without a true sample."""
+    """Return the average precision (step-wise area under the precision-recall curve); NaN without a true sample."""
     total = int(is_true.sum())
     if not total:
         return math.nan
     order = np.argsort(-scores, kind="stable")
     ranked, hits = scores[order], np.cumsum(is_true[order])
-    # Samples of the same score cannot be told apart: the curve has a point after the last of them.
+    # Samples with equal scores cannot be ranked, so the curve has one point after the last of them.
     last = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
     recall = hits[last] / total
     return float(np.sum(np.diff(recall, prepend=0.0) * hits[last] / (last + 1)))
@@ -190,7 +190,7 @@ def class_examples(
 
 
 def macro_f1(counts: Array) -> Array:
-    """Return the mean F1 of the classes that occur, of `(draws, classes, classes)` counts."""
+    """Return `(draws,)` means of F1 over the classes that occur, from `(draws, classes, classes)` counts."""
     hits = np.diagonal(counts, axis1=1, axis2=2)
     support, answered = counts.sum(axis=2), counts.sum(axis=1)
     scores = 2 * hits / np.maximum(support + answered, 1e-12)
@@ -210,9 +210,9 @@ def _balanced(counts: Array) -> Array:
 
 
 def label_places(store: Store, numbers: Array, names: Sequence[str]) -> Array:
-    """Return the places of a store's class numbers among the classes of a model; -1 for a class it does not know.
+    """Return the model's class index for each class number of a store; -1 for a class that the model does not know.
 
-    Another store may have other classes, or the same ones in another order: names decide where both have them.
+    Another store may have other classes, or another order. If both have class names, classes are matched by name.
     """
     own = list(store.manifest.attributes.get("classes") or ())
     if not own or not names or own == list(names):
@@ -224,7 +224,7 @@ def label_places(store: Store, numbers: Array, names: Sequence[str]) -> Array:
 
 
 class AnswerJudge:
-    """Evaluates classes by their probabilities, and values by their mean error; a `Judge`."""
+    """A `Judge` for classes (all metrics of `evaluate_classes`) and for values (mean absolute error)."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names  # of the classes, in the order of the probabilities; empty for numbers
@@ -233,7 +233,7 @@ class AnswerJudge:
         self._num_kept = 0
 
     def update(self, columns: Mapping[str, Array], truth: Array) -> None:
-        """Take answers; after two million the others are left out."""
+        """Add answers; those after the first two million are left out."""
         given = columns.get("probability", columns.get("value"))
         if given is None or self._num_kept > _MOST_EVALUATED:
             return

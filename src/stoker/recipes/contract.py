@@ -1,10 +1,10 @@
-"""What a recipe is: everything that a training run needs besides the trainer itself.
+"""The interface of recipes. A recipe is everything that a training run needs besides the trainer itself.
 
 Enters: an open store and options. Leaves: a `Job`; later, from plain values of a checkpoint, a `Rebuilt`
-model. Costs nothing by itself.
+model. The interface itself costs nothing.
 
-A recipe is a class that inherits `Recipe`. Ours are in the folders beside this file, one each; somebody
-else's is named in a config as `package.module:Class` (docs/extending.md has a whole one).
+A recipe is a class that inherits `Recipe`. stoker's own are in the folders beside this file, one each. A user's
+own recipe is named in the config as `package.module:Class` (docs/extending.md has a complete example).
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ class Metrics(Protocol):
     """Accumulates on the device over the batches of a validation; one object per pass."""
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take a batch; no host synchronisation."""
+        """Add a batch, without host synchronisation."""
 
     def state(self) -> Any:
-        """Return what was counted: tensors, in lists or alone."""
+        """Return the accumulated values: one tensor, or lists of tensors."""
 
     def merge(self, states: Sequence[Any]) -> None:
-        """Become what all of these have counted together; where ranks share the samples."""
+        """Replace the accumulated values by those of all `states` together. Called when ranks share the samples."""
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics of everything seen; waits for the device."""
+        """Return the metrics over all batches. Waits for the device."""
 
 
 class FinalMetrics(Protocol):
-    """Evaluates the best weights on the test samples as the field does; one object per run."""
+    """Evaluates the best weights on the test samples with the usual metrics of the field. One object per run."""
 
     def update(self, outputs: Any, targets: Any) -> None:
-        """Take a batch of test samples, as `Metrics` does. They come in order, unless the job walks over lanes."""
+        """Add a batch of test samples, as `Metrics` does. They arrive in order, unless the job uses lanes."""
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation of everything seen, beside baselines fitted on training samples.
+        """Return the evaluation over all batches, with baselines that are fitted on training samples.
 
         Args:
-            model: With the best weights, in evaluation mode, on `device`.
-            device: Where it is.
-            samples: Numbers of the test samples, rising.
+            model: The model with the best weights, in evaluation mode, on `device`.
+            device: Device of the model.
+            samples: Sorted numbers of the test samples.
         """
 
 
@@ -131,40 +131,40 @@ class RawBatch:
 
     # one per row: row numbers (int64), file names or ids (text), times (datetime64[ns])
     keys: Array
-    # what `Rebuilt.unpack` reads, on the host; `Rebuilt.augment` is not applied to it. Every tensor has one row per
-    # key where there are more keys than `batch_size`. Rows that cannot be answered hold zeros.
+    # input of `Rebuilt.unpack`, in host memory; `Rebuilt.augment` is not applied to it. If there are more keys than
+    # `batch_size`, every tensor must have one row per key. Rows without an answer hold zeros.
     batch: Tensors
-    # `(rows,)` bool, False where there is a reason instead of an answer; None where all have one
+    # `(rows,)` bool, False for rows with a reason instead of an answer; None if every row has an answer
     answered: Array | None = None
-    reasons: Sequence[str | None] | None = None  # per row what a user must know of it, or None
-    # more columns beside the key, such as the file that a row is from
+    reasons: Sequence[str | None] | None = None  # per row a remark for the user, or None
+    # additional columns of the output, such as the file of each row
     labels: Mapping[str, Array] = field(default_factory=dict)
-    # where the input has targets: `(rows,)` places of the classes, -1 where unknown, or `(rows, values)`, NaN where
-    # unknown. The answers are then evaluated.
+    # targets, if the input has any: `(rows,)` class indices, -1 for unknown; or `(rows, values)`, NaN for unknown.
+    # The answers are then evaluated.
     truth: Array | None = None
 
 
 class RawReader(Protocol):
-    """Raw input that a recipe has opened: replays on new data what was fitted in training."""
+    """Raw input that a recipe has opened. Applies what was fitted in training to new data."""
 
     key: str  # name of the column of `RawBatch.keys`: "row", "file", "time", "id"
-    num_rows: int | None  # how many there are; None where that is not known before the end
+    num_rows: int | None  # number of rows; None if it is not known before the last row
 
     def __iter__(self) -> Iterator[RawBatch]:
-        """Yield every row once, in the order of the input, with an answer or a reason."""
+        """Yield every row once, in input order: ready for the model, or with the reason why it is not."""
 
     def notes(self) -> Sequence[str]:
-        """Return what was done to the rows; asked after the last one."""
+        """Return notes on what was done to the rows. Called after the last row."""
 
 
 class Judge(Protocol):
-    """Compares answers with what is known to be true, as they come."""
+    """Compares answers with known targets, batch by batch."""
 
     def update(self, columns: Mapping[str, Array], truth: Array) -> None:
-        """Take some answers, by the names of `Rebuilt.predict`, and as many truths; unknown ones are passed over."""
+        """Add answers, under the names of `Rebuilt.predict`, and one target per answer. Unknown targets are skipped."""
 
     def evaluate(self) -> Evaluation | None:
-        """Return how good the answers are; None where no truth is known."""
+        """Return the evaluation of the answers; None if no target is known."""
 
 
 @dataclass(frozen=True)
@@ -240,84 +240,84 @@ class Recipe(Protocol):
         """Build the job for a store.
 
         Args:
-            store: Open; packed as `pack_command` says.
+            store: An open store, packed by `pack_command`.
             options: An instance of `Options`.
-            seed: Of initial weights and of the splits that need one.
+            seed: Seed of the initial weights and of random splits.
         """
 
     @abstractmethod
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return what `rebuild` needs besides the options, as values that JSON knows.
+        """Return what `rebuild` needs besides the options, as values that JSON can hold.
 
-        One of them is "inputs": the fields of the store that a prediction reads. A store that is
-        predicted must have them with the columns of the training store.
+        The key "inputs" is required: the fields of the store that a prediction reads. A store to be
+        predicted must have these fields, with the columns of the training store.
         """
 
     @abstractmethod
     def rebuild(self, options: Any, facts: Facts) -> Rebuilt:
-        """Return the model again, without weights and without the training store.
+        """Build the model again, without its weights and without the training store.
 
         Args:
-            options: As in training.
-            facts: From `describe`.
+            options: The options of the training.
+            facts: What `describe` returned.
         """
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout | None:
-        """Return the inputs and outputs of an ONNX graph; None where the recipe has none."""
+        """Return the inputs and outputs of the ONNX graph; None if the recipe has no ONNX export."""
         return None
 
     def open_raw(
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
-        """Open raw input for predictions; None where the recipe reads no input of this kind.
+        """Open raw input for predictions; return None for input of a kind that the recipe does not read.
 
         Args:
             given: A path, or in Python a frame, mapping or array.
-            made: With its weights.
-            facts: From `describe_job`: with the columns, repairs and class names of training.
-            told: Options of the command line that were given: "text" (a `TextOptions`), "batch_size"; "is_table" says
-                whether the answers become rows of one table, and not files of the recipe's own.
+            made: The model with its weights.
+            facts: What `describe_job` returned: also the columns, repairs and class names of the training.
+            told: Command-line options that the user gave: "text" (a `TextOptions`) and "batch_size". "is_table" says
+                whether the answers become rows of one table; otherwise the recipe writes files of its own.
 
         Raises:
-            InputError: The input lacks what the model was trained on; all of it is named.
+            InputError: The input lacks something that the model was trained on; the message names all of it.
         """
         return None
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: Any, facts: Facts
     ) -> Array | None:
-        """Return the targets of some samples of a store, as `RawBatch.truth` has them; None where it has none."""
+        """Return the targets of samples of a store, in the form of `RawBatch.truth`; None if it has no targets."""
         return None
 
     def make_judge(self, options: Any, facts: Facts) -> Judge | None:
-        """Return what evaluates answers whose truths are known; None where they are classes or values."""
+        """Return the evaluator of answers with known targets; None takes stoker's own for classes and values."""
         return None
 
     def write_answers(
         self, out: Path, answers: Iterable[Predicted], made: Rebuilt, facts: Facts
     ) -> int | tuple[int, Sequence[str]]:
-        """Write answers in one of the recipe's own `endings`; return how many rows, perhaps with what to say of it."""
-        return 0  # never called of a recipe without endings
+        """Write answers to a file with one of the recipe's `endings`; return the number of rows, perhaps with notes."""
+        return 0  # never called for a recipe without endings
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options that other keys of the config give.
+        """Return options of the recipe that come from other keys of the config.
 
         Args:
-            settings: With the recipe's defaults.
-            given: What the config writes under `recipe.options`. A name that is in both, with another
-                value, is refused with both places.
+            settings: The settings, with the recipe's defaults filled in.
+            given: What the config says under `recipe.options`. An option that is in both with different
+                values is an error, which names both places.
         """
         return {}
 
     def note_settings(self, settings: Settings, options: Any) -> list[str]:
-        """Return notes on keys of the config that mean little or something else with these options."""
+        """Return notes on config keys that have no effect or another meaning with these options."""
         return []
 
     def make_source(self, **paths: Any) -> Source | None:
-        """Return what `stoker train` packs into the store first; None where it cannot.
+        """Return the source that `stoker train` packs into the store first; None if the recipe has none.
 
         Args:
-            paths: Options of the command line that were given, by name.
+            paths: Command-line options that the user gave, by name.
         """
         return None
 
@@ -334,19 +334,19 @@ IMAGE_SIZES = ("height", "width")
 class Port:
     """One input of the graph."""
 
-    key: str  # what the recipe calls it
-    # a number, or the name of a size that is free: `BATCH`, `IMAGE_SIZES`, or another word
+    key: str  # name of the input in the recipe
+    # per axis a number, or the name of a free size: `BATCH`, one of `IMAGE_SIZES`, or another word
     shape: tuple[int | str, ...]
-    dtype: torch.dtype  # as it must come
-    about: str  # what it is, for people
-    # values to try it with are from 0 to below this number, or this size; None for numbers around 0, or around
-    # `scaler`
+    dtype: torch.dtype  # type that a caller must pass
+    about: str  # description for people
+    # upper bound (exclusive) of example values, which start at 0: a number, or the name of a size. None draws
+    # numbers around 0, or around the center of `scaler`.
     below: float | str | None = None
-    scaler: RobustScale | None = None  # says where the training values lie
-    name: str = ""  # in the graph; the key, as a plain word, where it is empty
+    scaler: RobustScale | None = None  # range of the training values
+    name: str = ""  # name in the graph; empty: the key, with "_" for special characters
 
     def draw(self, sizes: Mapping[str, int], dice: torch.Generator) -> Tensor:
-        """Return values of the right shape and kind."""
+        """Return random example values of this shape and type."""
         shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
         if self.below is None:
             values = torch.randn(shape, generator=dice)
@@ -366,17 +366,17 @@ class Layout:
     """How a trained recipe becomes a graph."""
 
     ports: Sequence[Port]  # the inputs, in order
-    # tensors by the keys of the ports to the model's inputs
+    # converts tensors, named by `Port.key`, to the model's inputs
     read: Callable[[Mapping[str, Tensor]], Any]
     predict: Callable[[Any, Any], dict[str, Tensor]]  # model and inputs to named predictions
-    # wraps the trace of the graph where torch needs help with it; gives what `torch.onnx.export` takes as
-    # `custom_translation_table`
+    # context around the tracing of the graph, for models that torch cannot trace alone; yields the
+    # `custom_translation_table` for `torch.onnx.export`
     tracing: Callable[[torch.nn.Module], AbstractContextManager[dict[Any, Any]]] | None = None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of inputs that shall be fixed; the others stay free."""
+    """Input sizes that are fixed in the graph; the others stay free."""
 
     batch: int | None = None  # samples; None leaves it free
     # height and width, where the recipe takes images; None leaves them free

@@ -1,11 +1,11 @@
-"""The gates in front of a recipe: data that would ruin training, or a split without a part, never reach the first step.
+"""Checks before a training: data that would ruin it is refused, and empty parts of a split are filled.
 
-Enters: an open store, and the fields that training reads; a drawn split. Leaves: the findings that only warn, or a
-`QualityError` with the gate's own findings and what to type; a split without an empty part. Costs: nothing for a packed
-store, which carries what the gate found; a plain HDF5 file is read once, at about 0.3 GB/s a core.
+Enters: an open store, and the fields that training reads; a drawn split. Leaves: findings that only warn, or a
+`QualityError` with the other findings and what to type; a split without an empty part. Costs: nothing for a packed
+store, which contains the findings of its pack; a plain HDF5 file is read once, at about 0.3 GB/s a core.
 
-Inputs that reach 1e15 are often met with checks in every step, each of which makes the GPU wait. A
-look before the first step finds the same, names the column and the rows, and costs no step anything.
+Extreme inputs (1e15) are often caught by checks in every step, each of which makes the GPU wait. One check
+before the first step finds the same values, names the column and the rows, and slows no step down.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ _LISTED = 5
 def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[Finding]:
     """Refuse a store whose values would ruin training; return the findings that only warn.
 
-    A store of `stoker pack` carries the gate's findings; anything else is looked at now. NaN,
+    A store of `stoker pack` contains the gate's findings; any other store is inspected now. NaN,
     infinities and extremes (such as 1e15) are refused. Values above 65,504 are infinite in float16:
-    they are refused only where nothing scales them first.
-
-    `scaled`: the model scales its inputs, in float32, before anything else.
+    they are refused unless the model first scales its inputs in float32 (`scaled`).
 
     Raises:
         QualityError: With the gate's own findings, and what to type.
@@ -56,30 +54,30 @@ def quality_gate(store: Store, fields: Sequence[str], *, scaled: bool) -> list[F
 
 
 def own_parts(store: Store) -> dict[str, Array]:
-    """Return the split that a store came with."""
+    """Return the sample numbers of the store's own split."""
     return {name: select_samples(store, name) for name in SPLITS}
 
 
 def drawn_parts(division: Array) -> dict[str, Array]:
-    """Return the samples of 0, 1, 2 or 3 per sample, as the functions of `loader.splits` draw them."""
+    """Return the sample numbers of a split that `loader.splits` made: 0, 1, 2 or 3 per sample."""
     return {name: samples_of(division, name) for name in SPLITS}
 
 
 def fill_parts(
     samples: Mapping[str, Array],  # of "train", "val" and "test"
     ratios: Sequence[float],  # their shares
-    seed: int,  # decides which group goes
-    # one whole number per sample of the store; equal ones stay together. None where nothing may be moved, since the
-    # parts are spans of time.
+    seed: int,  # decides which group is moved
+    # one whole number per sample of the store; samples of equal numbers stay together. None: the parts are spans of
+    # time, so nothing may be moved.
     groups: Array | None,
     what: str,  # the groups in words, such as "compounds"
 ) -> tuple[dict[str, Array], str]:
-    """Return a drawn split in which every part with a share has samples, and what to say of it; "" of nothing.
+    """Return a drawn split in which every part with a share has samples, and a note on what was moved, or "".
 
-    A split of few samples may leave val or test empty: a group of train goes there.
+    A split of few samples may leave val or test empty. One group of train is then moved there.
 
     Raises:
-        InputError: There are too few to divide.
+        InputError: There are too few groups to divide.
     """
     filled = dict(samples)
     parts = zip(("val", "test"), ratios[1:], strict=True)
@@ -104,14 +102,14 @@ def fill_parts(
 def complete_parts(
     samples: Mapping[str, Array], seed: int, groups: Array
 ) -> tuple[dict[str, Array], str]:
-    """Return the split that a store came with, val or test made of what there is where one is empty, and what to say.
+    """Return a store's own split with an empty val or test part filled, and a note on it, or "".
 
-    People divide their data into train and val, or into train and test. A tenth of train becomes val, or half of val
-    becomes test; a group stays together.
+    Many data sets have train and val only, or train and test only. A missing val is a tenth of train; a missing test
+    is half of val. A group stays together.
 
     Args:
-        samples: Of "train", "val" and "test".
-        seed: Decides which groups go.
+        samples: Sample numbers of "train", "val" and "test".
+        seed: Decides which groups are moved.
         groups: One whole number per sample of the store.
     """
     lacks = [name for name in ("val", "test") if not len(samples[name])]
@@ -131,7 +129,7 @@ def complete_parts(
 
 
 def gate_notes(warnings: Sequence[Finding]) -> list[str]:
-    """Return the first warnings for the log, how many more there are, and what scaling takes care of."""
+    """Return notes for the log: the first warnings, the number of others, and columns beyond float16's range."""
     over = [finding for finding in warnings if finding.name == "overflows-fp16"]
     others = [finding for finding in warnings if finding.name != "overflows-fp16"]
     notes = [f"gate: {finding}" for finding in others[:_LISTED]]

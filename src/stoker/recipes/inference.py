@@ -1,7 +1,7 @@
-"""A trained recipe used: its model from a checkpoint, and its int8 weights.
+"""Use of a trained recipe: its model from a checkpoint, and int8 weights.
 
-Enters: a checkpoint of `run_recipe`, alone. Leaves: the model with its weights; an int8 checkpoint that loads as safely
-and predicts with the same command. Costs: reading the checkpoint; for int8 some passes over samples.
+Enters: a checkpoint of `run_recipe`; no store. Leaves: the model with its weights; an int8 checkpoint that loads as
+safely and predicts with the same command. Costs: reading the checkpoint; for int8 some passes over samples.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ class Trained:
 
     loaded: Loaded  # the checkpoint
     chosen: Chosen  # its recipe with its options
-    made: Rebuilt  # the model, filled with weights, and how it is used
+    made: Rebuilt  # the model with its weights, and how to use it
 
     @property
     def model(self) -> torch.nn.Module:
-        """The network, on the CPU and in evaluation mode until somebody moves it."""
+        """The network; `load_trained` leaves it on the CPU and in evaluation mode."""
         return self.made.model
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the recipe found in its training store."""
+        """The result of `describe_job`: what the recipe found in its training store."""
         facts: Mapping[str, Any] = self.loaded.identity["facts"]
         return facts
 
     @property
     def class_names(self) -> list[str]:
-        """Of a classifier whose training store had names for its classes; else none."""
+        """Class names of a classifier, if its training store had them; else empty."""
         return list(self.facts.get("class_names", [])) if self.facts.get("is_classifier") else []
 
     def named(self, columns: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return answers under the names that are written: the one value of a row under that of its target."""
+        """Return answers under the names of the output: a single value per row gets the name of the target."""
         values = columns.get("value")
         if values is None or values.shape[1:] != (1,):
             return columns
@@ -82,7 +82,7 @@ class Trained:
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """Seed of the run."""
         return int(self.loaded.identity["settings"]["seed"])
 
 
@@ -90,12 +90,12 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
     """Build the model of a checkpoint and fill it with its weights.
 
     Args:
-        path: `best.pt`, a `step-*.pt`, what `stoker export --int8` wrote, or the `.safetensors` of
-            `stoker export`.
-        recipe: Insist on this one.
+        path: `best.pt` or `step-*.pt` of a run, or a file of `stoker export`: `.safetensors`, or with
+            --int8.
+        recipe: Name of the recipe that the checkpoint must be of; None takes any.
 
     Raises:
-        InputError: It is not the checkpoint of a recipe, or of another one.
+        InputError: The file is not a checkpoint of a recipe, or of another recipe.
         CorruptError: Bytes are missing or changed.
     """
     if Path(path).is_dir():
@@ -138,7 +138,7 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
 
 
 def device_for(trained: Trained, device: str | torch.device | None) -> torch.device:
-    """Return the device that answers; int8 weights run on the CPU only."""
+    """Return the device for predictions; int8 weights run on the CPU only."""
     is_int8 = "int8" in trained.loaded.identity
     target = usable_device("cpu" if is_int8 and device is None else device)
     if is_int8 and target.type != "cpu":
@@ -158,7 +158,7 @@ def store_loader(
 
 
 def find_training_store(checkpoint: str | Path) -> str | Path | None:
-    """Return where the run's log says its store was, if that is still there; a URL is asked."""
+    """Return the store that the run's log names, if it still exists; a URL is opened to check."""
     with contextlib.suppress(StokerError):
         for line in reversed(read_run_log(Path(checkpoint).resolve().parent / LOG_NAME)):
             note = read_note(line)
@@ -172,15 +172,15 @@ def find_training_store(checkpoint: str | Path) -> str | Path | None:
 
 
 def quantize_trained(
-    trained: Trained,  # of float weights
+    trained: Trained,  # with float weights
     out: str | Path,  # the file; `stoker predict` takes it like any checkpoint
-    # where latency and metric are measured; without it only the size is reported
+    # the store on which latency and metric are measured; None reports the size only
     store_path: str | Path | None = None,
     *,
     split: str = "test",  # samples for the metric
     batch_size: int = BATCH_SIZE,  # of the measured passes
 ) -> tuple[QuantizeReport, str | None]:
-    """Write an int8 checkpoint; return what it changed, and the name of the metric that was compared."""
+    """Write an int8 checkpoint; return its report, and the name of the compared metric, None without a store."""
     check_output(out, [trained.loaded.saved.path], is_checkpoint)
     identity = trained.loaded.identity
     if "int8" in identity:

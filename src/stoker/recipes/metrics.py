@@ -1,11 +1,11 @@
-"""Accumulators that stay on the device over a validation, and what chance reaches beside them.
+"""Metric accumulators that stay on the device during a validation, trivial baselines, and bootstrap intervals.
 
-Enters: outputs and targets of batches, with a mask where some rows hold no sample. Leaves: numbers,
+Enters: outputs and targets of batches, with a mask if some rows hold no sample. Leaves: numbers,
 once, at the end. Costs: a few small kernels per batch and no host synchronisation; counts are exact
 integers, sums are float64.
 
-A metric without its baseline says nothing: 60 % is bad where one class has 70 %. The functions at
-the end say what a constant reaches on the validation samples, chosen from training targets alone.
+A metric without a baseline says nothing: an accuracy of 60 % is bad if one class has 70 % of the samples. The
+baselines here are constants that are chosen from training targets and evaluated on validation samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stoker.store.fields import Array
 
 
 class Counted:
-    """Counts on the device, which ranks can add up."""
+    """Base of accumulators whose only state is a tensor of counts; ranks add their counts up."""
 
     counts: torch.Tensor | None = None  # made by the first batch
 
@@ -36,7 +36,7 @@ class Counted:
 
 
 class CountedParts:
-    """Several `Counted` as one."""
+    """Several `Counted` accumulators as one."""
 
     parts: Sequence[Counted]
 
@@ -59,23 +59,23 @@ class ClassCounts(Counted):
     def update(
         self, scores: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor | None = None
     ) -> None:
-        """Take a batch. Scores are `(batch, classes)`; `valid` marks the rows that count."""
+        """Add a batch. Scores are `(batch, classes)`; `valid` marks the rows that count."""
         labels = labels.long()
         seen = torch.ones_like(labels) if valid is None else valid.long()
         hits = (scores.argmax(dim=1) == labels).long() * seen
         self.count((labels, seen), (labels, hits))
 
     def count(self, *rows: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Add to each row of the counts: classes, and how often each of them is counted."""
+        """Add one (class numbers, weights) pair to each row of the counts."""
         if self.counts is None:
             shape, device = (len(rows), self._num_classes), rows[0][0].device
             self.counts = torch.zeros(shape, dtype=torch.int64, device=device)
         for row, (classes, seen) in zip(self.counts, rows, strict=True):
-            # Not bincount: it asks the host for the largest label.
+            # Not bincount, which waits for the device to find the largest label.
             row.index_add_(0, classes, seen)
 
     def compute(self) -> dict[str, float]:
-        """Return accuracy, and the mean of the recalls of the classes that occur."""
+        """Return accuracy and balanced accuracy: the mean recall of the classes that occur."""
         if self.counts is None or not self.counts[0].any():
             return {"accuracy": math.nan, "balanced_accuracy": math.nan}
         seen, hits = self.counts[:2].cpu().double().numpy()
@@ -88,10 +88,10 @@ class ClassCounts(Counted):
 
 
 class MaskedMean(Counted):
-    """Mean over the samples of a pass; a sample's own values are averaged first."""
+    """Mean over the samples of a pass. The values of one sample are averaged first."""
 
     def update(self, values: torch.Tensor, valid: torch.Tensor | None = None) -> None:
-        """Take a batch. Values are `(batch, ...)`; `valid` marks the rows that count."""
+        """Add a batch. Values are `(batch, ...)`; `valid` marks the rows that count."""
         per_sample = values.detach().double().reshape(len(values), -1).mean(dim=1)
         seen = torch.ones_like(per_sample) if valid is None else valid.double()
         # Where, not a product: a row that does not count may hold anything, NaN included.
@@ -99,7 +99,7 @@ class MaskedMean(Counted):
         self.counts = added if self.counts is None else self.counts + added
 
     def compute(self) -> float:
-        """Return the mean; NaN when nothing was seen."""
+        """Return the mean; NaN without samples."""
         if self.counts is None:
             return math.nan
         total, count = self.counts.tolist()
@@ -107,7 +107,7 @@ class MaskedMean(Counted):
 
 
 def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, float]:
-    """Return what always answering the commonest training class reaches on `val`."""
+    """Return the metrics on `val` of always answering the most common class of `train`."""
     if not len(val):
         return {}
     majority = int(np.argmax(np.bincount(train, minlength=num_classes)))
@@ -119,14 +119,14 @@ def majority_baseline(train: Array, val: Array, num_classes: int) -> dict[str, f
 
 
 def class_priors(train: Array, num_classes: int) -> Array:
-    """Return the share of each class in training, with one sample added to each: none is 0."""
+    """Return the share of each class in training. One sample is added to each class, so that no share is 0."""
     counts = np.bincount(train, minlength=num_classes) + 1.0
     priors: Array = counts / counts.sum()
     return priors
 
 
 def constant_mae(constant: Array | float, val: Array) -> float:
-    """Return the mean absolute error of one answer for every sample; NaN without samples."""
+    """Return the mean absolute error of a constant answer; NaN without samples."""
     return float(np.abs(np.asarray(val, np.float64) - constant).mean()) if len(val) else math.nan
 
 
@@ -141,16 +141,16 @@ _LEVEL = 0.95
 def bootstrap(
     # `(n,)` or `(n, k)` values of samples, in their order; rows that are not finite are left out
     values: Array,
-    # `(draws, k)` means to `(draws,)` numbers; None is the mean of a single value
+    # `(draws, k)` means to `(draws,)` numbers; None is the mean of the first column
     statistic: Callable[[Array], Array] | None = None,
     *,
-    # neighbours that are drawn together, where they depend on each other: overlapping windows
+    # number of neighbours that are drawn together, for samples that depend on each other (overlapping windows)
     block: int = 1,
     seed: int = 0,  # of the draws
 ) -> tuple[float, float]:
     """Return the 95 % confidence interval of a statistic of means over samples.
 
-    Above 5,000 samples neighbours are drawn together, so that the cost is bounded.
+    Above 5,000 samples, neighbours are always drawn together, which limits the cost.
     """
     rows = np.asarray(values, np.float64)
     rows = rows[:, None] if rows.ndim == 1 else rows
@@ -182,7 +182,7 @@ def bootstrap_counts(
     shares = counts.reshape(-1)[filled] / total
     random = np.random.default_rng(seed)
     draws: list[Array] = []
-    # In parts, so that a matrix of a thousand classes takes no more memory than one of ten.
+    # In parts, so that memory does not grow with the size of the matrix.
     part = max(1, min(_NUM_DRAWS, _DRAWN_CELLS // counts.size))
     for _ in range(0, _NUM_DRAWS, part):
         drawn = np.zeros((part, counts.size))

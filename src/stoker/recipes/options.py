@@ -1,7 +1,7 @@
-"""A recipe's options from plain values: names, types, and the three-part refusal of anything else.
+"""A recipe's options from plain values: checks of names, types and ranges, with errors that say what to type.
 
 Enters: a frozen dataclass with annotated defaults, and a mapping (a config section, `--set`). Leaves:
-an instance of it. Costs: microseconds; no torch. Ranges stand beside the type of a field (`Range`).
+an instance of it. Costs: microseconds; no torch. The range of a field is in its annotation (`Range`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stoker.errors import InputError
 from stoker.strict_json import json_text
 
 T = TypeVar("T")
-# To evaluate the annotations of a class takes 4 ms, and a run reads its options several times.
+# Evaluating the annotations of a class takes 4 ms, and a run reads its options several times.
 _hints: Callable[..., dict[str, Any]] = functools.cache(get_type_hints)
 
 
@@ -49,13 +49,13 @@ class OptionError(InputError):
 
 
 def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T:
-    """Return the options; a name that is not there or a value of another type is refused.
+    """Return the options; an unknown name or a value of another type is an error.
 
     Args:
         kind: A frozen dataclass whose fields are bool, int, float, str, Literal, tuples or None.
-        given: Plain values, as YAML or `--set` gives them; lists stand for tuples. An instance is
-            returned as it is.
-        recipe: Its name, for the message.
+        given: Plain values, as YAML or `--set` gives them; lists are accepted for tuples. An instance of
+            `kind` is returned as it is.
+        recipe: Name of the recipe, for the message.
     """
     if isinstance(given, kind):
         return given
@@ -93,10 +93,10 @@ def parse_options(kind: type[T], given: T | Mapping[str, Any], recipe: str) -> T
 
 
 def as_overrides(fix: str, kind: type[Any]) -> str:
-    """Return an advice with options as the command line and a config take them.
+    """Rewrite the options in an advice for the command line.
 
-    Recipes are made in Python, and say `task='regression'`; whoever trains from a config types
-    `--set recipe.options.task=regression`.
+    The errors of recipes use Python's form, `task='regression'`. A user who trains from a config
+    types `--set recipe.options.task=regression`.
     """
     names = {entry.name for entry in fields(kind)}
     return ", or ".join(_as_override(way, names) for way in fix.split(", or "))
@@ -125,14 +125,14 @@ def require(holds: bool, name: str, value: object, allowed: str, fix: str) -> No
 
 
 class Range(NamedTuple):
-    """What the values of an option may be: `width: Annotated[int, Range("1 or more", lambda n: n >= 1)]`.
+    """The allowed values of an option: `width: Annotated[int, Range("1 or more", lambda n: n >= 1)]`.
 
-    A function in an annotation sees no names of its module: one that needs them is written above the class.
+    Define a `Range` whose function uses names of its module above the class, not inside the annotation.
     """
 
-    words: str  # the same for the error
-    holds: Callable[[Any], bool]  # tells whether a value is allowed; not asked about None
-    example: Any = None  # advised in the error; None advises the default
+    words: str  # the allowed values in words, for the error
+    holds: Callable[[Any], bool]  # tells whether a value is allowed; not called for None
+    example: Any = None  # the value that the error advises; None advises the default
 
 
 AtLeastOne = Annotated[int, Range("1 or more", lambda value: value >= 1)]
@@ -155,7 +155,7 @@ class CheckedOptions:
 
 @functools.cache
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(hint, config=ConfigDict(strict=True))  # True is no number, and "1" neither
+    return TypeAdapter(hint, config=ConfigDict(strict=True))  # neither True nor "1" is a number
 
 
 def _as_tuples(value: Any) -> Any:
@@ -164,7 +164,7 @@ def _as_tuples(value: Any) -> Any:
 
 
 def spell_type(hint: Any) -> str:
-    """Return what an annotation takes, in words."""
+    """Return the values that an annotation allows, in words."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(spell_type(choice) for choice in get_args(hint))

@@ -1,10 +1,9 @@
-"""What the recipes of pictures share: pixels of a store, their statistics, pictures of users, small ones for pages.
+"""Code that the picture recipes share: pixels of a store, their statistics, new pictures, thumbnails for pages.
 
-Enters: a store of pixels or of encoded pictures; folders, files, images of Pillow, arrays and tensors. Leaves: a store
-whose `images` and `masks` are dense uint8 fields of one size, decoded, turned upright and resized when they are
-gathered; statistics; `GivenPictures`, a key for each new picture and its decoding by one rule. Costs one decode for
-each encoded picture that is read: for statistics and evaluations, which look at some hundreds. Training reads the store
-itself, by a `Loader`.
+Enters: a store of pixels or of encoded pictures; folders, files, Pillow images, arrays and tensors. Leaves: a store
+whose `images` and `masks` are dense uint8 fields of one size (gathering decodes, turns upright and resizes);
+statistics; `GivenPictures`, which have a key for each new picture and decode it. Costs one decode for each encoded
+picture that is read. Statistics and evaluations read some hundreds; training uses a `Loader` on the store itself.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ IMAGE_SIZE = Range(
 
 
 class SizedStore:
-    """A store of encoded pictures with dense `images` and `masks`; everything else is the store's own."""
+    """Wraps a store of encoded pictures so that `images` and `masks` are dense; the rest is passed through."""
 
     def __init__(self, store: Store, size: Size) -> None:
         self._store, self._size = store, size
@@ -101,9 +100,9 @@ def sized_store(store: Store, size: Size | None, default: Size) -> Store:
     """Return a store whose pictures can be gathered as pixels of one size.
 
     Args:
-        store: Of either kind.
-        size: As the user asks; None takes the size that all pictures have, or the default.
-        default: For encoded pictures of several sizes.
+        store: Holds pixels or encoded pictures.
+        size: Size that the user asks for; None takes the size that all pictures have, or the default.
+        default: Size for encoded pictures of several sizes.
     """
     images = store.fields.get("images")
     if images is None or images.encoding != "picture":
@@ -121,14 +120,14 @@ def sized_store(store: Store, size: Size | None, default: Size) -> Store:
 
 
 def describe_pictures(store: Store, train: Array) -> dict[str, Any]:
-    """Return the facts of a checkpoint by which new pictures are made like those of a store."""
+    """Return the facts that a checkpoint needs to prepare new pictures like those of the training store."""
     made_by, images = store.manifest.provenance, store.fields["images"]
     packed = {} if made_by is None else made_by.options
     mean, std = channel_statistics(store, train)
     return {
         "channels": int(images.shape[0]),
         "size": list(images.shape[1:]),
-        # Decoded while they are loaded, and brought to the size there.
+        # The loader decodes and resizes them.
         **({"encoded": True} if isinstance(store, SizedStore) else {}),
         # LOW and HIGH of 16-bit and float pictures; whether films gave their first frame.
         "value_range": packed.get("range"),
@@ -139,7 +138,7 @@ def describe_pictures(store: Store, train: Array) -> dict[str, Any]:
 
 
 def spell_fields(store: Store) -> str:
-    """Return what a store holds, for an error that says what it lacks."""
+    """Return the fields of a store with types and shapes, for an error message."""
     shown = [f"{name} {info.dtype} {tuple(info.shape)}" for name, info in store.fields.items()]
     return ", ".join(shown) or "no fields"
 
@@ -158,7 +157,7 @@ def read_rows(store: Store, field: str, samples: Array) -> Iterator[Array]:
 def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[float]]:
     """Return mean and standard deviation per channel of training images, scaled to [0, 1].
 
-    Exact over at most 512 images, evenly spaced: counts of the 256 values, no running sums.
+    Exact over at most 512 images, evenly spaced: computed from counts of the 256 values.
     """
     channels = store.fields["images"].shape[0]
     counts = np.zeros((channels, 256), dtype=np.int64)
@@ -169,13 +168,13 @@ def channel_statistics(store: Store, train: Array) -> tuple[list[float], list[fl
     shares = counts / counts.sum(axis=1, keepdims=True)
     mean = shares @ values
     variance = shares @ values**2 - mean**2
-    # One grey for all images must not divide by nothing: the smallest step is 1 / 255.
+    # At least 1 / 255, so that images of one constant value do not divide by 0.
     std = np.maximum(np.sqrt(np.maximum(variance, 0)), 1 / 255)
     return mean.tolist(), std.tolist()
 
 
 def make_normaliser(facts: Facts) -> Callable[[Tensor], Tensor]:
-    """Return what makes floats of pixels from 0 to 255, as the loader does in training."""
+    """Return a function that normalises pixels from 0 to 255, as the loader does in training."""
     means, deviations = torch.tensor([facts["mean"], facts["std"]]).view(2, 1, -1, 1, 1)
 
     def normalise(pixels: Tensor) -> Tensor:
@@ -187,12 +186,12 @@ def make_normaliser(facts: Facts) -> Callable[[Tensor], Tensor]:
 
 
 def sample_name(store: Store, sample: int) -> str:
-    """Return what a picture of the store is called."""
+    """Return the name of a picture, or its number if the store has no names."""
     return store.read_text("name", sample) if "name" in store.fields else f"sample {sample}"
 
 
 def as_data_url(image: Array, side: int) -> str:
-    """Return a picture `(1 or 3, height, width)` as a small PNG for a page."""
+    """Return a picture `(1 or 3, height, width)` as the data URL of a small PNG."""
     pixels = np.moveaxis(np.broadcast_to(image, (3, *image.shape[1:])), 0, -1)
     return png_url(pixels, side)
 
@@ -201,13 +200,13 @@ def as_data_url(image: Array, side: int) -> str:
 
 
 class FolderPictures:
-    """Pictures of a user in the order of their names, or in that of a list; the base of a `RawReader`."""
+    """New pictures, in the order of their names or of a list; the base of a `RawReader`."""
 
     def __init__(
         self,
         pictures: GivenPictures,  # files or arrays
         facts: Facts,  # of training, from `describe_pictures`
-        batch_size: int,  # pictures at once
+        batch_size: int,
     ) -> None:
         self._pictures, self.key = pictures, pictures.key
         self._batch_size, self._first_frame = batch_size, facts["first_frame"]
@@ -220,10 +219,10 @@ class FolderPictures:
 
     @classmethod
     def open(cls, given: Any, facts: Facts, batch_size: int, **more: Any) -> Self | None:
-        """Return a reader of what `given_pictures` takes; None for anything else.
+        """Return a reader of pictures that `given_pictures` accepts; None for anything else.
 
         Raises:
-            SourceError: The folder holds no picture.
+            SourceError: The folder contains no picture.
         """
         found = given_pictures(given)
         return None if found is None else cls(found, facts, batch_size, **more)
@@ -240,7 +239,7 @@ class FolderPictures:
         return np.moveaxis(made.values, -1, 0)
 
     def _refuse(self, error: SourceError) -> str:
-        """Count a picture that cannot be read; return the reason."""
+        """Count a picture that cannot be read, and return the reason."""
         self._num_refused += 1
         return error.reason if isinstance(error, PictureError) else error.given
 
@@ -262,13 +261,13 @@ _CHANNELS = (1, 3, 4)
 
 @dataclass(frozen=True)
 class GivenPictures:
-    """Pictures of a user, in files or in memory."""
+    """New pictures, in files or in memory."""
 
     keys: Sequence[Any]  # relative paths, names, or numbers from 0
     root: Path = Path()  # folder of the files
-    # pictures in memory, in the order of the keys; empty where all are files of those names
+    # pictures in memory, in the order of the keys; empty if the keys are names of files
     held: Sequence[Any] = ()
-    told: Sequence[str] = field(default_factory=list)  # what to say at the end
+    told: Sequence[str] = field(default_factory=list)  # notes for the end of a prediction
 
     @property
     def key(self) -> str:
@@ -277,7 +276,7 @@ class GivenPictures:
         return ROW_COLUMN if is_numbered else FILE_COLUMN
 
     def path(self, place: int) -> Path:
-        """Return the file of a picture, or what stands for it in messages."""
+        """Return the file of a picture; for a picture in memory a made-up path for messages."""
         return self.root / str(self.keys[place])
 
     def decode(
@@ -286,12 +285,12 @@ class GivenPictures:
         """Decode one picture.
 
         Args:
-            place: Of the picture among the keys.
+            place: Index of the picture in `keys`.
             first_frame: Take the first frame of a file that holds several.
             value_range: LOW and HIGH of float arrays, as in training.
 
         Raises:
-            SourceError: It is damaged or not a picture.
+            SourceError: The picture is damaged, or it is no picture.
         """
         given = self.held[place] if self.held else self.path(place)
         if isinstance(given, str | os.PathLike):
@@ -314,7 +313,7 @@ def given_pictures(given: Any) -> GivenPictures | None:
             the last two kinds; a list of paths, images or arrays; a mapping of names to them.
 
     Raises:
-        SourceError: The folder holds no picture.
+        SourceError: The folder contains no picture.
     """
     found = find_pictures(given)
     if found is not None:
@@ -341,7 +340,7 @@ def given_pictures(given: Any) -> GivenPictures | None:
 
 
 def _opens_as_picture(path: Path) -> bool:
-    """Return whether Pillow knows what a file holds, whatever its ending; True for a path that is no file."""
+    """Return whether Pillow can open a file, whatever its ending; True for a path that is no file."""
     if path.is_file():
         try:
             pillow().open(path).close()
@@ -356,13 +355,13 @@ def _may_be_picture(given: Any) -> bool:
 
 
 def _image_of(given: Any, value_range: tuple[float, float] | None) -> Any:
-    """Return an array as Pillow's image; float values by the rule of `decoding`, for colours too."""
+    """Return an array as a Pillow image; float values are scaled as `decoding` does, also for colours."""
     is_tensor = isinstance(given, torch.Tensor)
     values = given.detach().cpu().numpy() if is_tensor else np.asarray(given)
     shape = tuple(values.shape)
     if values.ndim == 2:
         values = values[..., None]
-    # Tensors have their channels in front, arrays behind; an array that can only be meant the other way is taken so.
+    # Tensors have their channels first, arrays last. The other order is accepted if only that one fits.
     ends = (0, -1) if is_tensor else (-1, 0)
     axis = next((end for end in ends if values.ndim == 3 and values.shape[end] in _CHANNELS), None)
     if axis is None or not values.size:

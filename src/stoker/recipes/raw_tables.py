@@ -1,8 +1,8 @@
-"""Rows of a raw table for a trained model: what packing did to the training rows is done to the new ones.
+"""Rows of a raw table for a trained model, converted as packing converted the training rows.
 
 Enters: the facts of a model whose store was packed from a table, and new rows: a CSV, Parquet or Feather file, a folder
 or pattern of them, or a frame in memory; columns in any order, with or without the target. Leaves: `RawBatch`es: every
-row is ready for the model or has a reason. Costs: one streaming read, in constant memory.
+row is ready for the model, or has a reason why not. Costs: one streaming read, in constant memory.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from stoker.units import format_count
 
 _FIELD = "features"
 _FAR_SHARE = 0.5
-# Half of the training rows lie within one spread. Of a few rows, all may be outliers of a long tail.
+# Half of the training rows lie within one spread (quartile range). The limit is higher for a few rows, which may all be
+# in a long tail.
 _FAR_SPREADS, _FAR_SPREADS_OF_FEW, _FEW_ROWS = 8.0, 20.0, 8
 
 
 def open_raw_table(
     given: Any,  # a path of a file or folder, a pattern, or a frame; see `as_frame`
     facts: Facts,  # of the checkpoint
-    # "text": how a text file is written; by default as when the training table was packed
+    # "text": layout of a text file; by default that of the packed training table
     told: Mapping[str, Any],
-    # middle and spread of each feature in training, to notice other units; None leaves that out
+    # center and spread of each feature in training, to detect other units; None skips this
     ranges: tuple[Array, Array] | None = None,
 ) -> RawTable:
     """Open rows for a model that was trained on a table."""
@@ -77,11 +78,11 @@ def open_raw_table(
 
 
 def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
-    """Return a table in memory, of any of the usual kinds, as an Arrow table.
+    """Return a table in memory as an Arrow table.
 
     Args:
         given: A pandas, polars or pyarrow table, a mapping of columns, a list of mappings, or a numpy array.
-        names: Columns of training, for an array without names.
+        names: Columns of the training, for an array without names.
     """
     try:
         if isinstance(given, pa.Table):
@@ -105,7 +106,7 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
             given, "iloc"
         ):  # pandas, which stoker does not need
             return pa.Table.from_pandas(given, preserve_index=False)
-        return pa.table(given)  # record batches, polars: whatever offers Arrow data
+        return pa.table(given)  # record batches, polars: anything that offers Arrow data
     except (TypeError, ValueError, pa.ArrowException) as error:
         if isinstance(error, InputError):
             raise
@@ -117,7 +118,7 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
 
 
 def _parts(file: TableFile, wanted: set[str]) -> Iterator[tuple[Any, dict[int, str]]]:
-    """Yield tables of some rows, and the lines between them that are no rows, by number, with their reasons."""
+    """Yield parts of a table, each with the reasons for lines that are no rows, by row number."""
     refused, done = RefusalList(), 0
     skip = file.layout.skip if file.layout else 0
     for batch in chain(batches(file, refused, wanted), [None]):
@@ -130,10 +131,7 @@ def _parts(file: TableFile, wanted: set[str]) -> Iterator[tuple[Any, dict[int, s
 
 
 class RawTable:
-    """The rows of one or more tables; a `RawReader`.
-
-    `ranges` are middle and spread of each feature in training, if known.
-    """
+    """The rows of one or more tables; a `RawReader`."""
 
     key = ROW_COLUMN
 
@@ -148,7 +146,7 @@ class RawTable:
         self._plan = RowPlan.from_json(recorded)
         self._columns, self._target = self._plan.columns, self._plan.target
         self._codes = recorded.get("codes", {})
-        # A model may predict another thing than the packed target: only the target itself is compared.
+        # A model may predict something else than the packed target. Then answers cannot be compared with it.
         self._is_comparable = bool(recorded["classes"]) == bool(facts.get("is_classifier"))
         self._outputs = self._plan.outputs
         self._origins = [column.name for column in self._columns for _ in column.outputs]
@@ -162,7 +160,7 @@ class RawTable:
         self.num_rows = sum(known) if len(known) == len(counts) else None
 
     def __iter__(self) -> Iterator[RawBatch]:
-        """Yield the rows in the order of the tables, in numbers from 0 in each; lines that are no rows among them."""
+        """Yield the rows table by table, numbered from 0 in each table. Lines that are no rows are included."""
         wanted = {column.name for column in self._columns}
         wanted |= {self._target.name} if self._target else set()
         for file in self._files:
@@ -180,7 +178,7 @@ class RawTable:
                     yield made
 
     def notes(self) -> list[str]:
-        """Return what was done to the rows, and how many have a reason instead of an answer."""
+        """Return notes: what was done to the rows, and how many have a reason instead of an answer."""
         notes = [f"{file.path}: {file.layout.said}" for file in self._files if file.layout]
         used = {column.name for column in self._columns}
         left = [n for n in self._files[0].names if n not in used]
@@ -274,7 +272,7 @@ class RawTable:
         return features, reasons, answered
 
     def _empty_rows(self, table: Any, features: Array) -> list[int]:
-        """Return the rows that have no value at all: repairs would make an answer of nothing."""
+        """Return the rows without any value: repairs would fill them, and the answer would mean nothing."""
         blank = np.flatnonzero((np.isnan(features) | (features == 0)).all(axis=1))
         if len(blank):
             some = table.take(blank)
@@ -286,7 +284,7 @@ class RawTable:
         return rows
 
     def _truth(self, file: TableFile, table: Any) -> Array | None:
-        """Return the targets, where the table has them: they are not needed, but say how good the answers are."""
+        """Return the targets, used to evaluate the answers; None if the table has none that can be compared."""
         target = self._target
         if target is None or target.name not in table.column_names or not self._is_comparable:
             return None
@@ -298,7 +296,7 @@ class RawTable:
         return values.astype(np.float64).reshape(-1, 1)
 
     def _watch(self, features: Array) -> None:
-        """Count values that no training row was near to: data in other units is not refused, but told."""
+        """Count values that are far from those of training. `notes` reports them; they are not refused."""
         self._num_rows += len(features)
         if self._ranges is not None and len(features):
             center, spread = self._ranges
@@ -307,7 +305,7 @@ class RawTable:
 
 
 def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:
-    """Return the numbers of `count` rows from `first` on, without those of lines that are no rows."""
+    """Return numbers for `count` rows, from `first`, that skip the numbers in `wrong`; and the next free number."""
     span = np.arange(first, first + count + len(wrong), dtype=np.int64)
     kept = span[~np.isin(span, list(wrong))][:count] if wrong else span
     return kept, max([int(kept[-1]) if len(kept) else first - 1, *wrong], default=first - 1) + 1

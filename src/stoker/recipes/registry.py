@@ -1,11 +1,11 @@
-"""Recipes by name: ours by their folders, somebody else's as `package.module:Class`.
+"""Recipes by name: stoker's own by their folders, a user's own as `package.module:Class`.
 
 Enters: a name. Leaves: a `Recipe`, or an `InputError` that says what is missing and what to type. Costs the
-import of that one recipe (torch); listing our names imports no torch.
+import of that one recipe (torch); listing stoker's own names imports no torch.
 
-A folder of `stoker.recipes` whose `__init__.py` has `RECIPES = {name: "module:Class"}` is found by that
-alone: a new recipe touches its own folder. Somebody else's module is looked for where `python -m` would
-look: in the working folder, `PYTHONPATH`, and what is installed.
+A folder of `stoker.recipes` is registered if its `__init__.py` has `RECIPES = {name: "module:Class"}`; no other
+file changes for a new recipe. A user's own module is searched where `python -m` searches: in the working folder,
+in `PYTHONPATH`, and among installed packages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SHOWN_FRAMES = 2
 
 @cache
 def ready_recipes() -> Mapping[str, str]:
-    """Return our recipes: name to `module:Class`. Imports no torch."""
+    """Return stoker's own recipes: name to `module:Class`. Imports no torch."""
     found: dict[str, str] = {}
     for entry in pkgutil.iter_modules(stoker.recipes.__path__, "stoker.recipes."):
         if entry.ispkg:
@@ -47,7 +47,7 @@ def ready_recipes() -> Mapping[str, str]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of a name."""
+    """Import the recipe of this name and return an instance of it."""
     ready = ready_recipes()
     if name in ready:
         return _checked(_load(ready[name]), name)
@@ -67,13 +67,13 @@ def find_recipe(name: str) -> Recipe:
 
 
 def is_ready(recipe: Recipe) -> bool:
-    """Whether a recipe is one of ours: an error in its code is then our fault."""
+    """Whether a recipe is one of stoker's own. An error in its code is then a bug in stoker."""
     return type(recipe).__module__.startswith("stoker.")
 
 
 @contextlib.contextmanager
 def blamed(recipe: Recipe, member: str) -> Iterator[None]:
-    """Turn an error in somebody else's recipe into an `InputError` that shows where it happened."""
+    """Turn an error in a user's own recipe into an `InputError` that shows where it happened."""
     try:
         yield
     except StokerError:
@@ -178,7 +178,7 @@ def _told(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Return the last lines of the user's own code that an error went through, and where it was raised."""
+    """Return the last frames of the traceback in the user's own code, and the frame that raised the error."""
     frames = list(traceback.extract_tb(error.__traceback__))
     libraries = (str(Path(stoker.__file__).parent), *site.getsitepackages(), sys.prefix, "<frozen")
     own = [frame for frame in frames[:-1] if not frame.filename.startswith(libraries)]

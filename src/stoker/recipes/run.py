@@ -3,7 +3,7 @@
 Enters: `Settings`. Leaves: a `RecipeRun`; in the run's folder checkpoints and the log. Costs: what the
 recipe's `make_job` reads, the training, and one pass over the test samples.
 
-Nothing here decides how to train: the config and the recipe do, the trainer does it.
+This module does not decide how to train: the config and the recipe decide, and the trainer trains.
 """
 
 from __future__ import annotations
@@ -62,25 +62,25 @@ from stoker.train.run_folder import RunLock
 from stoker.train.settings import TrainSettings
 from stoker.train.trainer import Trainer
 
-_CLOCK_SECONDS = 2.0  # by which a process's start and a file's time may differ
-# Beside the training data, whose share leaves a quarter of the memory: of that, a quarter again.
+_CLOCK_SECONDS = 2.0  # tolerance between the start time of a process and the time stamp of a file
+# The training data leaves a quarter of the memory free. Evaluation data gets a quarter of that rest.
 _JUDGED_SHARE, _JUDGED_FALLBACK = 0.25, 0.20
 
 
 @dataclass
 class RecipeRun(History):
-    """A `History` and what came out of it."""
+    """The `History` of a recipe's training, with the evaluation of its best checkpoint."""
 
     recipe: str = ""  # its name
     run_dir: Path = Path()  # folder of log and checkpoints
-    best: Path | None = None  # the best checkpoint, by the recipe's metric on validation samples
+    best: Path | None = None  # the best checkpoint, by the `monitor` metric on validation samples
     monitor: tuple[str, bool] = ("loss", False)  # that metric, and whether more is better
-    # what chance reaches on validation samples
+    # metrics of a trivial baseline (chance) on validation samples
     baseline: dict[str, float] = field(default_factory=dict)
-    val: dict[str, float] = field(default_factory=dict)  # metrics of the best checkpoint there
-    # its metrics on test samples; empty when the run was cut short or there are none
+    val: dict[str, float] = field(default_factory=dict)  # the best checkpoint's validation metrics
+    # its metrics on test samples; empty if the run was cut short or there are no test samples
     test: dict[str, float] = field(default_factory=dict)
-    # the same as the field evaluates, beside baselines; None where the recipe has no more than `test`
+    # the full evaluation on test samples, with baselines; None if the recipe has no `final_metrics`
     evaluation: Evaluation | None = None
 
 
@@ -94,23 +94,23 @@ def run_recipe(
     """Train as a config says, then evaluate the best checkpoint on the test samples.
 
     Args:
-        settings: With a recipe and a store.
-        resume: Go on from the run folder's latest checkpoint.
+        settings: Settings that name a recipe and a store.
+        resume: Continue from the latest checkpoint in the run folder.
         device: The first GPU by default, else the CPU.
-        progress: Told choices, epochs and how far it is; a method `show(text)` gets loss and waits.
+        progress: Receives choices, epochs and progress. Its method `show(text)`, if any, gets loss and waiting time.
 
     Raises:
         ConfigError: The config and the recipe do not fit.
         InputError: The store, the device or the run folder cannot be used, or ranks do not agree.
-        RankLostError: Another process of the run has ended or stands still.
+        RankLostError: Another process of the run has ended or is stalled.
         NonFiniteError: A loss was not finite, and the config says to stop.
         KeyboardInterrupt: Ctrl-C; the run is saved first.
     """
     chosen = choose_recipe(settings)
     settings = chosen.settings or settings
     with join(device, settings.training.stall_seconds) as (ranks, place):
-        # Machines do not count restarts alike: each counts those of its own processes. Whether the run in
-        # the folder is the one that was lost is rank 0's to say.
+        # Each machine counts the restarts of its own processes only, so the largest count decides. Rank 0 decides
+        # whether the run in the folder belongs to this launch.
         is_again = ranks.largest(num_restarts())[0] > 0
         is_ours = ranks.is_first and _is_of_this_launch(run_folder(settings))
         resume = resume or (is_again and ranks.largest(int(is_ours))[0] == 1)
@@ -143,7 +143,7 @@ def open_run(
     device: str | torch.device | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Run]:
-    """Lend a run before its first step: its store is open, its job is made, nothing is written."""
+    """Yield a run before its first step: its store is open, its job is made, and nothing is written yet."""
     chosen = chosen or choose_recipe(settings)
     settings = chosen.settings or settings
     if settings.recipe.store is None:
@@ -170,7 +170,7 @@ def open_run(
 
 
 def run_folder(settings: Settings) -> Path:
-    """Return the folder of a run: as written, or runs/ and the recipe's name (of `module:Class` the class)."""
+    """Return the folder of a run: `run.dir`, or runs/ and the recipe's name (the class name of `module:Class`)."""
     name = (settings.recipe.name or "run").rpartition(":")[2]
     return Path(settings.run.dir or Path("runs") / name)
 
@@ -178,18 +178,18 @@ def run_folder(settings: Settings) -> Path:
 def train_settings(
     settings: Settings, monitor: tuple[str, bool] = ("loss", False)
 ) -> TrainSettings:
-    """Return what the trainer gets of a config, and the metric that decides the best checkpoint."""
+    """Return the trainer's settings from a config, with the metric that decides the best checkpoint."""
     return replace(TrainSettings.of(settings), monitor=monitor[0], maximise=monitor[1])
 
 
 def _is_of_this_launch(folder: Path) -> bool:
-    """Whether the latest checkpoint was written since torchrun, or `--gpus`, began: not an older run's."""
+    """Whether the latest checkpoint was written after torchrun, or `--gpus`, started: not by an older run."""
     latest = Checkpoints(folder).latest()
     return latest is not None and latest.path.stat().st_mtime >= launched_at() - _CLOCK_SECONDS
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Return the folder, or one beside it with a number, in which no run has begun."""
+    """Return the folder, or the first `FOLDER-2`, `FOLDER-3`, ..., that has no checkpoint."""
     numbered = (Path(f"{folder}-{number}") for number in itertools.count(2))
     return next(
         path for path in itertools.chain((folder,), numbered) if not Checkpoints(path).list()
@@ -197,7 +197,7 @@ def fresh_folder(folder: Path) -> Path:
 
 
 def _require_fresh(folder: Path) -> None:
-    """Refuse to begin in a store or a file, or where another run has begun: two runs' checkpoints must not mix."""
+    """Refuse a run folder that is a store or a file, or has checkpoints: those of two runs must not mix."""
     if folder.is_file() or (folder / MANIFEST_NAME).exists():
         free = fresh_folder(Path("runs") / folder.stem)
         what = "a file" if folder.is_file() else "a store"
@@ -242,10 +242,9 @@ def _make_job(chosen: Chosen, store: Store, settings: Settings) -> Job:
 
 @dataclass(eq=False)
 class Run:
-    """One run: what `open_run` has settled, and what is done with it.
+    """One run, as `open_run` prepares it.
 
-    `train` and `evaluate` are the run; `make_train_loader` and `make_trainer` lend its parts to those who
-    measure it.
+    `train` and `evaluate` perform the run. Measurements use its parts by `make_train_loader` and `make_trainer`.
     """
 
     settings: Settings
@@ -268,18 +267,18 @@ class Run:
 
     @property
     def drawn_augmentation(self) -> Augments | None:
-        """What the trainer draws for training images; the loader itself applies what only normalises."""
+        """Augmentation that the trainer applies; None if it only normalises, which the loader does itself."""
         augmentation = self.job.augmentation
         ops = () if augmentation is None else augmentation.ops
         draws = any(not isinstance(op, Normalize | ToDtype) for op in ops)
         return as_augments(augmentation) if draws else None
 
     def with_settings(self, settings: Settings) -> Run:
-        """Return the same job under settings that do not change it: batch, precision, capture, chunks."""
+        """Return the same job with other settings that do not change it: batch, precision, capture, chunks."""
         return replace(self, settings=with_defaults(settings, self.chosen.recipe))
 
     def train(self, resume: bool) -> History:
-        """Train, and return what the trainer says."""
+        """Train, and return the history."""
         job, settings = self.job, self.settings
         with contextlib.ExitStack() as stack:
             train = stack.enter_context(self.make_train_loader())
@@ -293,7 +292,7 @@ class Run:
             trainer.history.told[:0] = notes
             progress.history = trainer.history
             self.ranks.first_does(lambda: self._write_setup(train))
-            telemetry = None  # the record of its machine; rank 0 keeps it
+            telemetry = None  # readings of the machine; only rank 0 records them
             if self.ranks.is_first:
                 uuid = gpu_uuid(self.device)
                 telemetry = TelemetryLog(self.folder, progress.count, gpu_uuid=uuid)
@@ -327,18 +326,18 @@ class Run:
             scheduler,
             train_settings(settings, job.monitor),
             self.device,
-            # What is no loader of ours hands over images that were augmented where they came from.
+            # Loaders other than ours are expected to augment their own images.
             self.drawn_augmentation if isinstance(train, Loader) else None,
             unpack=job.unpack,
             metrics=job.metrics,
             run_dir=run_dir,
             identity=self._identity() if run_dir is not None else None,
             progress=progress,
-            scheduler_interval="update",  # `make_schedule` was told their number
+            scheduler_interval="update",  # `make_schedule` got the number of updates
         )
 
     def evaluate(self, made: RecipeRun) -> RecipeRun:
-        """Return the run with the metrics of its best checkpoint; they go into the log as well."""
+        """Return the run with the metrics of its best checkpoint, which are also logged."""
         with contextlib.ExitStack() as stack:
             with self.ranks.shared_fate():
                 log = stack.enter_context(self._evaluation_log()) if self.ranks.is_first else None
@@ -358,7 +357,7 @@ class Run:
 
     @contextlib.contextmanager
     def _evaluation_log(self) -> Iterator[RunLog]:
-        """Hold the run folder while it is evaluated, and log the beginning and a failure: `report` tells them apart."""
+        """Lock the run folder and log the start, and a failure if there is one. `stoker report` reads both."""
         with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
             log.write("evaluation", {})
             try:
@@ -382,7 +381,7 @@ class Run:
         if len(job.samples["test"]):
             self.told.say(f"evaluating {best.path.name if best else 'the weights'} on test samples")
             final = None if job.final_metrics is None else job.final_metrics()
-            # Final metrics see all test samples on every rank: their results cannot be merged.
+            # Final metrics cannot be merged, so every rank evaluates all test samples.
             ranks = self.ranks if final is None else Ranks()
             with self._evaluation_loader("test", ranks) as loader:
                 test = evaluate(
@@ -436,11 +435,11 @@ class Run:
         job, samples = self.job, self.job.samples[split]
         shared = among or self.ranks
         lanes = None if job.plan_lanes is None or job.lanes is None else job.plan_lanes(samples)
-        # Lanes, and samples that do not go round, are evaluated by every rank alike.
+        # Lanes, and splits too small to share, are evaluated in full by every rank.
         ranks = shared if lanes is None and len(samples) >= 2 * shared.world_size else Ranks()
         return Loader(
             self.store,
-            # Batches of one cannot go round evenly among ranks.
+            # Batches of one cannot be divided evenly among ranks.
             lanes.num_lanes if lanes else max(1 + ranks.are_several, self.rank_batch),
             self.device,
             order="sequential" if lanes is None else "lanes",
@@ -457,7 +456,7 @@ class Run:
         )
 
     def _make_plan(self, samples: Array, share: float, fallback: float, **told: Any) -> Plan:
-        """Plan with the memory that all ranks have: free memory differs, chunks must not."""
+        """Plan with the smallest free memory of all ranks: free memory differs, but chunks must be the same."""
         columns = make_columns(self.store, self.job.fields, samples)
         # Encoded pictures stay in host memory, where decoders read them.
         on_gpu = self.device.type == "cuda" and not any(column.is_encoded for column in columns)
@@ -523,7 +522,7 @@ class Run:
         return [Note(text, Topic.RANKS) for text in words]
 
     def _write_setup(self, train: Loader) -> None:
-        """Write what the run is made of into its log: config, plan and machine."""
+        """Write config, plan, machine and data to the run's log."""
         with RunLock(self.folder), RunLog(self.folder / LOG_NAME) as log:
             values = {**self.settings.values(), "notes": list(self.settings.notes)}
             log.write("config", {"settings": values, "reasons": self.settings.reasons})
@@ -532,7 +531,7 @@ class Run:
             log.write("data", self._data_facts())
 
     def _data_facts(self) -> dict[str, Any]:
-        """Return what is trained on, what was left out of it and why, and digests of data and code."""
+        """Return the store and its splits, what was left out and why, and digests of data and code."""
         samples = {name: len(ids) for name, ids in self.job.samples.items()}
         unused = self.store.num_samples - sum(samples.values())
         return {
@@ -560,13 +559,13 @@ class Run:
             "batch_size": settings.training.batch_size,
             "drop_last": settings.data.drop_last,
             "max_training_samples": settings.data.max_training_samples,
-            # An older checkpoint was trained on the first samples of the file.
+            # Older checkpoints, without this entry, were trained on the first samples of the file.
             "subset": None if settings.data.max_training_samples is None else "drawn by the seed",
         }
 
 
 def share_batch(settings: Settings, world_size: int) -> int:
-    """Return each rank's part of a batch: the config means all of it, whoever computes."""
+    """Return each rank's share of a batch: `batch_size` in the config is the total over all ranks."""
     if settings.training.batch_size % world_size == 0:
         return settings.training.batch_size // world_size
     size = settings.training.batch_size
@@ -579,7 +578,7 @@ def share_batch(settings: Settings, world_size: int) -> int:
 
 
 class _WithFinal:
-    """The metrics of a pass over the test samples, and what evaluates them in full."""
+    """Passes test batches to both the job's metrics and its final metrics."""
 
     def __init__(self, make: Callable[[], Metrics] | None, final: FinalMetrics) -> None:
         self._metrics, self._final = None if make is None else make(), final
@@ -635,8 +634,8 @@ class RunProgress:
         self._began = self._shown = time.perf_counter()
         self._waited = 0.0
         self._num_samples = 0
-        # Seconds of finished epochs, and the start of the current one. One tuple, so that another thread
-        # never reads one number before a change and the other after it.
+        # Seconds of finished epochs, and the start of the current one. In one tuple, which is replaced at once,
+        # so that the telemetry thread never reads an old and a new number together.
         self._clock: tuple[float, float | None] = (0.0, None)
         self.history: History | None = None
 
@@ -668,12 +667,12 @@ class RunProgress:
 
     @property
     def trained_seconds(self) -> float:
-        """Seconds in epochs so far, without the time between them."""
+        """Seconds spent in epochs so far, without the time between epochs."""
         finished, since = self._clock
         return finished if since is None else finished + time.perf_counter() - since
 
     def count(self) -> RunCounters:
-        """Return the counters so far; may be called from another thread."""
+        """Return the counters so far. May be called from another thread, as telemetry does."""
         history, device = self.history, self._loader.device
         losses = history.step_losses if history is not None else ()
         on_gpu = device.type == "cuda"

@@ -4,8 +4,8 @@ Enters: a store, a field and the training samples; then batches. Leaves: medians
 as buffers, so that a checkpoint carries them; then scaled float32. Costs: fitting reads at most
 200,000 rows; applying is one fused pass over the batch.
 
-A median and quartiles do not move when one row in a thousand is a million times too large; a mean
-and a standard deviation do. What is far out is cut afterwards, so that no row decides a gradient.
+Median and quartiles do not move when one row in a thousand is a million times too large; mean and
+standard deviation do. Scaled outliers are clipped, so that no single row dominates a gradient.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _MIN_SPREAD = 1e-12
 def fit_robust(rows: Array) -> tuple[Array, Array]:
     """Return the median and the quartile range per column, `(columns,)` float64 each.
 
-    A column whose quartiles coincide (mostly zeros) takes its standard deviation, and one that does
-    not move at all takes 1: nothing is divided by almost nothing.
+    If the quartiles of a column coincide (mostly zeros), its standard deviation is used instead; for a
+    constant column, 1. So no column is divided by a number near 0.
     """
     if rows.ndim != 2 or not len(rows):
         raise InputError(
@@ -56,12 +56,12 @@ class RobustScale(torch.nn.Module):
         center: Array,  # `(columns,)`
         scale: Array,  # `(columns,)`, above 0
         clip: float | None,  # largest magnitude that leaves; None for no limit
-        # of the arithmetic. A store of float64 has values that float32 cannot tell apart before the median is taken
-        # off: times in milliseconds, long numbers.
+        # of the arithmetic. A store of float64 may have values that float32 cannot distinguish before the median is
+        # subtracted: times in milliseconds, long numbers.
         dtype: torch.dtype = torch.float32,
         *,
         # whether scaled values go through sign(x) log(1 + |x|) before the limit, so that long tails keep their
-        # order instead of being cut
+        # order instead of being clipped
         is_squashed: bool = False,
     ) -> None:
         super().__init__()
@@ -81,14 +81,13 @@ class RobustScale(torch.nn.Module):
 def fit_ramps(rows: Array, num_ramps: int) -> tuple[Array, Array, Array]:
     """Return column, start and width of each ramp, `(ramps,)` each: from one quantile of a column to the next.
 
-    A column has fewer where many rows share a value, and none where all do.
-
-    Rows are of training samples, scaled as the model scales them.
+    A column has fewer ramps if many rows have equal values, and none if all have. `rows` are those of
+    training samples, scaled as the model scales them.
     """
     shares = np.linspace(0, 1, num_ramps + 1)
     edges = []
     for column in rows.T:
-        # An infinite value among them would make quantiles that are no numbers, and so every row's ramps.
+        # One infinite value would make quantiles NaN, and with them the ramps of every row.
         known = column[np.isfinite(column)]
         edges.append(
             np.unique(np.quantile(known if len(known) else [0.0], shares).astype(np.float32))
@@ -99,15 +98,15 @@ def fit_ramps(rows: Array, num_ramps: int) -> tuple[Array, Array, Array]:
 
 
 class Ramps(torch.nn.Module):
-    """Adds to each row how far every column has gone from one quantile to the next: 0 before, 1 behind.
+    """Piecewise linear encoding: appends to each row, per ramp, 0 before its start, 1 after its end, linear between.
 
-    An MLP bends a column slowly; trees cut it anywhere. With a ramp per quantile one layer can cut it as well
-    (Gorishniy et al. 2022, piecewise linear encoding).
+    A tree can split a column at any value; an MLP is smooth. With a ramp per quantile, one layer can split a
+    column as well (Gorishniy et al. 2022).
 
     Args:
-        columns: `(ramps,)` which column a ramp looks at.
-        starts: `(ramps,)` value at which it leaves 0.
-        widths: `(ramps,)` above 0, after which it is 1.
+        columns: `(ramps,)` index of the column that a ramp reads.
+        starts: `(ramps,)` value at which it starts to rise from 0.
+        widths: `(ramps,)` above 0; the ramp is 1 from start + width on.
     """
 
     columns: torch.Tensor
@@ -127,9 +126,9 @@ class Ramps(torch.nn.Module):
 
 
 class OnDevice:
-    """A small constant that follows the batches to their device; copied there once.
+    """A small constant with a cached copy per device.
 
-    The copy is made by the first call on a device, before a step is captured in a CUDA graph.
+    The first call on a device makes the copy; it must happen before a step is captured in a CUDA graph.
     """
 
     def __init__(self, values: Array, dtype: torch.dtype = torch.float32) -> None:
@@ -143,11 +142,9 @@ class OnDevice:
 
 
 def training_rows(store: Store, field: str, samples: Array) -> Array:
-    """Return up to 200,000 rows of a field that the given samples show, as `(rows, columns)`.
+    """Return up to 200,000 rows of a field that the given samples (sorted numbers) contain, as `(rows, columns)`.
 
-    Evenly spaced over the samples; of a series every row is taken once, though many windows show it.
-
-    Sample numbers rise.
+    Rows are evenly spaced over the samples. A row of a series is taken at most once, though many windows contain it.
     """
     info = store.fields[field]
     columns = info.shape[-1]
@@ -178,7 +175,7 @@ def evenly(values: Array, most: int) -> Array:
 
 
 def shards_of(store: Store, samples: Array) -> Iterator[tuple[int, slice, Array]]:
-    """Yield each shard that holds some of the samples, where they are, and their numbers within it."""
+    """Yield for each shard with some of the samples its number, their slice of `samples`, and their rows in it."""
     first = 0
     for number, info in enumerate(store.manifest.shards):
         low, high = np.searchsorted(samples, (first, first + info.num_samples))
@@ -188,7 +185,7 @@ def shards_of(store: Store, samples: Array) -> Iterator[tuple[int, slice, Array]
 
 
 def _visible_rows(store: Store, field: str, shard: int, samples: Array, most: int) -> Array:
-    """Rows of one shard's series that at least one of the samples' windows shows."""
+    """Return rows of one shard's series that are in at least one window of the samples."""
     ends = store.read_series(field, "ends", shard)[samples]
     rows = store.read_series(field, "rows", shard)
     window = int(store.fields[field].window or 0)

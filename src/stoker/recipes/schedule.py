@@ -1,4 +1,4 @@
-"""How a recipe's weights move: AdamW, the rate over the run, and the rate for another batch size.
+"""Optimizers and learning rates of the recipes: AdamW, warm-up and cosine, and scaling by the batch size.
 
 Enters: parameters, a rate, the number of updates, batch sizes. Leaves: torch optimizers and
 schedulers. Costs: nothing per step but a few host operations of the scheduler.
@@ -21,7 +21,7 @@ LrRule = Literal["linear", "sqrt", "none"]
 def make_adamw(
     parameters: Iterable[torch.nn.Parameter], lr: float, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
-    """Return AdamW that decays matrices only: a decayed bias or norm is pulled to a wrong place."""
+    """Return AdamW that decays matrices only; decay would pull biases and norms away from useful values."""
     given = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [p for p in given if p.dim() >= 2], "weight_decay": weight_decay},
@@ -33,10 +33,7 @@ def make_adamw(
 def warmup_cosine(
     optimizer: torch.optim.Optimizer, num_updates: int, warmup_share: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a schedule that rises to the full rate and falls to 0 along half a cosine.
-
-    The rate rises in `warmup_share` of the updates.
-    """
+    """Return a schedule that rises for `warmup_share` of the updates, then falls to 0 along half a cosine."""
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, partial(cosine_factor, num_updates=num_updates, warmup_share=warmup_share)
     )
@@ -58,19 +55,19 @@ MAX_LR_FACTOR = 64.0
 def lr_factor(
     batch_size: int | None, reference: int, rule: LrRule, num_samples: int | None = None
 ) -> tuple[float, str]:
-    """Return what a rate tuned at `reference` samples per update is multiplied with, and why.
+    """Return the factor for a learning rate tuned at `reference` samples per update, and the reason.
 
-    At most `MAX_LR_FACTOR`. An update never has more samples than there are for training.
+    The factor is at most `MAX_LR_FACTOR`. An update has at most `num_samples` samples.
 
     Args:
-        batch_size: Samples per update: batch, accumulation and ranks together. None: not scaled.
-        reference: Samples per update at which the rate is right.
+        batch_size: Samples per update, over batch, accumulation and ranks. None: not scaled.
+        reference: Samples per update for which the rate was tuned.
         rule: How the rate grows.
-        num_samples: Training samples; None where that is not known.
+        num_samples: Training samples; None if unknown.
 
     Linear: k times the samples average the noise of k steps, so one step may be k times as long
-    (Goyal et al. 2017, SGD). Sqrt keeps the noise of a step instead, and is the safer one for Adam,
-    whose step does not grow with the gradient.
+    (Goyal et al. 2017, SGD). Sqrt keeps the noise of a step constant. It is safer for Adam, whose
+    step does not grow with the gradient.
     """
     if rule not in get_args(LrRule):
         raise InputError(

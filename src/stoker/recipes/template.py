@@ -1,10 +1,10 @@
-"""A config file to start from: complete, commented, and for one recipe.
+"""A complete, commented config file to start from, for one recipe.
 
-Enters: the name of a recipe. Leaves: YAML that trains as it stands once the store is packed; every key that
-the recipe reads, with its meaning, unit, default and what is allowed, is there as a comment. Costs the
-import of the recipe (torch).
+Enters: the name of a recipe. Leaves: YAML that trains without changes once the store is packed. Every key that
+the recipe reads is a comment in it, with meaning, unit, default and allowed values. Costs the import of the
+recipe (torch).
 
-Everything comes from the models: keys from `config/options.py`, options from the recipe's dataclass and its
+All texts come from the code: keys from `config/options.py`, options from the recipe's dataclass and its
 docstring, defaults from the recipe.
 """
 
@@ -33,12 +33,12 @@ _ENTRY = re.compile(r"^ {4}(?! )(\w+): (.*(?:\n {8}.*)*)", re.M)
 
 def render_config(name: str) -> str:
     """Return a commented config for a recipe."""
-    find_recipe(name)  # says what was typed; the config would say `--set recipe.name`
+    find_recipe(name)  # its error repeats the name; that of `resolve` would show `--set`
     chosen = choose_recipe(resolve(parse_config("", overrides=[f"recipe.name={_yaml_word(name)}"])))
     short = name.rpartition(":")[2]
     values = {as_key(each.setting): each.value for each in chosen.recipe.defaults}
     values |= dict(zip(_NEEDED, (name, f"stores/{short}", f"runs/{short}"), strict=True))
-    values["training.use_gpu_augmentation"] = True  # of recipes that have images
+    values["training.use_gpu_augmentation"] = True  # shown only for recipes that use it
     pack = chosen.recipe.pack_command.replace("OUT", values["recipe.store"])
     head = [
         f"# A config for the recipe {chosen.recipe.name}. Make its store first: {pack}",
@@ -69,7 +69,7 @@ def _lines(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_read(key: str, recipe: Recipe) -> bool:
-    """Whether a key belongs into a file for a recipe: a job reads it, and this recipe does."""
+    """Whether the config of a recipe lists a key: every job reads the key, or this recipe does."""
     used = {as_key(name) for name in recipe.uses}
     if key.partition(".")[0] == AUGMENT:
         return "training.use_gpu_augmentation" in used
@@ -81,7 +81,7 @@ def _option_lines(recipe: Recipe, pad: str) -> Iterator[str]:
     known = {key.rpartition(".")[2] for key in key_schemas()}
     for entry in fields(recipe.Options):
         if entry.name in known:
-            continue  # a key outside of the options says it
+            continue  # a config key of the same name sets it
         yield from _prose(f"{texts.get(entry.name, '')} ({spell_type(hints[entry.name])})", pad)
         default = entry.default
         if default is MISSING:
@@ -92,7 +92,7 @@ def _option_lines(recipe: Recipe, pad: str) -> Iterator[str]:
 
 
 def _option_texts(kind: type[Any]) -> dict[str, str]:
-    """Return what the docstrings of a dataclass and its bases say about each field."""
+    """Return the text of each field from the `Attributes:` sections of a dataclass and its bases."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         _, _, section = (vars(base).get("__doc__") or "").partition("Attributes:\n")
@@ -103,7 +103,7 @@ def _option_texts(kind: type[Any]) -> dict[str, str]:
 
 
 def _prose(text: str, pad: str) -> list[str]:
-    """Return lines of comment: they begin with "# ", lines that may be taken in with "#name"."""
+    """Return comment lines, which begin with "# "; lines that a user may activate begin with "#name"."""
     return textwrap.wrap(
         text.strip(), _WIDTH, initial_indent=f"{pad}# ", subsequent_indent=f"{pad}# "
     )

@@ -1,7 +1,7 @@
-"""A walk forward: the same job trained on several pasts, each evaluated on the time after it.
+"""Walk-forward evaluation: the same job is trained on several spans of the past, each evaluated on the time after it.
 
-Enters: settings of a recipe with the option `fold`, and a number of folds. Leaves: a run per fold in its own folder; in
-the folder above them one evaluation of all. Costs a training per fold.
+Enters: settings of a recipe with the option `fold`, and a number of folds. Leaves: a run per fold in its own folder,
+and one evaluation of all folds in the folder above. Costs a training per fold.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from stoker.runs.evaluation import Evaluation
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.run_folder import RunLock
 
-_PER_SIDE = 3.92  # an interval of 95 % over its standard deviation
+_PER_SIDE = 3.92  # width of a 95 % interval in standard deviations
 
 
 @dataclass(frozen=True)
 class WalkForward:
-    """What came out of a walk forward."""
+    """The result of `walk_forward`."""
 
-    folder: Path  # of the folds' folders and of the log with the evaluation of all
+    folder: Path  # contains the folders of the folds, and the log with the evaluation of all
     runs: tuple[RecipeRun, ...]  # one per fold, in time order
-    evaluation: Evaluation | None  # of all folds together; None where a fold was cut short
+    evaluation: Evaluation | None  # of all folds together; None if a fold was cut short
 
 
 def walk_forward(
@@ -98,7 +98,7 @@ def merge_folds(folds: Sequence[Evaluation]) -> Evaluation:
 def _intervals(
     folds: Sequence[Evaluation], metrics: Mapping[str, float], weights: Sequence[int]
 ) -> dict[str, tuple[float, float]]:
-    """Return intervals of the means: folds have no sample in common, so their variances add."""
+    """Return intervals of the means. Folds have no test sample in common, so the variances add up."""
     total, found = sum(weights), {}
     for name, value in metrics.items():
         spans = [fold.intervals.get(name) for fold in folds]

@@ -1,1 +1,1 @@
-"""A trained recipe as a file for others: ONNX graphs (`trained.py`, `graph.py`), safetensors (`weights_file.py`)."""
+"""Export of trained recipes for other programs: ONNX (`trained.py`, `graph.py`), safetensors (`weights_file.py`)."""

@@ -1,14 +1,14 @@
-"""A trained recipe as one function of plain tensors, named inputs in, named predictions out; and as an ONNX file.
+"""A trained recipe as one function from named input tensors to named predictions, and as an ONNX file.
 
-Enters: a model from a checkpoint, the sizes that shall be fixed, and what the file shall say about itself. Leaves: a
-module whose inputs and outputs are single tensors, so that it can be traced; values to try it with; one `.onnx` file
-with the weights inside, compared with torch, written whole or not at all. Costs: for the file a trace, 2 to 60 seconds,
-most of it for sizes that stay free. Reads no data.
+Enters: a model from a checkpoint, the sizes to fix, and metadata for the file. Leaves: a module whose inputs and
+outputs are single tensors, so that it can be traced; example values; one `.onnx` file that contains the weights, was
+compared with torch, and is written whole or not at all. Costs: for the file a trace, 2 to 60 seconds, most of it for
+sizes that stay free. Reads no data.
 
-What belongs to a prediction is inside: the repairs of the training store, scalers, the normalisation of
-images, softmax, and the way back to the units of the targets. Outputs have the names of `stoker predict`.
-The recipe says what its inputs are (`Recipe.export_layout`). The file holds no path of this machine: torch writes
-a stack trace beside every node, which is removed.
+The graph contains all steps of a prediction: the repairs of the training store, scalers, the normalisation of
+images, softmax, and the conversion back to the units of the targets. Outputs have the names of `stoker predict`.
+`Recipe.export_layout` defines the inputs. The file contains no path of this machine: the stack trace that torch
+stores with every node is removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 
 
 class Deployed(torch.nn.Module):
-    """What is exported: `forward` takes one tensor per port, and returns one per name of `outputs`."""
+    """The exported module: `forward` takes one tensor per port, and returns one per name in `outputs`."""
 
     def __init__(self, trained: Trained, layout: Layout, repairs: bool) -> None:
         super().__init__()
@@ -76,19 +76,19 @@ class Deployed(torch.nn.Module):
 
     @property
     def free(self) -> tuple[str, ...]:
-        """Names of the sizes that a caller may choose, each once."""
+        """Names of the sizes that are free, each once."""
         named = [size for port in self.ports for size in port.shape if isinstance(size, str)]
         return tuple(dict.fromkeys(named))
 
     def draw(self, sizes: Mapping[str, int], seed: int = 0) -> tuple[Tensor, ...]:
-        """Return values for every port.
+        """Return random example values for every port.
 
         Args:
-            sizes: Of the free ones; those left out are small.
+            sizes: Values of free sizes by name; sizes that are left out are small.
             seed: The same values for the same seed.
         """
         dice = torch.Generator().manual_seed(seed)
-        # From 2 up, each another: to torch a size of 1 is not free, and equal sizes might be one.
+        # All sizes are different and at least 2: torch fixes a size of 1, and may take equal sizes for the same one.
         small = {name: 5 + 2 * number for number, name in enumerate(self.free)}
         small |= {BATCH: 2, "height": 40, "width": 48}
         return tuple(port.draw({**small, **sizes}, dice) for port in self.ports)
@@ -98,9 +98,9 @@ def deploy(trained: Trained, sizes: Sizes, *, repairs: bool = True) -> Deployed:
     """Return the graph of a trained recipe.
 
     Args:
-        trained: Of float weights.
-        sizes: What shall be fixed.
-        repairs: Make the repairs of the training store inside; without, inputs must come repaired.
+        trained: A model with float weights.
+        sizes: Sizes to fix.
+        repairs: Put the repairs of the training store into the graph; if False, inputs must be repaired already.
     """
     recipe = trained.chosen.recipe
     if sizes.batch is not None and sizes.batch < 1:
@@ -136,7 +136,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Repairs(torch.nn.Module):
-    """`stoker.store.repairs.apply_repairs` for tensors: float64 inside, rounded once per repair."""
+    """`stoker.store.repairs.apply_repairs` for tensors: computed in float64, rounded once per repair."""
 
     def __init__(self, fitted: Sequence[FittedRepair], columns: Sequence[str]) -> None:
         super().__init__()
@@ -146,13 +146,13 @@ class Repairs(torch.nn.Module):
             changed = places[:1] if repair.spec.name == "min-denominator" else places
             mask = torch.zeros(len(columns), dtype=torch.bool)
             mask[changed] = True
-            # Columns that are left alone get numbers that nothing goes wrong with.
+            # Columns without this repair are computed with 1, which is always valid, and then masked out.
             low, high = (torch.ones(len(columns), dtype=torch.float64) for _ in range(2))
             if repair.low:
                 low[places] = torch.tensor(repair.low, dtype=torch.float64)
                 high[places] = torch.tensor(repair.high, dtype=torch.float64)
             if repair.spec.name == "clip":
-                # A bound that float32 cannot hold would turn back into the infinity it replaces.
+                # A bound beyond float32 would become infinite again when it is rounded.
                 low, high = low.clamp(min=-_LARGEST), high.clamp(max=_LARGEST)
             for name, value in (("mask", mask), ("low", low), ("high", high)):
                 self.register_buffer(f"{name}_{number}", value)
@@ -177,7 +177,7 @@ class Repairs(torch.nn.Module):
 
 def _repair(name: str, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     if name == "clip":
-        # By comparison: what a runtime's minimum makes of NaN differs from one to the next.
+        # By comparison, since runtimes differ in the minimum of NaN.
         return torch.where(x < low, low, torch.where(x > high, high, x))
     if name == "robust":
         return (x - low) / high
@@ -187,9 +187,9 @@ def _repair(name: str, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _asinh(x: Tensor) -> Tensor:
-    """Return asinh in float64 by logarithms: onnxruntime 1.31 has it for float32 only."""
+    """Return asinh by logarithms, in float64: onnxruntime 1.31 implements its own for float32 only."""
     size = x.abs()
-    # 1 + size loses the digits of a small size; its first terms keep them.
+    # 1 + size loses the digits of a small size; the first terms of the series keep them.
     small = size - size**3 / 6 + 3 * size**5 / 40
     made = torch.where(size < 1e-3, small, torch.log(size + torch.sqrt(size * size + 1)))
     return torch.where(x < 0, -made, made)
@@ -205,11 +205,11 @@ _LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 def write_onnx(
     graph: Deployed, out: str | Path, about: Mapping[str, str], opset: int | None = None
 ) -> tuple[int, float | None]:
-    """Write a graph; replaces an older file of this name when all is well.
+    """Write a graph as an ONNX file; an older file of this name is replaced after the comparison succeeded.
 
-    Returns the version of ONNX's operators, and the largest difference of a float output from torch's, over that
-    output's largest magnitude; None where onnxruntime is not installed. `about` becomes the metadata of the file;
-    `opset` None is torch's own.
+    Returns the opset version, and the largest difference between onnxruntime's and torch's float outputs, relative
+    to the output's largest magnitude; None if onnxruntime is not installed. `about` becomes the metadata of the file;
+    `opset` None takes torch's default.
     """
     if opset is not None and not OPSETS[0] <= opset <= OPSETS[1]:
         raise InputError(f"--opset is {opset}.", f"{OPSETS[0]} to {OPSETS[1]}", "leave --opset out")
@@ -241,7 +241,7 @@ def write_onnx(
 
 def _trace(graph: Deployed, opset: int | None) -> Any:
     named = {name: torch.export.Dim(name, min=1) for name in graph.free}
-    # Of an image's size torch cannot prove what holds for every size; `_compare` tries another one.
+    # For images torch cannot prove that the graph is right for every size; `_compare` tests another size.
     loose = {name: torch.export.Dim.AUTO for name in graph.free if name in IMAGE_SIZES}
     traced = _by_axis(graph, named | loose)
     tracing = graph.layout.tracing
@@ -249,7 +249,7 @@ def _trace(graph: Deployed, opset: int | None) -> Any:
         _silence(),
         contextlib.nullcontext({}) if tracing is None else tracing(graph) as translations,
     ):
-        # Traced apart, because torch.onnx would fix a size that cannot stay free without a word.
+        # Traced separately: torch.onnx would silently fix a size that cannot stay free.
         program = torch.onnx.export(
             torch.export.export(graph, graph.draw({}), dynamic_shapes=(traced,), strict=False),
             dynamo=True,
@@ -265,7 +265,7 @@ def _trace(graph: Deployed, opset: int | None) -> Any:
 
 
 def _by_axis(graph: Deployed, free: Mapping[str, Any]) -> tuple[dict[int, Any], ...]:
-    """Return per port the free sizes by axis, as torch wants them."""
+    """Return the free sizes of each port by axis, in the form of torch's `dynamic_shapes`."""
     return tuple(
         {axis: free[size] for axis, size in enumerate(port.shape) if isinstance(size, str)}
         for port in graph.ports
@@ -274,7 +274,7 @@ def _by_axis(graph: Deployed, free: Mapping[str, Any]) -> tuple[dict[int, Any], 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep torch's notes to its own developers away from the user."""
+    """Hide warnings and log lines of torch's exporter, which are for its developers."""
     loggers = [logging.getLogger(name) for name in _LOUD]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -289,7 +289,7 @@ def _silence() -> Iterator[None]:
 
 
 def _label(model: Any, about: Mapping[str, str]) -> None:
-    """Say whose model this is, and remove what torch's exporter noted beside every node."""
+    """Write the metadata, and remove the notes of torch's exporter at every node."""
     for node in model.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None
@@ -306,7 +306,7 @@ def _label(model: Any, about: Mapping[str, str]) -> None:
 
 
 def _compare(graph: Deployed, path: Path) -> float | None:
-    """Return how far onnxruntime is from torch, on other values and other sizes than were traced."""
+    """Return the difference between onnxruntime and torch, for other values and sizes than the traced ones."""
     if importlib.util.find_spec("onnxruntime") is None:
         return None
     import onnxruntime
@@ -329,7 +329,7 @@ def _compare(graph: Deployed, path: Path) -> float | None:
 def _difference(found: Any, wanted: Any) -> float:
     """Return the largest difference over the largest magnitude; 0 for whole numbers of the same shape.
 
-    A class is the place of the largest score: where two are equal but for rounding, it may be either.
+    Whole numbers are not compared: a class is the index of the largest score, which rounding may change.
     """
     if found.shape != wanted.shape:
         return float("inf")

@@ -1,7 +1,7 @@
 """A trained recipe for other programs: an ONNX graph, or its weights alone.
 
-Enters: a model from a checkpoint, and a file name whose ending says what is wanted. Leaves: the file, and
-what a user should know about it. Costs: seconds to a minute for a graph, nothing to speak of for weights.
+Enters: a model from a checkpoint, and a file name whose ending chooses the format. Leaves: the file, and notes for
+the user. Costs: seconds to a minute for a graph; one read and write of the weights otherwise.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ ONNX_SUFFIX = ".onnx"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of `export_trained`."""
 
     path: Path  # the file
-    recipe: str  # its recipe
+    recipe: str  # name of the recipe
     size_bytes: int  # of the file
-    # per input name, type, shape and meaning; empty for weights
+    # input name to field, type, shape and meaning; empty for weights
     inputs: Mapping[str, Mapping[str, Any]]
     outputs: tuple[str, ...]  # names; empty for weights
     opset: int | None  # version of ONNX's operators; None for weights
-    # how far onnxruntime is from torch, as a share of the largest output; None where it was not compared
+    # difference between onnxruntime and torch, as a share of the largest output; None if not compared
     difference: float | None
     notes: tuple[str, ...]  # what a user should know
 
 
 def export_trained(
-    trained: Trained,  # from `load_trained`, of float weights
+    trained: Trained,  # from `load_trained`, with float weights
     # ends with `.onnx` (a graph) or `.safetensors` (weights, which `load_trained` takes)
     out: str | Path,
-    sizes: Sizes | None = None,  # sizes that shall be fixed; free where nothing is given
+    sizes: Sizes | None = None,  # sizes to fix; None leaves all free
     *,
-    opset: int | None = None,  # version of ONNX's operators; None is torch's own
+    opset: int | None = None,  # version of ONNX's operators; None takes torch's default
     repairs: bool = True,  # put the repairs of the training store into the graph
 ) -> Exported:
-    """Write a trained model for other programs."""
+    """Write a trained model as a file for other programs."""
     path = Path(out)
     if path.suffix not in (ONNX_SUFFIX, SUFFIX):
         raise InputError(
@@ -97,7 +97,7 @@ def _describe(
     inputs: Mapping[str, Mapping[str, Any]],
     windows: Mapping[str, int],
 ) -> dict[str, str]:
-    """Return the metadata of a graph: all that its user must know, as texts."""
+    """Return the metadata of a graph as texts."""
     saved, facts = trained.loaded.saved, trained.facts
     made = {
         field: [entry["repair"] for entry in facts["repairs"][field]] for field in graph.repaired
@@ -120,7 +120,7 @@ def _describe(
 def _find_windows(trained: Trained, graph: Deployed) -> dict[str, int]:
     """Return the training lengths of windows whose length is free in the graph.
 
-    They stand in the training store, so this is as far as it is still there.
+    They are read from the training store; empty if it no longer exists.
     """
     free = [
         port.key for port in graph.ports if len(port.shape) > 1 and isinstance(port.shape[1], str)

@@ -1,11 +1,11 @@
-"""A trained recipe's weights as a safetensors file: numbers and text, nothing that runs.
+"""A trained recipe's weights as a safetensors file: numbers and text only, no code.
 
-Enters: a model from a checkpoint; later the file. Leaves: a `.safetensors` file with the identity of the
-run as JSON in its metadata (recipe, options, blueprint and the rest); later what `load_trained` needs,
+Enters: a model from a checkpoint; for reading, the file. Leaves: a `.safetensors` file with the identity of the
+run as JSON in its metadata (recipe, options, facts and the rest); for reading, what `load_trained` needs,
 bit for bit. Costs one write or read of the weights, and one hash of them.
 
-The optimizer is left out: a run is resumed from its checkpoint, not from this. The format has no
-checksum, so the metadata holds one over names, types, shapes, bytes and the other metadata.
+The optimizer is left out: a run is resumed from its checkpoint, not from this file. The format has no
+checksum, so the metadata contains one over names, types, shapes, bytes and the other metadata.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SAVED = ("number", "step", "epoch", "metrics")
 
 
 def write_weights(loaded: Loaded, out: str | Path) -> None:
-    """Write the weights of a checkpoint; replaces an older file of this name when it is whole."""
+    """Write the weights of a checkpoint; an older file of this name is replaced when the new one is complete."""
     save = _package().torch.save_file
-    # Each with bytes of its own: weights of an LSTM share one block, which the format refuses.
+    # Copied, since the weights of an LSTM share one block of memory, which the format refuses.
     weights = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in loaded.state["model"].items()
@@ -58,7 +58,7 @@ def write_weights(loaded: Loaded, out: str | Path) -> None:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether stoker wrote a file of weights."""
+    """Whether stoker wrote this file of weights."""
     package = _package()
     try:
         with package.safe_open(path, framework="pt") as file:

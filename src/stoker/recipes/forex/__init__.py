@@ -1,3 +1,3 @@
-"""The forex recipe: windows of several timeframes to the direction and size of the next move."""
+"""The forex recipe: predicts direction and size of the next move from windows of several timeframes."""
 
 RECIPES = {"forex": "stoker.recipes.forex.recipe:ForexRecipe"}

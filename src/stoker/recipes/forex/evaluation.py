@@ -1,12 +1,12 @@
-"""The forex recipe on its test samples: directions, and what trading on them would have earned after costs.
+"""Evaluation of the forex recipe on test samples: directions, and the result of trading on them, after costs.
 
 Enters: the store, the split, the label plan; then the outputs for the test samples in time order. Leaves: an
 `Evaluation`. Costs: one read of the targets, and of a linear fit (seconds).
 
-Every number of a baseline comes from training samples, or from labels that were known at the decision: the last value
-is the return of the latest decision whose whole label had been seen. Decisions overlap: intervals are drawn in blocks
-of a horizon, and a position is a share of one in `horizon` bars. Several symbols are put in the order of time first:
-what is earned adds up over all of them, and those of one moment are drawn together.
+Baselines use only training samples, or labels that were known at the decision: the last value is the return of the
+latest decision whose whole label was known. Decisions overlap, so intervals are drawn in blocks of a horizon, and
+each decision trades 1 / `horizon` of a position. Several symbols are first sorted by time: earnings add up over all
+of them, and their decisions of one time are drawn together.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _NUM_EXAMPLES = 6
 
 @dataclass(frozen=True, eq=False)
 class Trades:
-    """Sides that are taken, and what they earn."""
+    """The side taken by each decision, and its result in pips."""
 
-    sides: Array  # -1, 0 or 1 per decision
-    moves: Array  # of the price after each, in pips
+    sides: Array  # -1 (short), 0 (no trade) or 1 (long) per decision
+    moves: Array  # move of the price after each decision, in pips
     cost_pips: float  # of one trade, both ways
 
     @property
@@ -51,7 +51,7 @@ class Trades:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over the decisions, and how many of the trades were right."""
+        """Mean pips per decision, the share of decisions that trade, and the share of trades that were right."""
         traded = self.sides != 0
         hits = np.sign(self.moves[traded]) == self.sides[traded]
         return {
@@ -62,7 +62,7 @@ class Trades:
         }
 
     def by_side(self) -> dict[str, dict[str, float]]:
-        """Return what each side earned, per trade."""
+        """Return the results of long and short trades, per trade."""
         rows = {}
         for name, side in (("long", 1), ("short", -1)):
             gross = side * self.moves[self.sides == side]
@@ -75,7 +75,7 @@ class Trades:
         return rows
 
     def by_part(self, parts: Mapping[str, Array]) -> dict[str, dict[str, float]]:
-        """Return the metrics of parts, which are places of decisions by name."""
+        """Return the metrics of each part; `parts` maps names to indices of decisions."""
         rows = {}
         for name, places in parts.items():
             taken = Trades(self.sides[places], self.moves[places], self.cost_pips)
@@ -84,11 +84,11 @@ class Trades:
 
 
 class DirectionJudge:
-    """Evaluates answered directions by the returns that came; a `Judge`.
+    """Evaluates predicted directions by the actual returns; a `Judge`.
 
     Args:
         plan: How returns become directions.
-        cost_pips: Of one trade, both ways.
+        cost_pips: Cost of one trade, entry and exit together.
     """
 
     def __init__(self, plan: LabelPlan, cost_pips: float) -> None:
@@ -97,13 +97,13 @@ class DirectionJudge:
         self._returns: list[Array] = []
 
     def update(self, columns: Mapping[str, Array], truth: Array) -> None:
-        """Take probabilities, and the log returns over the bars of the direction, `(n, 1)`; NaN is not known yet."""
+        """Add probabilities and `(n, 1)` log returns over the bars of the direction; NaN if not known yet."""
         known = np.isfinite(truth[:, 0])
         self._chances.append(columns["probability"][known])
         self._returns.append(truth[known, 0])
 
     def evaluate(self) -> Evaluation | None:
-        """Return the directions class by class, what they earned by side, and beside it holding."""
+        """Return metrics of the classes and of trading by side, with buy and hold as the baseline."""
         returns = np.concatenate([np.zeros(0), *self._returns])
         if not len(returns):
             return None
@@ -129,12 +129,12 @@ class DirectionJudge:
 class BarEvaluation:
     """Final metrics of a forex run."""
 
-    store: Store  # open while the run goes on
-    base: str  # the series that a linear baseline reads
+    store: Store  # must stay open during the run
+    base: str  # the series that the linear baseline reads
     plan: LabelPlan  # how returns become labels
-    samples: Mapping[str, Array]  # of the splits, in time order within a symbol
-    returns: Mapping[str, Array]  # of the splits, `(n, horizon)` log returns
-    cost_pips: float  # of one trade, both ways
+    samples: Mapping[str, Array]  # of each split, in time order within a symbol
+    returns: Mapping[str, Array]  # of each split, `(n, horizon)` log returns
+    cost_pips: float  # cost of one trade, entry and exit together
     seed: int  # of the random baseline
 
     def __post_init__(self) -> None:
@@ -144,9 +144,9 @@ class BarEvaluation:
     def update(
         self, outputs: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
     ) -> None:
-        """Take a batch."""
+        """Add a batch."""
         scores, wanted = outputs["direction"], targets["direction"]
-        if "sample" in targets:  # a step of lanes: rows of lanes that have ended hold no sample
+        if "sample" in targets:  # a batch of lanes: rows of lanes that have ended hold no sample
             ids = targets["sample"].cpu().numpy()
             rows = torch.from_numpy(np.flatnonzero(ids >= 0)).to(scores.device)
             scores, wanted = scores[rows], wanted[rows]
@@ -154,13 +154,13 @@ class BarEvaluation:
         self._scores.update(scores, wanted)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation, beside holding, chance, the last value and a line."""
+        """Return the evaluation, with the baselines buy and hold, random, last value and linear regression."""
         plan, cost = self.plan, self.cost_pips
         chances, labels = self._scores.probabilities, self._scores.labels
         moves = self.returns["test"] / plan.pip
         walked: tuple[str, ...] = ()
         step, horizon = plan.direction_step - 1, moves.shape[1]
-        # Decisions that share a part of their labels.
+        # Number of neighbouring decisions whose labels overlap.
         together = horizon
         if self._walked:
             seen = np.concatenate(self._walked)
@@ -231,7 +231,7 @@ class BarEvaluation:
         random = np.random.default_rng(self.seed)
         found = {
             "buy and hold": np.ones(len(moves), np.int64),
-            # As often in the market as the model, on sides that are drawn.
+            # Trades as often as the model, on random sides.
             "random": random.permutation(np.abs(sides)) * random.choice((-1, 1), len(sides)),
         }
         last = last_values(self.store, samples, step)
@@ -242,14 +242,14 @@ class BarEvaluation:
         line = Ridge(known, self.returns["train"][fitted][:, [step]].astype(np.float64))
         said = np.abs(line.predict(known)[:, 0])
         tested = answer_samples(line, self.store, self.base, samples)[:, 0]
-        # A line says small returns: it trades as often as training samples moved.
+        # A linear fit predicts small returns. Its threshold lets it trade as often as training samples left the band.
         share = float(np.mean(np.abs(self.returns["train"][:, step]) <= plan.neutral))
         found["linear regression"] = _sides(tested, float(np.quantile(said, share)))
         return found
 
 
 def last_values(store: Store, samples: Array, step: int) -> Array | None:
-    """Return for each sample the latest return that was known at its decision; 0 where there is none."""
+    """Return for each sample the latest return that was known at its decision; 0 if there is none."""
     if not {"time", "label_time"} <= store.fields.keys():
         return None
     found = np.zeros(len(samples))
@@ -266,7 +266,7 @@ def last_values(store: Store, samples: Array, step: int) -> Array | None:
 
 
 def _symbols(store: Store, samples: Array) -> Array | None:
-    """Return the symbol of each sample; None where all are of one, or the store is not of `stoker pack bars`."""
+    """Return the symbol of each sample; None for one symbol, or a store that is not from `stoker pack bars`."""
     shards = store.manifest.shards
     if not {shard.label for shard in shards} <= store.manifest.attributes.get("scalers", {}).keys():
         return None
@@ -281,7 +281,7 @@ def _sides(returns: Array, neutral: float) -> Array:
 
 
 def _by_horizon(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[str, float]]:
-    """Return what the same sides earn when a trade is closed earlier or later."""
+    """Return the metrics of the same sides for trades that are closed after fewer or more bars."""
     last = moves.shape[1]
     steps = sorted({1, max(1, last // 4), max(1, last // 2), last})
     return {
@@ -293,7 +293,7 @@ def _by_horizon(sides: Array, moves: Array, cost_pips: float) -> dict[str, dict[
 
 
 def _parts(store: Store, samples: Array) -> dict[str, Array]:
-    """Return consecutive parts of the test span: one good week makes no strategy."""
+    """Return consecutive parts of the test span; a good strategy earns in most of them."""
     order, days = np.arange(len(samples)), None
     if "time" in store.fields:
         time = store.gather("time", samples)
@@ -307,7 +307,7 @@ def _parts(store: Store, samples: Array) -> dict[str, Array]:
 
 
 def _curve(earned: Mapping[str, Array], together: int) -> Curve:
-    """Return what was earned so far, of one unit that is shared by the decisions of a horizon."""
+    """Return the cumulative result of one unit that overlapping decisions share."""
     lines = {}
     for name, pips in earned.items():
         total = np.cumsum(pips) / together
@@ -324,7 +324,7 @@ def _examples(
     chances: Array,
     moves: Array,
 ) -> tuple[Example, ...]:
-    """Return the most confident answers of different parts of the test span, with what came after."""
+    """Return the most confident answer in each part of the test span, with the actual moves after it."""
     if not len(samples):
         return ()
     confidence = np.maximum(chances[:, UP], chances[:, DOWN])

@@ -1,16 +1,16 @@
-"""What the forex recipe learns: labels from stored returns, their loss, metrics and baselines.
+"""Labels of the forex recipe, made from stored returns; their loss, metrics and baselines.
 
-Enters: forward log returns `(batch, horizon)` as `stoker pack bars` stores them. Leaves: labels, made
-on the device with static shapes; a loss; metrics; what constants reach. Costs: a dozen small kernels.
+Enters: forward log returns `(batch, horizon)` as `stoker pack bars` stores them. Leaves: labels, made on the
+device with static shapes; a loss; metrics; metrics of constant answers. Costs: a dozen small kernels.
 
 Every limit comes from training samples:
 
-    direction  DOWN, NEUTRAL or UP: the return over the horizon against a neutral band that holds a
+    direction  DOWN, NEUTRAL or UP: the return over the horizon against a neutral band that contains a
                third of the training samples
-    scalp      size of the move in pips, cut to 0.5 to 2, at the step whose median training move is
+    scalp      size of the move in pips, clipped to 0.5 to 2, at the step whose median training move is
                nearest to the middle of that band
     swing      the same for 2 to 5 pips
-    trend      return over the length of its path, -1 to 1: a straight climb is 1, going nowhere is 0
+    trend      return over the length of its path, -1 to 1: a straight climb is 1, no net move is 0
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _step_near(moves: Array, band: tuple[float, float]) -> int:
 
 
 def make_labels(returns: torch.Tensor, plan: LabelPlan) -> dict[str, torch.Tensor]:
-    """Return the four labels of a batch, on its device, without asking the host."""
+    """Return the four labels of a batch, on its device, without host synchronisation."""
     returns = returns.float()
     last = returns[:, plan.direction_step - 1]
     steps = torch.diff(returns, dim=1, prepend=torch.zeros_like(returns[:, :1]))
@@ -98,7 +98,7 @@ def make_labels(returns: torch.Tensor, plan: LabelPlan) -> dict[str, torch.Tenso
 
 
 def forex_loss(outputs: Tensors, targets: Tensors, weights: LossWeights) -> torch.Tensor:
-    """Return the weighted sum of the four losses, the mean over the samples that count."""
+    """Return the weighted sum of the four losses, averaged over the valid samples."""
     losses = (
         functional.cross_entropy(
             outputs["direction"].float(), targets["direction"], reduction="none"
@@ -124,8 +124,8 @@ def _huber(predicted: torch.Tensor, wanted: torch.Tensor, delta: float) -> torch
 class ForexMetrics(CountedParts):
     """Accuracy of the direction, and mean absolute errors of the three sizes.
 
-    Telling calm from wild hours is easy, because they cluster, and raises `accuracy` by itself.
-    `side_accuracy` asks the hard half: of the samples that moved, was it up or down?
+    Volatility clusters, so calm and wild hours are easy to tell apart, and that alone raises `accuracy`.
+    `side_accuracy` measures the hard part: up or down, over samples that are not NEUTRAL.
     """
 
     def __init__(self) -> None:
@@ -135,19 +135,19 @@ class ForexMetrics(CountedParts):
         self.parts = [self._direction, self._side, *self._errors.values()]
 
     def update(self, outputs: Tensors, targets: Tensors) -> None:
-        """Take a batch; no host synchronisation."""
+        """Add a batch, without host synchronisation."""
         valid = targets.get("valid")
         scores, labels = outputs["direction"], targets["direction"]
         self._direction.update(scores, labels, valid)
         moved = labels != NEUTRAL
         moved = moved if valid is None else moved & valid.bool()
-        # A slice of columns 0 and 2: a list of them would be copied to the device, and waited for.
+        # Columns 0 and 2 by a slice: a list of indices would be copied to the device, which synchronises.
         self._side.update(scores[:, DOWN::UP], (labels == UP).long(), moved)
         for name, errors in self._errors.items():
             errors.update((outputs[name].float() - targets[name]).abs(), valid)
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics of everything seen."""
+        """Return the metrics over all batches."""
         errors = {f"mae_{name}": errors.compute() for name, errors in self._errors.items()}
         side = {"side_accuracy": self._side.compute()["accuracy"]}
         return self._direction.compute() | side | errors
@@ -156,10 +156,10 @@ class ForexMetrics(CountedParts):
 def find_baseline(
     train: Array, val: Array, plan: LabelPlan, weights: LossWeights
 ) -> dict[str, float]:
-    """Return what constants chosen from training labels reach on the validation samples.
+    """Return the validation metrics of constants that are chosen from training labels.
 
-    The majority class, the majority side, the median size of scalp and swing, and no trend; `loss` is
-    that of the training shares of the classes and the same constants.
+    The constants are the majority class, the majority side, the median scalp and swing, and trend 0. `loss`
+    uses the training shares of the classes and the same constants.
     """
     if not len(val):
         return {}
@@ -187,7 +187,7 @@ def find_baseline(
 
 
 def describe_labels(plan: LabelPlan, train: Array) -> str:
-    """Return the limits and what they make of the training samples, in words."""
+    """Return the limits, and the training share of each direction, in words."""
     shares = torch.bincount(
         make_labels(torch.from_numpy(train), plan)["direction"], minlength=NUM_DIRECTIONS
     ) / max(1, len(train))
@@ -200,10 +200,10 @@ def describe_labels(plan: LabelPlan, train: Array) -> str:
 
 
 def describe_cut(plan: LabelPlan, train: Array, cost_pips: float) -> list[str]:
-    """Return a warning where most sizes of scalp or swing lie outside their band, and a pip that would fit.
+    """Return a warning if most scalp or swing sizes lie outside their band, with a pip that fits.
 
-    Hourly bars, shares and coins move by tens of basis points: nearly all sizes are then cut to the same value, and
-    their metrics say nothing.
+    Hourly bars, shares and coins move by tens of basis points. Nearly all sizes are then clipped to the same value,
+    and their metrics say nothing.
     """
     cut = {}
     for name, step, band in (

@@ -1,17 +1,17 @@
-"""An LSTM for small hidden sizes that runs a whole window in one kernel, with its weights on the chip.
+"""An LSTM for small hidden sizes that runs a whole window in one kernel, with its weights in registers.
 
-Enters: a torch `nn.LSTM` and its arguments. Leaves: what the module would return. Costs: on an H200, batch
+Enters: a torch `nn.LSTM` and its arguments. Leaves: the module's results. Costs: on an H200, batch
 128 and 128 units, about a quarter of cuDNN's time; the gates of every step are kept for the backward pass.
 
 cuDNN runs a window of 480 bars as a chain of kernels that each read the weights again, and several LSTMs
-after one another. Here a program keeps the four recurrent matrices in its registers and walks over the
+one after the other. Here a program keeps the four recurrent matrices in its registers and steps through the
 window with 16 samples; the other products (inputs, weights' gradients) are plain matrix products over all
-steps at once. A batch of 128 takes 8 of the GPU's processors, so that the LSTMs of several timeframes run
-side by side on streams of their own.
+steps at once. A batch of 128 takes 8 of the GPU's multiprocessors, so the LSTMs of several timeframes run
+in parallel on streams of their own.
 
-Used under autocast on a GPU, for widths of `WIDTHS`, one direction, biases, no dropout between the layers of
-one module; everything else goes to torch's own code. Results differ from cuDNN's by rounding: both multiply
-in half precision and add in float32.
+Used under autocast on a GPU, for widths of `WIDTHS`, one direction, biases, and no dropout between the layers of
+one module; otherwise torch's own LSTM runs. Results differ from cuDNN's by rounding: both multiply in half
+precision and add in float32.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import nn
 from stoker.augment.fused import available
 
 WIDTHS = (32, 64, 128)
-_ROWS = 16  # of a tensor core's smallest product
+_ROWS = 16  # samples per program: the smallest matrix product of a tensor core
 _STATE_BYTES = 128  # per unit, in shared memory, beside the weights
 
 
 def run_lstm(
     lstm: nn.LSTM, rows: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `lstm(rows, (hidden, cell))` does, flat; by the kernels where they can be used."""
+    """Return rows, hidden and cell state of `lstm(rows, (hidden, cell))`, by the kernels if they can be used."""
     if not can_run(lstm, rows):
         rows, (hidden, cell) = lstm(rows, (hidden, cell))
         return rows, hidden, cell
@@ -51,11 +51,11 @@ def run_lstm(
 def _share_of_input(
     lstm: nn.LSTM, layer: int, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input's share of all gates, and the weights of the state in the same type.
+    """Return the input's contribution to all gates, and the recurrent weights in the same type.
 
-    The biases are one more column of the weights, for inputs of one: their gradient is then part of a
-    matrix product instead of a sum over all steps, which took longer than the product. Zeros fill up to a
-    multiple of 8, which tensor cores want.
+    The biases are an additional column of the weights, with an input of 1. So their gradient is part of a
+    matrix product instead of a sum over all steps, which took longer than the product. The columns are
+    padded with zeros to a multiple of 8 for tensor cores.
     """
     dtype = torch.get_autocast_dtype(rows.device.type)
     weight, of_state, *biases = (
@@ -71,7 +71,7 @@ def _share_of_input(
 
 
 def can_run(lstm: nn.LSTM, rows: torch.Tensor) -> bool:
-    """Whether the kernels can do this module's work here."""
+    """Whether the kernels support this module and its input."""
     return (
         rows.is_cuda
         and torch.is_autocast_enabled("cuda")
@@ -101,10 +101,10 @@ def recur(
     """Run one layer's recurrence; return its rows `(batch, bars, units)` and the last cell.
 
     Args:
-        gates: `(batch, bars, 4 units)`: the input's share, biases included.
-        weight: `(4 units, units)`, of the hidden state, in the type of `gates`.
-        hidden: `(batch, units)` before the first bar.
-        cell: Likewise.
+        gates: `(batch, bars, 4 units)`, the input's contribution, biases included.
+        weight: `(4 units, units)` recurrent weights, in the type of `gates`.
+        hidden: `(batch, units)` hidden state before the first bar.
+        cell: `(batch, units)` cell state before the first bar.
     """
     made: tuple[torch.Tensor, torch.Tensor] = _Recurrence.apply(  # type: ignore[no-untyped-call]
         gates.contiguous(), weight.contiguous(), hidden.contiguous(), cell.contiguous()
@@ -167,13 +167,13 @@ def _warps(units: int) -> int:
 
 
 def _fast(values: torch.Tensor) -> bool:
-    """Whether the GPU's own tanh is exact enough."""
+    """Whether the GPU's approximate tanh is exact enough: it is for half precision."""
     return values.is_cuda and values.dtype != torch.float32
 
 
 # -- for ONNX ---------------------------------------------------------------------------------------
-# torch walks through an LSTM bar by bar to find the shape of what it returns, several times: 170 seconds for the five
-# default timeframes. As one operator each it takes 27, and windows of any length stay possible.
+# To find the output's shape torch traces an LSTM bar by bar, several times: 170 seconds for the five default
+# timeframes. With one custom operator per layer it takes 27, and the length of windows stays free.
 
 
 Tensor = torch.Tensor
@@ -188,7 +188,7 @@ torch.library.define(
 def _shapes(
     rows: Tensor, weight: Tensor, recurrent: Tensor, bias: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors of the shapes that ONNX's operator gives: `(bars, 1, batch, units)`, and two states."""
+    """Return tensors with the shapes of ONNX's operator: `(bars, 1, batch, units)`, and two states."""
     del weight, bias
     made = rows.new_empty(rows.shape[0], 1, rows.shape[1], recurrent.shape[2])
     return made, torch.empty_like(hidden), torch.empty_like(cell)
@@ -209,12 +209,12 @@ def _translations() -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def traceable(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Let a model be traced with LSTMs as one operator, and with a batch whose size stays free.
+    """Replace `run_lstm`, so that LSTM layers are traced as one operator each and the batch size stays free.
 
-    Gives what `torch.onnx.export` takes as `custom_translation_table`.
+    Yields the `custom_translation_table` for `torch.onnx.export`.
 
     Args:
-        model: Traced inside; others stay as they are.
+        model: The model to trace inside the context; no other model may run there.
     """
     weights = {
         lstm: [_arrange(lstm, layer) for layer in range(lstm.num_layers)]
@@ -239,7 +239,7 @@ def traceable(model: nn.Module) -> Iterator[dict[Any, Any]]:
 
 
 def _arrange(lstm: nn.LSTM, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights of a layer as ONNX has them: gates in the order i, o, f, c; one direction."""
+    """Return the weights of a layer in ONNX's layout: gates in the order i, o, f, c; one direction."""
     assert lstm.batch_first
     assert lstm.bias
     assert not lstm.bidirectional

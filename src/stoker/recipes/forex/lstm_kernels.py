@@ -1,14 +1,14 @@
 """The Triton kernels of an LSTM layer's recurrence, forward and backward, and nothing else.
 
-Enters: pointers and sizes; what is fixed at compile time in capitals. Leaves: results written through the
+Enters: pointers and sizes; compile-time constants have names in capitals. Leaves: results written through the
 pointers. Costs: see `stoker.recipes.forex.lstm`, which launches them; importing this module needs triton.
 
-A program has `ROWS` samples for the whole window. The recurrent weights, four matrices of `H x H`, are read
-once and stay on the chip; a step multiplies by them, applies the gates, and hands its hidden state to
-the next step through shared memory. Nothing else is on the way from step to step: the input's share of the
-gates is asked for one step ahead, and results are written without waiting. The four gates are one block of
-`4 H` columns in every product, load and store: each change between the layout of memory and that of the tensor
-cores costs two barriers, and a step has five of them this way instead of eleven.
+A program processes `ROWS` samples for the whole window. The recurrent weights, four matrices of `H x H`, are read
+once and stay on the chip. A step multiplies by them, applies the gates, and passes its hidden state to the next
+step through shared memory. Nothing else delays a step: the input's contribution to the gates is loaded one step
+ahead, and results are stored without waiting. The four gates are one block of `4 H` columns in every product, load
+and store: each change between the layout of memory and that of the tensor cores costs two barriers, and a step has
+five of them this way instead of eleven.
 
 Layout: `gates` and `taken` are `(batch, bars, 4 H)` in torch's order of gates: input, forget, candidate,
 output; `rows` and `cells` are `(batch, bars, H)`.
@@ -24,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(x, FAST: tl.constexpr):
-    """FAST is one instruction of the GPU, right to 11 bits: as many as half precision keeps."""
+    """Return tanh. FAST is one instruction of the GPU, exact to 11 bits, as many as half precision has."""
     if FAST:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -43,7 +43,7 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def _split_gates(four, ROWS: tl.constexpr, H: tl.constexpr):
-    """Take a block of `4 H` columns apart: input, forget, candidate, output."""
+    """Split a block of `4 H` columns into input, forget, candidate and output gate."""
     apart = tl.permute(tl.reshape(four, (ROWS, 2, 2, H)), (0, 3, 1, 2))
     first, second = tl.split(apart)
     i, g = tl.split(first)
@@ -75,7 +75,7 @@ def forward_kernel(
     SAVE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Run a window: `gates` is the input's share, biases included; `taken` keeps them for the backward."""
+    """Run a window: `gates` is the input's contribution, biases included; `taken` saves the gates for backward."""
     sample = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = tl.arange(0, H)[None, :]
     wide = tl.arange(0, 4 * H)[None, :]
@@ -123,7 +123,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Walk a window backwards: `grad_gates` is what the rest of the gradients are products of."""
+    """Run a window backwards: writes `grad_gates`, from which matrix products give the other gradients."""
     sample = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
     column = tl.arange(0, H)[None, :]
     wide = tl.arange(0, 4 * H)[None, :]
@@ -163,7 +163,7 @@ def backward_kernel(
         d_cell = d_cell * f
         four = _join_gates(d_i, d_f, d_g, d_o, ROWS, H)
         tl.store(grad_gates + at_four + bar * (4 * H), four, mask=there_wide)
-        # Four products that do not wait for one another; `+` would chain them into one sum.
+        # Four independent products; with `+` the compiler would chain them into one accumulator.
         first = tl.dot(d_i, w_i, input_precision="ieee")
         second = tl.dot(d_f, w_f, input_precision="ieee")
         third = tl.dot(d_g, w_g, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""The multi-timeframe network: one LSTM per timeframe, pooled, fused by attention.
+"""The multi-timeframe network: an LSTM with pooling per timeframe, then attention over the timeframes.
 
 Enters: per timeframe a window `(batch, bars, features)` and its gap flags; with carried state also a
 dict of tensors. Leaves: a dict with `direction` (batch, 3) scores, and `scalp`, `swing` (pips) and
@@ -11,11 +11,11 @@ the time, because their steps follow one another.
     H4  ( 48 bars) ─ ...                                                             ─┘  timeframes
                                                                    ─ FFN x 4 ─ mean ─ four heads
 
-Nothing in it looks at the host, and no sequence is packed: a step can be captured in a CUDA graph.
-Under autocast on a GPU an LSTM runs as one kernel per layer and direction (`lstm.py`), and the timeframes side
-by side on streams of their own. Dropout between the LSTM layers is a layer of its own: the one inside cuDNN
-keeps a random state beside torch's generator, which goes on from call to call, is in no checkpoint, and makes
-a replayed step differ from an eager one.
+The forward pass never synchronises with the host and packs no sequences, so a step can be captured in a CUDA graph.
+Under autocast on a GPU an LSTM runs as one kernel per layer in each pass (`lstm.py`), and the timeframes run in
+parallel on streams of their own. Dropout between the LSTM layers is a separate layer: the one inside cuDNN has a
+random state outside torch's generator. That state changes with every call and is in no checkpoint, so a replayed
+step would differ from an eager one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Recurrent(nn.Module):
 
 
 class TimeframeEncoder(nn.Module):
-    """One timeframe's window to one vector."""
+    """Encodes the window of one timeframe as one vector."""
 
     steps: torch.Tensor
 
@@ -97,7 +97,7 @@ class TimeframeEncoder(nn.Module):
         self.pooling = options.pooling
         self.scaler = RobustScale(np.zeros(num_features), np.ones(num_features), options.input_clip)
         self.gaps = options.gaps
-        # 1 for each feature that compares a bar with the one before it
+        # 1 for each feature that compares a bar with the previous one, else 0
         self.register_buffer("steps", torch.zeros(num_features))
         width, dropout = options.d_model, options.dropout
         num_inputs = num_features + (options.gaps != "ignore")
@@ -111,13 +111,13 @@ class TimeframeEncoder(nn.Module):
             )
 
     def prepare(self, window: torch.Tensor, gap: torch.Tensor) -> torch.Tensor:
-        """Scale a window, and mask what reaches over missing bars."""
+        """Scale a window, and mask features that reach over missing bars."""
         rows: torch.Tensor = self.scaler(window)
         if self.gaps == "ignore":
             return rows
         flag = (gap != 0).to(rows.dtype).unsqueeze(-1)
         if self.gaps == "mask":
-            # 0 is the training median: as if the jump over the gap had been an ordinary step.
+            # 0 is the training median: the jump over the gap becomes an ordinary step.
             rows = rows * (1 - flag * self.steps)
         return torch.cat([rows, flag], dim=-1)
 
@@ -132,13 +132,13 @@ class TimeframeEncoder(nn.Module):
         query = self.query.to(rows.dtype).expand(rows.shape[0], -1, -1)
         pooled, _ = self.pool(query, rows, rows, need_weights=False)
         summary = pooled.squeeze(1)
-        # The learned query sees a set: without the last row nothing tells it which bar is now.
+        # Attention with a learned query ignores order. The last row tells which bar is the current one.
         summary = summary + rows[:, -1] if self.pooling == "attention+last" else summary
         return summary, hidden, cell
 
 
 class ForexModel(nn.Module):
-    """The whole network; stateless as `model(inputs)`, carried as `model(inputs, state)`."""
+    """The whole network: stateless as `model(inputs)`, with carried state as `model(inputs, state)`."""
 
     def __init__(
         self,
@@ -146,7 +146,6 @@ class ForexModel(nn.Module):
         options: ForexOptions,
         carried: Sequence[str] = (),  # timeframes whose LSTM state is carried from batch to batch
     ) -> None:
-        """Make it with initial weights, and scalers that leave all as it is."""
         super().__init__()
         width = options.d_model
         self.timeframes = tuple(features)
@@ -183,7 +182,7 @@ class ForexModel(nn.Module):
         return dict(self._zeros(self.carried, batch_size, torch.device(device)))
 
     def reset_state(self, state: Mapping[str, torch.Tensor], reset: torch.Tensor) -> State:
-        """Return the state with the rows of `reset` (batch,) bool as they were at the start."""
+        """Return the state with zeros in the rows that `reset` (batch,) bool selects."""
         keep = ~reset.bool()[None, :, None]
         return {name: torch.where(keep, value, 0.0) for name, value in state.items()}
 
@@ -208,7 +207,7 @@ class ForexModel(nn.Module):
         self,
         # per timeframe "M5" `(batch, bars, features)` and "M5/gap" `(batch, bars)`
         inputs: Mapping[str, torch.Tensor],
-        # from `initial_state`, the batch before, or `reset_state`. Without it every window begins with no memory.
+        # from `initial_state`, the previous batch, or `reset_state`. None: every window starts from zeros.
         state: Mapping[str, torch.Tensor] | None = None,
     ) -> Outputs | tuple[Outputs, State]:
         """Return the outputs; with `state` also the next state, detached, in float32."""
@@ -225,13 +224,13 @@ class ForexModel(nn.Module):
         after: State = {}
         for name, (_, hidden, cell) in zip(self.timeframes, encoded, strict=True):
             if name in self.carried:
-                # Values flow to the next batch, gradients do not.
+                # Values are carried to the next batch, gradients are not.
                 after[f"{name}/hidden"] = hidden.detach().float()
                 after[f"{name}/cell"] = cell.detach().float()
         return outputs, after
 
     def predict(self, inputs: Mapping[str, torch.Tensor]) -> Outputs:
-        """Return what a user wants to read: the direction, its probabilities in the order of `NAMES`, magnitudes."""
+        """Return the predictions for users: direction, probabilities in the order of `NAMES`, scalp, swing, trend."""
         outputs = self(inputs)
         chances = outputs.pop("direction").float().softmax(dim=1)
         return {"class": chances.argmax(dim=1), "probability": chances} | {
@@ -250,7 +249,7 @@ class ForexModel(nn.Module):
     def _encode_on_streams(
         self, inputs: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Encode all timeframes side by side; autograd runs each backward on the same stream."""
+        """Encode all timeframes in parallel; autograd runs each backward on the stream of its forward."""
         device = inputs[self.timeframes[0]].device
         main = torch.cuda.current_stream(device)
         streams = [_side_stream(device, number) for number in range(len(self.timeframes))]
@@ -266,7 +265,7 @@ class ForexModel(nn.Module):
         return encoded
 
     def _heads(self, summaries: torch.Tensor) -> Outputs:
-        """Fuse `(batch, timeframes, d_model)` and read the heads."""
+        """Fuse `(batch, timeframes, d_model)` and return the outputs of the heads."""
         fused = self.norm(self.fusion(summaries))
         mean, scalp, swing = torch.einsum("btd,ht->hbd", fused, self.head_weights.to(fused.dtype))
         return {
@@ -283,7 +282,7 @@ def _within(raw: torch.Tensor, band: tuple[float, float]) -> torch.Tensor:
 
 
 def _weigh(how: str, timeframes: Sequence[str]) -> torch.Tensor:
-    """Weights of the timeframes `(3, timeframes)`: for the mean, the scalp and the swing head."""
+    """Return weights of the timeframes `(3, timeframes)`: for direction and trend, for scalp, for swing."""
     equal = torch.full((3, len(timeframes)), 1 / len(timeframes))
     if how == "mean":
         return equal
@@ -300,6 +299,6 @@ def _weigh(how: str, timeframes: Sequence[str]) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Return the same stream every time; kept outside the model, which must stay copyable."""
+    """Return the same stream for the same arguments. Kept outside the model, since streams cannot be copied."""
     del number
     return torch.cuda.Stream(device)

@@ -1,10 +1,10 @@
-"""Raw bars for a trained forex model: one answer per bar of the base timeframe, under its time.
+"""Raw bars for a trained forex model: one answer per bar of the base timeframe, with the bar's close time as key.
 
 Enters: the facts of a model whose store was packed from bars, and new bars of the same symbols: files, or frames in
 memory. Leaves: `RawBatch`es: windows that end at each bar's close, made and scaled as in training. Costs: the read, and
 memory for the bars and one batch of windows; frames are written to a temporary folder and read like files.
 
-A window holds bars that had closed by the decision, never a later one.
+A window contains only bars that had closed at the decision time.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def open_raw_bars(given: Any, facts: Facts) -> RawBars:
     Args:
         given: A file, a folder, or "SYMBOL:TIMEFRAME=file"; in memory a frame, or frames by timeframe, by symbol, or by
             both, as in `{"M5": frame, "H1": frame}`.
-        facts: Of the checkpoint.
+        facts: The facts of the checkpoint.
 
     Raises:
-        InputError: A symbol was not trained on, or a column of training is missing.
+        InputError: A symbol was not in the training, or a column of the training is missing.
         SourceError: The files cannot be read.
     """
     told = facts["bars"]["options"]
@@ -115,7 +115,7 @@ def _read(source: BarsSource, mend: str) -> dict[str, dict[str, Bars]]:
 def _read_frames(
     given: Any, source: BarsSource, symbols: Sequence[str], timeframes: Sequence[str]
 ) -> dict[str, dict[str, Bars]]:
-    """Return the bars of frames, by the same reader as those of files."""
+    """Return the bars of frames, with the reader for files."""
     mend = _frames_like(symbols, timeframes)
     frames = list(_named_frames(given))
     for _, timeframe, frame in frames:
@@ -154,7 +154,7 @@ def _read_frames(
 
 
 def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
-    """Return what to give: a frame, or the fewest names that tell several apart."""
+    """Return an example call for error messages: a frame, or a mapping with the fewest names needed."""
     if len(timeframes) == 1 and len(symbols) == 1:
         return "predict(frame)"
     by_timeframe = ", ".join(f"{name!r}: frame" for name in timeframes)
@@ -165,7 +165,7 @@ def _frames_like(symbols: Sequence[str], timeframes: Sequence[str]) -> str:
 def _named_frames(
     given: Any, symbol: str | None = None, timeframe: str | None = None
 ) -> Iterator[tuple[str | None, str | None, Any]]:
-    """Yield every frame of a mapping of any depth with its symbol and its timeframe, where they are told."""
+    """Yield every frame of a mapping of any depth, with symbol and timeframe from its keys, else None."""
     is_nested = isinstance(given, Mapping) and any(
         isinstance(value, Mapping) or hasattr(value, "columns") for value in given.values()
     )
@@ -183,7 +183,7 @@ def _named_frames(
 
 
 def _symbol_in(table: pa.Table, symbols: Sequence[str], mend: str) -> str:
-    """Return the symbol of a frame that was given without one: of its own column, or the only one of training."""
+    """Return the symbol of a frame that has no key: from its own column, or the only symbol of the training."""
     column = next((name for name in table.column_names if clean_name(name) in TICKER_NAMES), None)
     inside = sorted(map(str, pc.unique(table[column]).to_pylist())) if column is not None else []
     if len(inside) == 1:
@@ -194,11 +194,11 @@ def _symbol_in(table: pa.Table, symbols: Sequence[str], mend: str) -> str:
             "a frame for each symbol, or a column 'symbol'",
             mend,
         )
-    return symbols[0]  # of several in one frame, the reader takes each by its name
+    return symbols[0]  # if one frame has several symbols, the reader separates them by name
 
 
 def _with_time(given: Any) -> pa.Table:
-    """Return a frame as an Arrow table; a pandas index that is no count of rows becomes a column."""
+    """Return a frame as an Arrow table; a pandas index other than a RangeIndex becomes a column."""
     if hasattr(given, "iloc"):
         index: Any = given.index
         given = given.copy(deep=False)
@@ -235,7 +235,7 @@ class RawBars:
                 _check_columns(symbol, bars[name], name, scalers[symbol][name])
 
     def __iter__(self) -> Iterator[RawBatch]:
-        """Yield every bar of the base timeframe, in order of symbol and time; its key is the time of its close."""
+        """Yield every bar of the base timeframe, by symbol, then time. The key is the time of its close."""
         for symbol, bars in self._read.items():
             series = {
                 name: self._series(bars[name], name, self._scalers[symbol][name])
@@ -257,7 +257,7 @@ class RawBars:
                 yield replace(made, truth=came[part, None])
 
     def notes(self) -> list[str]:
-        """Return what the files were like, and how many bars have a reason instead of an answer."""
+        """Return notes on the files, and how many bars have a reason instead of an answer."""
         read = [each for bars in self._read.values() for each in bars.values()]
         notes = list(dict.fromkeys(note for each in read for note in each.notes))
         refused = [refusal for each in read for refusal in each.refused]
@@ -276,7 +276,7 @@ class RawBars:
         return notes
 
     def _returns(self, bars: Bars, count: int) -> Array:
-        """Return the log return that came after each bar; NaN where the bars end before."""
+        """Return the log return over the `direction_step` bars after each bar; NaN at the end of the bars."""
         returns = np.full(count, np.nan)
         if self._step is not None and count == len(bars) > self._step:
             close = np.log(bars.columns["close"])
@@ -325,7 +325,7 @@ class RawBars:
 
 
 def _used_extras(bars: Bars, timeframe: str, scaler: Scaler) -> list[str]:
-    """Return the further columns that training had, too."""
+    """Return the additional columns (besides prices) that the training had as well."""
     extras = [column for column in bars.columns if column not in PRICES]
     known = set(scaler.columns)
     return [column for column in extras if known.issuperset(feature_names([column], timeframe))]

@@ -3,9 +3,9 @@
 Enters: a store of `stoker pack bars` (or any store with series and forward returns). Leaves: a `Job`.
 Costs: one read of the targets and of up to 200,000 rows per timeframe; seconds.
 
-Labels are made on the device from the stored returns (`labels.py`), the network is in `model.py`.
-Samples are divided by time, with purge and embargo; every fitted number (scalers, label limits,
-baselines) comes from training samples.
+Labels are made on the device from the stored returns (`labels.py`); the network is in `model.py`.
+Samples are split by time, with purge and embargo. Everything that is fitted (scalers, label limits,
+baselines) uses training samples only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _FIRST_SHARE, _VAL_SHARE = 0.4, 0.15
 def unpack_forex(
     batch: Tensors, timeframes: tuple[str, ...], plan: LabelPlan
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return windows with their gap flags, and labels; rows of ended lanes are marked."""
+    """Return windows with their gap flags, and labels; `valid` marks rows of lanes that have not ended."""
     names = [part for name in timeframes for part in (name, f"{name}/gap")]
     returns = batch["targets"]
     targets = make_labels(returns if returns.dim() == 2 else returns.unsqueeze(1), plan)
@@ -74,7 +74,7 @@ def unpack_forex(
     if valid is not None:
         targets["valid"] = valid
     if isinstance(batch, Batch) and valid is not None:
-        # Lanes are walked in another order than that of time; the evaluation puts them back.
+        # The order of lanes is not that of time; the evaluation sorts by sample number.
         targets["sample"] = torch.from_numpy(batch.sample_ids).to(returns.device, non_blocking=True)
     return {name: batch[name] for name in names}, targets
 
@@ -156,12 +156,12 @@ class ForexRecipe(Recipe):
         )
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a lane for each sample of the batch, where the state is carried."""
+        """Return `lanes`: with carried state the default is one lane per sample of the batch."""
         is_asked = bool(given.get("stateful")) and "lanes" not in given
         return {"lanes": settings.training.batch_size} if is_asked else {}
 
     def note_settings(self, settings: Settings, options: ForexOptions) -> list[str]:
-        """Return a note on chunks where the state is carried: lanes are resident or streamed."""
+        """Return a note if chunks are configured with a carried state: lanes do not use chunks."""
         asked = ("data.use_chunk_loader", "data.chunk_size_gb") if options.stateful else ()
         written = [settings.reasons[key] for key in asked if not settings.is_default(key)]
         if not written:
@@ -169,11 +169,11 @@ class ForexRecipe(Recipe):
         return [f"{'; '.join(written)}: no effect, a stateful model walks over lanes"]
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return the timeframes, their columns, whose state is carried, and the names of the directions."""
+        """Return the timeframes, their numbers of columns, which states are carried, and label facts."""
         return dict(job.facts)
 
     def rebuild(self, options: ForexOptions, facts: Facts) -> Rebuilt:
-        """Return the network; its scalers come with the weights."""
+        """Return the network; its scalers are restored with the weights."""
         names = list(facts["inputs"])
         wanted = [part for name in names for part in (name, f"{name}/gap")]
 
@@ -192,13 +192,13 @@ class ForexRecipe(Recipe):
     def open_raw(
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
-        """Return the bars of files, for a model that was trained on a store of `stoker pack bars`."""
+        """Open bars, for a model that was trained on a store of `stoker pack bars`."""
         return open_raw_bars(given, facts) if "bars" in facts else None
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: ForexOptions, facts: Facts
     ) -> Array | None:
-        """Return the log return over the bars of the direction, `(samples, 1)`."""
+        """Return the log return over `direction_step` bars, `(samples, 1)`."""
         info, step = store.fields.get("targets"), facts.get("labels", {}).get("direction_step")
         if info is None or step is None or int(np.prod(info.shape)) < step:
             return None
@@ -206,12 +206,12 @@ class ForexRecipe(Recipe):
         return rows[:, step - 1 : step].astype(np.float64)
 
     def make_judge(self, options: ForexOptions, facts: Facts) -> Judge | None:
-        """Return directions, and what trading on them would have earned."""
+        """Return the judge of directions and of trading on them."""
         labels = facts.get("labels")
         return None if labels is None else DirectionJudge(LabelPlan(**labels), options.cost_pips)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
-        """Return windows of any length, and a gap flag beside each bar."""
+        """Return inputs for windows of any length and their gap flags."""
         ports = []
         scaled = (
             "; scaled as packed, by bars.scalers of each symbol in stoker.blueprint"
@@ -248,7 +248,7 @@ def make_model(
     options: ForexOptions,
     carried: Sequence[str],
 ) -> ForexModel:
-    """Return the network with scalers fitted on the rows that training samples show."""
+    """Return the network with scalers fitted on the rows that training samples contain."""
     model = ForexModel({name: _num_columns(store, name) for name in timeframes}, options, carried)
     for name in timeframes:
         encoder = cast(TimeframeEncoder, model.encoders[name])
@@ -264,7 +264,7 @@ def make_model(
 
 
 def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], list[str]]:
-    """Return the samples of train, val and test, and how they were divided."""
+    """Return the samples of train, val and test, and notes on how they were split."""
     samples: dict[str, Array]
     if "split" in store.fields and options.fold is None:
         samples = own_parts(store)
@@ -309,7 +309,7 @@ def split_store(store: Store, options: ForexOptions) -> tuple[dict[str, Array], 
 
 
 def _cut_fold(time: Array, number: int, count: int) -> tuple[Array, tuple[float, float, float]]:
-    """Return the samples that a fold may know of, and the shares of train, val and test among them."""
+    """Return the samples up to the end of a fold's test span, and their shares of train, val and test."""
     ends = [_FIRST_SHARE + (1 - _FIRST_SHARE) * k / count for k in (number - 1, number)]
     start, stop = (max(1, round(end * len(time))) for end in ends)
     order = np.argsort(time, kind="stable")
@@ -366,7 +366,7 @@ def _find_carried(
 
 
 def _plan_fewer_lanes(plan: Callable[..., LanePlan], count: int, samples: Array) -> LanePlan | None:
-    """Return lanes as in training, fewer where there are fewer windows; None where there are none."""
+    """Return lanes as in training, or fewer if there are too few windows; None if not even one lane is possible."""
     while count:
         with contextlib.suppress(InputError):
             return plan(count, samples=samples)

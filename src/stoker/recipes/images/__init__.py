@@ -1,3 +1,3 @@
-"""The images recipe: one class for every picture."""
+"""The images recipe: classifies pictures."""
 
 RECIPES = {"images": "stoker.recipes.images.recipe:ImagesRecipe"}

@@ -1,8 +1,8 @@
-"""How good a classifier of pictures is: while it learns, and at the end as the field says it.
+"""Metrics of a picture classifier, in validation and on test samples.
 
-Enters: scores and class numbers on the device; for the baselines, training pictures of the store. Leaves: numbers of
-a validation; at the end an `Evaluation` with metrics per class, a confusion matrix, confidence intervals, two baselines
-and pictures of the worst mistakes. Costs: some small kernels a batch; at the end one read of at most 20,000 training
+Enters: scores and class numbers on the device; for the baselines, training pictures of the store. Leaves: validation
+metrics; at the end an `Evaluation` with metrics per class, a confusion matrix, confidence intervals, two baselines
+and pictures of the worst mistakes. Costs: some small kernels per batch; at the end one read of at most 20,000 training
 pictures and of the test pictures.
 """
 
@@ -32,17 +32,17 @@ _OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
 class ImageMetrics(ClassCounts):
-    """Counts answers and hits among the five best as well."""
+    """`ClassCounts` that also counts answers per class (for F1) and hits among the five best classes."""
 
     def update(self, scores: Tensor, labels: Tensor, valid: Tensor | None = None) -> None:
-        """Take scores and class numbers of a batch."""
+        """Add scores and class numbers of a batch."""
         labels, answers = labels.long(), scores.argmax(dim=1)
         seen = torch.ones_like(labels) if valid is None else valid.long()
         hits, near = (labels == answers) * seen, hits_in_top(scores, labels) * seen
         self.count((labels, seen), (labels, hits), (answers, seen), (labels, near))
 
     def compute(self) -> dict[str, float]:
-        """Return accuracy, balanced accuracy, macro F1, and top-5 accuracy where there are more classes."""
+        """Return accuracy, balanced accuracy, macro F1, and top-5 accuracy if there are more than 5 classes."""
         if self.counts is None:
             return {}
         seen, hits, answered, near = self.counts.cpu().double().numpy()
@@ -55,7 +55,7 @@ class ImageMetrics(ClassCounts):
 
 
 def hits_in_top(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return whether the class is among the five best, `(batch,)`; classes of equal score count as better."""
+    """Return `(batch,)`, whether the true class is among the five best; ties count against it."""
     own = scores.gather(1, labels[:, None])
     return (scores >= own).sum(dim=1) <= _TOP
 
@@ -64,7 +64,7 @@ def hits_in_top(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 class FinalImageMetrics:
-    """Evaluates the best weights on the test pictures. Training pictures of the store fit the baselines."""
+    """Evaluates the best weights on the test pictures, with baselines fitted on training pictures."""
 
     def __init__(self, store: Store, train: Array, names: Sequence[str]) -> None:
         self._store, self._train, self._names = store, train, list(names)
@@ -77,7 +77,7 @@ class FinalImageMetrics:
         self._near.append(hits_in_top(outputs, targets.long()).cpu().numpy())
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation of everything seen; see `FinalMetrics`."""
+        """Return the evaluation over all batches; see `FinalMetrics`."""
         shares, labels = self._scores.probabilities, self._scores.labels
         report = evaluate_classes(shares, labels, self._names)
         metrics, intervals = {**report.metrics}, {**report.intervals}
@@ -116,7 +116,7 @@ class FinalImageMetrics:
         )
 
     def _mistakes(self, samples: Array, labels: Array, shares: Array) -> Iterator[Example]:
-        """Yield the mistakes that the model was surest of."""
+        """Yield the most confident mistakes."""
         answers, sure = shares.argmax(axis=1), shares.max(axis=1)
         wrong = np.flatnonzero(labels != answers)
         for place in wrong[np.argsort(-sure[wrong], kind="stable")[:_SHOWN]].tolist():
@@ -132,7 +132,7 @@ class FinalImageMetrics:
 
 
 def thumbnails(images: Array) -> Array:
-    """Return `(n, features)` means over an 8 x 8 grid of pictures `(n, channels, height, width)`, and a 1."""
+    """Return `(n, features)`: means over an 8 x 8 grid of pictures `(n, channels, height, width)`, and a 1 as bias."""
     shrunk = torch.nn.functional.adaptive_avg_pool2d(
         torch.from_numpy(images).float() / 255 - 0.5, _THUMBNAIL
     ).numpy()

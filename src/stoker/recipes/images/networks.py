@@ -1,10 +1,10 @@
-"""Networks that classify pictures: two of ours, and any of torchvision or timm by name.
+"""Networks that classify pictures: two of stoker's own, and any of torchvision or timm by name.
 
-Enters: the name of a network, channels and classes; perhaps a file of weights. Leaves: a module, normalised images
+Enters: the name of a network, channels and classes; perhaps a file of weights. Leaves: a module from normalised images
 `(batch, channels, height, width)` to scores `(batch, classes)`. Costs: with the defaults 6.6 million weights for
-`resnet9` (0.56 GFLOP a 32 px picture) and 11.6 million for `convnext` (1.7 GFLOP at 160 px).
+`resnet9` (0.56 GFLOP for a 32 px picture) and 11.6 million for `convnext` (1.7 GFLOP at 160 px).
 
-Files of weights are read as tensors only (`weights_only`, or safetensors): nothing in them can run.
+Files of weights are read as tensors only (`weights_only`, or safetensors): no code in them can run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 OWN = ("resnet9", "convnext")
 LIBRARIES = ("torchvision", "timm")
 SMALL_SIDE = 64
-"""Pictures up to this side are seen whole by three poolings; larger ones get `convnext`."""
+"""Largest side in pixels for which "auto" takes `resnet9`; larger pictures get `convnext`."""
 _TASTES = 5
 
 
@@ -43,11 +43,11 @@ class ConvNorm(nn.Sequential):
 
 
 class ResNet9(nn.Module):
-    """Eight convolutions and a linear layer, two of the blocks residual: for pictures up to about 64 px.
+    """Eight convolutions with two residual blocks, and a linear layer: for pictures up to about 64 px.
 
-    The shape is known from CIFAR-10 speed runs (DAWNBench, 2018); this is written to that description.
+    The architecture is known from CIFAR-10 speed runs (DAWNBench, 2018) and was implemented from its description.
 
-    `width` is that of the first convolution; the last has eight times as many channels.
+    `width` is the number of channels of the first convolution; the last has eight times as many.
     """
 
     def __init__(self, num_classes: int, channels: int = 3, width: int = 64) -> None:
@@ -85,7 +85,7 @@ class ChannelNorm(nn.LayerNorm):
 
 
 class ConvNextBlock(nn.Module):
-    """A 7x7 convolution per channel, then a wide layer at every place; added to what came in, scaled."""
+    """A depthwise 7x7 convolution, then a wide MLP at every pixel; the result is scaled and added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,11 +93,11 @@ class ConvNextBlock(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.widen = nn.Linear(width, 4 * width)
         self.narrow = nn.Linear(4 * width, width)
-        # Each block begins as next to nothing, so that depth does not hurt the first steps.
+        # Each block starts close to the identity, so that depth does not hurt the first steps.
         self.scale = nn.Parameter(torch.full((width,), 1e-2))
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Return maps."""
+        """Return maps of the same shape."""
         rows = self.norm(self.near(maps).permute(0, 2, 3, 1))
         made: Tensor = self.scale * self.narrow(functional.gelu(self.widen(rows)))
         return maps + made.permute(0, 3, 1, 2)
@@ -106,7 +106,7 @@ class ConvNextBlock(nn.Module):
 class ConvNext(nn.Module):
     """A small ConvNeXt (Liu et al., 2022): for pictures of 64 px and more.
 
-    `width` is that of the first stage; it doubles three times.
+    `width` is the number of channels of the first stage; it doubles three times.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ConvNext(nn.Module):
 
 
 def choose_network(name: str, size: tuple[int, int]) -> tuple[str, str]:
-    """Return the name of the network and why it is that one; "auto" goes by the size of the pictures."""
+    """Return the name of the network and the reason; "auto" decides by the size of the pictures."""
     if name != "auto":
         return name, f"network {name}: as asked for"
     shown = f"{size[0]} x {size[1]}"
@@ -154,9 +154,9 @@ def make_network(
 
     Args:
         name: "resnet9", "convnext", `torchvision/NAME`, `timm/NAME`, or a NAME that one of the two has.
-        num_classes: Out.
-        channels: Of the pictures.
-        width: Of our own networks' first layer.
+        num_classes: Number of scores per picture.
+        channels: Channels of the pictures.
+        width: Channels of the first layer of stoker's own networks.
         size: Height and width of the pictures.
     """
     if name in OWN:
@@ -187,7 +187,7 @@ def _from_library(library: str, bare: str, name: str, num_classes: int, channels
         except ImportError:
             missing.append(each)
             continue
-        except Exception as error:  # a build for another torch raises anything
+        except Exception as error:  # a build for another torch may raise any exception
             raise InputError(
                 f"{each} is installed and cannot be imported: {error}.",
                 f"a build of {each} for torch {torch.__version__}",
@@ -224,10 +224,10 @@ def _unknown(name: str, offered: list[str]) -> InputError:
 def _tasted(
     network: nn.Module, name: str, num_classes: int, channels: int, size: tuple[int, int]
 ) -> nn.Module:
-    """Return the network after pictures went through a copy: many take one size only, some give more than scores."""
+    """Return the network after a test of a copy: many networks take one size only, some return more than scores."""
     try:
         with torch.no_grad():
-            # Some have further outputs in training only.
+            # Some networks have further outputs in training only.
             made = copy.deepcopy(network).train()(torch.zeros(2, channels, *size))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise InputError(
@@ -248,9 +248,9 @@ def _tasted(
 
 
 def load_weights(network: nn.Module, path: str | Path) -> str:
-    """Fill a network with the weights of a file; return what was taken and what was not.
+    """Load the weights of a file into a network; return a note on which tensors were loaded.
 
-    Tensors go by name. The last layer of another number of classes keeps its initial weights.
+    Tensors are matched by name. A last layer with another number of classes keeps its initial weights.
 
     Args:
         network: Changed in place.
@@ -258,7 +258,7 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
             "state_dict"). Pickled objects are refused.
     """
     given = {name.removeprefix("module."): value for name, value in read_tensors(path).items()}
-    # Our own checkpoints hold the network and perhaps its average, which is the better one.
+    # stoker's checkpoints contain the network and perhaps its averaged weights, which are better.
     prefix = "averaged." if any(name.startswith("averaged.") for name in given) else "network."
     given = {name.removeprefix(prefix): value for name, value in given.items()}
     own = network.state_dict()
@@ -269,7 +269,7 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
     }
     others = [name for name in given if name in own and name not in fits]
     absent = [name for name in own if name not in given]
-    # One layer may be another: the classifier of other classes. More is another network.
+    # One layer may differ in shape: the classifier of other classes. More differences mean another network.
     layers = {name.rpartition(".")[0] for name in others}
     if len(fits) < len(own) // 2 or len(layers) > 1:
         shown = (others or absent)[:_TASTES]
@@ -286,7 +286,7 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
 
 
 def read_tensors(path: str | Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a file by name; nothing in the file is run."""
+    """Return the tensors of a file by name; no code in the file is run."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"there is no file {path}.", "a file of weights", look_for(path))
@@ -304,7 +304,7 @@ def read_tensors(path: str | Path) -> Mapping[str, Tensor]:
             raise _unreadable(path, str(error)) from error
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a file of something else raises anything: KeyError, IndexError
+    except Exception as error:  # other files raise any exception, such as KeyError or IndexError
         raise _unreadable(path, type(error).__name__) from error
     for key in ("state_dict", "model", "model_ema", "state"):
         while isinstance(held, Mapping) and isinstance(held.get(key), Mapping):
@@ -323,18 +323,18 @@ def _unreadable(path: Path, why: str) -> InputError:
 
 
 # -- what a network is wrapped in while it learns ---------------------------------------------------
-# Draws come from torch's generator on the device, which a checkpoint keeps: a resumed run draws what an unbroken one
-# does. Static shapes and no host synchronisation: all of it is captured in the step's graph.
+# Random numbers come from torch's generator on the device, which a checkpoint saves: a resumed run draws the same
+# numbers as an unbroken one. Shapes are static and nothing waits for the host, so the step's graph captures it all.
 
 
 Outputs = Tensor | tuple[Tensor] | tuple[Tensor, Tensor]
 
 
 class Classifier(nn.Module):
-    """A network, which in training mixes its pictures and is followed by an average of its weights.
+    """Wraps a network: mixes pictures in training, and keeps an exponential moving average of its weights.
 
-    In evaluation the average answers, where there is one. Every picture is mixed with the one before it in the batch,
-    which a shuffled loader makes a random one.
+    In evaluation the averaged network is used, if there is one. Each picture is mixed with the previous one of the
+    batch, which is a random picture with a shuffled loader.
     """
 
     num_steps: Tensor
@@ -342,11 +342,11 @@ class Classifier(nn.Module):
     def __init__(
         self,
         network: nn.Module,  # images to scores
-        mixup: float = 0.0,  # alpha of the Beta distribution of MixUp's shares; 0 is without
-        cutmix: float = 0.0,  # the same for CutMix; with both, each picture draws which
+        mixup: float = 0.0,  # alpha of the Beta distribution of MixUp's shares; 0 turns MixUp off
+        cutmix: float = 0.0,  # the same for CutMix; with both, one is drawn for each picture
         mix_share: float = 1.0,  # share of the pictures that are mixed
-        # decay of the averaged weights per step, such as 0.999; 0 is without. The decay after step n is at most (1
-        # + n) / (10 + n): a short run is averaged over about its last tenth.
+        # decay of the averaged weights per step, such as 0.999; 0 turns averaging off. The decay after step n is at
+        # most (1 + n) / (10 + n): a short run is averaged over about its last tenth.
         average: float = 0.0,
     ) -> None:
         super().__init__()
@@ -360,19 +360,19 @@ class Classifier(nn.Module):
         )
         self.mix_share = mix_share if self._shares else 0.0
         for number, alpha in enumerate(self._shares):
-            # Not kept: it follows from alpha.
+            # Not saved: it is computed from alpha.
             table = torch.from_numpy(beta_quantiles(alpha)).float()
             self.register_buffer(f"_quantiles_{number}", table, persistent=False)
 
     def train(self, mode: bool = True) -> Classifier:
-        """Set the mode; the average stays in evaluation mode, its statistics are followed, not counted."""
+        """Set the mode. The averaged network stays in evaluation mode, since its statistics are averaged too."""
         super().train(mode)
         if self.averaged is not None:
             self.averaged.eval()
         return self
 
     def forward(self, images: Tensor) -> Outputs:
-        """Return scores; in training a tuple of them and, with mixing, the share `(batch,)` that each picture keeps."""
+        """Return scores; in training a tuple: scores and, with mixing, the share `(batch,)` that each picture keeps."""
         if not self.training:
             scores: Tensor = (self.network if self.averaged is None else self.averaged)(images)
             return scores
@@ -386,10 +386,10 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def _follow(self, averaged: nn.Module) -> None:
-        """Move the average towards the weights that the last step left."""
+        """Move the average towards the weights after the previous step."""
         self.num_steps += 1
         steps = self.num_steps.double()
-        # No tensor is made from a number of the host: a CUDA graph cannot copy it.
+        # Computed on the device: a CUDA graph cannot copy a new number from the host.
         toward = (1.0 - ((1 + steps) / (10 + steps)).clamp(max=self.average)).float()
         for theirs, own in (
             (averaged.parameters(), self.network.parameters()),
@@ -407,7 +407,7 @@ class Classifier(nn.Module):
                 torch._foreach_add_(old_values, steps_made)
 
     def _mix(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mixed pictures, and the share that each keeps of its own."""
+        """Return mixed pictures, and the share of itself that each keeps."""
         batch, _, height, width = images.shape
         drawn = torch.rand(5, batch, device=images.device)
         is_cut = drawn[0] >= self._cut_from
@@ -434,7 +434,7 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _look_up(table: Tensor, drawn: Tensor) -> Tensor:
-    """Return quantiles at uniform draws in [0, 1)."""
+    """Return the quantiles in `table` at uniform draws in [0, 1), linearly interpolated."""
     place = drawn * (len(table) - 1)
     low = place.floor()
     index = low.long()
@@ -442,15 +442,15 @@ def _look_up(table: Tensor, drawn: Tensor) -> Tensor:
 
 
 class ClassificationLoss(nn.Module):
-    """The mean over pictures of the cross-entropy, towards both classes of a mixed picture.
+    """Mean cross-entropy over pictures; a mixed picture has both classes as targets.
 
-    Outputs that are a tuple come from training. The loss of a validation is the plain cross-entropy, by which runs of
-    other smoothing and weights can be compared.
+    Outputs in training are tuples. The validation loss is the plain cross-entropy, so that runs with different
+    smoothing and weights can be compared.
 
     Args:
         smoothing: Share of each target that is spread over all classes.
-        weights: `(classes,)`, of the loss of each picture by its class. Not divided by their sum in the batch, so that
-            accumulated batches equal one big batch.
+        weights: `(classes,)` factors of a picture's loss, by its class. The loss is not divided by their sum in the
+            batch, so that accumulated batches equal one big batch.
     """
 
     weights: Tensor | None

@@ -1,4 +1,4 @@
-"""The images recipe: a class for every picture.
+"""The images recipe: classifies pictures.
 
 Enters: a store of `stoker pack images`: `images` uint8 (n, channels, height, width), or encoded pictures of any size,
 and `labels` (n,); later a folder of pictures. Leaves: a `Job` for one of our networks or one of torchvision or timm,
@@ -186,7 +186,7 @@ class ImagesRecipe(Recipe):
         )
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return what the pictures are, and their normalisation: it is the loader's, not the model's."""
+        """Return channels, size and normalisation of the pictures: the loader normalises, not the model."""
         return dict(job.facts)
 
     def rebuild(self, options: ImagesOptions, facts: Facts) -> Rebuilt:
@@ -194,7 +194,7 @@ class ImagesRecipe(Recipe):
         normalise = make_normaliser(facts)
 
         def unpack(batch: Tensors) -> Tensor:
-            images = batch["images"]  # of a store, which are normalised while they are gathered
+            images = batch["images"]  # those of a store were normalised when they were gathered
             return images if images.is_floating_point() else normalise(images)
 
         resize = [Resize(_size(facts))] if facts.get("encoded") else []
@@ -202,7 +202,7 @@ class ImagesRecipe(Recipe):
         return Rebuilt(_build(facts, options)[0], ["images"], unpack, _predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
-        """Return raw pixels of the training size as input; classes and probabilities."""
+        """Return a graph from raw pixels of the training size to classes and probabilities."""
         shape = (BATCH, facts["channels"], *facts["size"])
         about = "pixels from 0 to 255, channel by channel, resized to this size"
         port = Port("images", shape, torch.uint8, about, below=256)
@@ -257,7 +257,7 @@ def unpack_pictures(batch: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def find_classes(store: Store) -> list[str]:
-    """Return the names of the classes, or raise where the store has no pictures and classes."""
+    """Return the names of the classes, or raise if the store is not one of pictures with classes."""
     images, labels = store.fields.get("images"), store.fields.get("labels")
     fits = (
         images is not None
@@ -292,7 +292,7 @@ def _unfit(store: Store, what: str) -> InputError:
 def split_pictures(
     store: Store, labels: Array, ratios: tuple[float, float, float], seed: int
 ) -> tuple[dict[str, Array], str]:
-    """Return the samples of each split and how they were found; what is drawn is drawn class by class."""
+    """Return the samples of each split, and a note; random splits are drawn class by class."""
     samples: dict[str, Array]
     if "split" in store.fields:
         samples = own_parts(store)
@@ -300,7 +300,7 @@ def split_pictures(
     else:
         everything = np.arange(store.num_samples)
         train, rest = _divide(everything, labels, ratios[0], seed)
-        # Of what is left, val takes its part.
+        # Share of val in the rest.
         share = ratios[1] / max(ratios[1] + ratios[2], 1e-9)
         val, test = _divide(rest, labels, share, seed + 1)
         samples = {"train": train, "val": val, "test": test}
@@ -325,7 +325,7 @@ def split_pictures(
 
 
 def _divide(samples: Array, labels: Array, share: float, seed: int) -> tuple[Array, Array]:
-    """Return a share of the samples, drawn class by class, and the others."""
+    """Return a share of the samples, drawn class by class, and the remaining samples."""
     if not len(samples):
         return samples, samples
     count = round(share * len(samples))
@@ -336,7 +336,7 @@ def _divide(samples: Array, labels: Array, share: float, seed: int) -> tuple[Arr
 
 
 def class_weights(labels: Array, names: list[str], balance: str) -> tuple[Tensor | None, list[str]]:
-    """Return the weight of each class in the loss, of mean 1 over the training pictures; and what to say."""
+    """Return the weight of each class in the loss (mean 1 over the training pictures), and notes."""
     counts = np.bincount(labels, minlength=len(names))
     absent = [name for name, count in zip(names, counts, strict=True) if not count]
     notes = [f"no training picture of {_some(absent)}"] if absent else []
@@ -356,7 +356,7 @@ def make_augmentation(facts: Facts, options: ImagesOptions, seed: int) -> Compos
     size = _size(facts)
     if options.augmentation != "none":
         if max(size) <= SMALL_SIDE:
-            # Small pictures are cut close to what they show: shifted, not enlarged.
+            # Small pictures usually show their object in full size, so they are shifted, not enlarged.
             ops.append(RandomCrop(size, padding=max(1, max(size) // 8)))
         else:
             least = {"light": 0.6, "standard": 0.35, "strong": 0.2}[options.augmentation]
@@ -374,7 +374,7 @@ def make_augmentation(facts: Facts, options: ImagesOptions, seed: int) -> Compos
 
 
 def _normalisation(facts: Facts) -> list[Any]:
-    # Channels last is how convolutions are fastest, on a GPU and on most CPUs.
+    # Convolutions are fastest with channels last, on a GPU and on most CPUs.
     return [Normalize(facts["mean"], facts["std"]), ToDtype(torch.float32, channels_last=True)]
 
 
@@ -387,7 +387,7 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 class PictureReader(FolderPictures):
-    """Pictures at the size of training, as pixels; a folder that is called like a class says the truth."""
+    """Reads new pictures at the training size. A folder named like a class gives the target of its pictures."""
 
     def __init__(self, pictures: GivenPictures, facts: Facts, batch_size: int) -> None:
         super().__init__(pictures, facts, batch_size)

@@ -1,4 +1,4 @@
-"""Predicted spectra as the field evaluates them: four similarities, library recall, by class of molecule.
+"""Evaluation of predicted spectra: four similarities, library recall, and both by class of molecule.
 
 Enters: predicted and measured spectra of the test samples as square roots of intensities; the store for fingerprints
 and atoms. Leaves: an `Evaluation` beside two baselines: the mean training spectrum, and the measured spectrum of the
@@ -53,7 +53,7 @@ _AROMATIC, _RING = 1 << 19, 1 << 20
 
 
 def cosines(first: Tensor, second: Tensor) -> Tensor:
-    """Return `(n,)` cosines between rows; 0 where one is empty."""
+    """Return `(n,)` cosines between rows; 0 if one of the two is empty."""
     units = (
         torch.nn.functional.normalize(rows.double(), dim=1, eps=1e-12) for rows in (first, second)
     )
@@ -70,7 +70,7 @@ def stein_scott(first: Tensor, second: Tensor) -> Tensor:
 
 
 def entropy_similarity(first: Tensor, second: Tensor) -> Tensor:
-    """Return `(n,)` spectral entropy similarities between rows of intensities; 0 where one is empty."""
+    """Return `(n,)` spectral entropy similarities between rows of intensities; 0 if one of the two is empty."""
     one, other = _weighed(first), _weighed(second)
     apart = 2 * _entropy((one + other) / 2) - _entropy(one) - _entropy(other)
     both = (one.sum(dim=1) > 0) & (other.sum(dim=1) > 0)
@@ -108,15 +108,15 @@ def similarities(predicted: Tensor, measured: Tensor, power: float) -> dict[str,
 
 
 class SpectrumJudge:
-    """Evaluates predicted spectra beside measured ones, both as square roots of intensities; a `Judge`."""
+    """Compares predicted with measured spectra, both as square roots of intensities; a `Judge`."""
 
     def __init__(self, mass_power: float) -> None:
         self._power = mass_power
         self._values: list[dict[str, Array]] = []
 
     def update(self, columns: Mapping[str, Array], truth: Array) -> None:
-        """Take spectra, predicted and measured."""
-        known = truth.any(axis=1)  # zeros where the input has no spectrum
+        """Add predicted and measured spectra."""
+        known = truth.any(axis=1)  # a row of zeros means that the input has no spectrum
         if known.any():
             predicted = torch.from_numpy(columns["spectrum"][known])
             measured = torch.from_numpy(truth[known])
@@ -154,11 +154,11 @@ class FinalSpectrumMetrics:
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def update(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        """Take a batch."""
+        """Add a batch."""
         self._seen.append((outputs["spectrum"].float().cpu(), targets["spectrum"].float().cpu()))
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation of everything seen; see `FinalMetrics`."""
+        """Return the evaluation over all batches; see `FinalMetrics`."""
         predicted, measured = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         values = self._values(predicted, measured, samples, device)
         chance = self._values(self._mean.expand_as(measured), measured, samples, device)
@@ -196,7 +196,7 @@ class FinalSpectrumMetrics:
         }
 
     def _nearest(self, samples: Array, device: torch.device) -> tuple[Tensor, Array, Array]:
-        """Return the nearest training compounds' root spectra, how near they are, and the level of their conditions."""
+        """Return root spectra of the nearest training compounds, their similarities, and their condition levels."""
         groups = self._store.read_rows("group", 0, self._store.num_samples)
         chosen, shares = np.zeros(len(samples), np.int64), np.zeros(len(samples))
         levels = np.full(len(samples), -1)
@@ -253,7 +253,7 @@ class FinalSpectrumMetrics:
     def _examples(
         self, samples: Array, predicted: Tensor, measured: Tensor, values: Mapping[str, Array]
     ) -> Iterator[Example]:
-        """Yield the worst, the middling and the best predictions as mirror plots."""
+        """Yield the three worst, middle and best predictions each, as mirror plots."""
         scores = values["weighted_cosine"]
         order = np.argsort(scores, kind="stable")
         middle = len(order) // 2
@@ -271,10 +271,10 @@ class FinalSpectrumMetrics:
 
 
 def condition_levels(store: Store) -> list[Array]:
-    """Return codes of all samples' conditions, level by level from strict to loose: equal codes were measured alike.
+    """Return for each level, from strict to loose, a code per sample; equal codes mean comparable conditions.
 
-    First kind, ion mode, adduct, energy (below 15, 30, 45 or above) and type of instrument; then without the
-    instrument; without the energy; kind and ion mode; anything. EI spectra are all measured alike: one level.
+    The first level uses kind, ion mode, adduct, energy (below 15, 30, 45 or above) and type of instrument. The next
+    ones leave out the instrument, then the energy, then the adduct, then everything. EI spectra have one level only.
     """
     anything = np.zeros(store.num_samples, np.int64)
     if "conditions" not in store.fields:
@@ -310,7 +310,7 @@ def _means(values: Mapping[str, Array]) -> dict[str, float]:
 
 
 def _by_label(labels: Array, values: Mapping[str, Array]) -> dict[str, dict[str, float]]:
-    """Return the metrics of every label with enough samples to say something, the commonest first; then of the rest."""
+    """Return the metrics of each label with at least 5 samples, the most common first, and of all others together."""
     known, counts = np.unique(labels.astype(str), return_counts=True)
     large = np.argsort(-counts, kind="stable")[:_MOST_GROUPS]
     large = large[counts[large] >= _LEAST_OF_A_GROUP]
@@ -330,7 +330,7 @@ def _by_label(labels: Array, values: Mapping[str, Array]) -> dict[str, dict[str,
 def peak_list(root: Tensor, most: int = _SHOWN_PEAKS) -> list[tuple[float, float]]:
     """Return the largest peaks of a root spectrum as (m/z, intensity), base peak 999, rising in m/z."""
     intensity = root.clamp(min=0).double() ** 2
-    intensity[:1] = 0.0  # no ion has a mass of 0
+    intensity[:1] = 0.0  # no ion has mass 0
     top = float(intensity.max()) if len(intensity) else 0.0
     if top <= 0:
         return []
@@ -342,7 +342,7 @@ def peak_list(root: Tensor, most: int = _SHOWN_PEAKS) -> list[tuple[float, float
 
 
 def fingerprint_rows(store: Store, samples: Array) -> Tensor:
-    """Return `(n, 4096)` bits of the samples' fingerprints as float32, whatever their counts."""
+    """Return `(n, 4096)` bits of the samples' fingerprints as float32, without their counts."""
     rows = torch.zeros(len(samples), ECFP_SIZE)
     for row, sample in enumerate(samples.tolist()):
         rows[row, store.read_values("ecfp_bits", sample).astype(np.int64)] = 1.0
@@ -355,7 +355,7 @@ _HALOGENS = frozenset(["F", "Cl", "Br", "I"])
 
 
 def element_class(atom_words: Array) -> str:
-    """Return the class of a molecule by its elements: the rarest kind of atom in it decides."""
+    """Return the class of a molecule by its elements; the first match of `_ELEMENT_CLASSES` decides."""
     present = {ELEMENTS[int(code)] for code in np.unique(atom_words & 0xF)}
     for name, wanted in _ELEMENT_CLASSES:
         if wanted(present):

@@ -1,4 +1,4 @@
-"""How alike spectra are, and whether a library of predictions finds a compound: the NEIMS metrics.
+"""The NEIMS metrics: similarity of spectra, and recall of compounds in a library of predictions.
 
 Enters: predicted and measured spectra as square roots of intensities, `(batch, bins)` on the device.
 Leaves: the mean weighted cosine and recall@k, once, at the end of a validation. Costs: per batch two
@@ -12,11 +12,11 @@ Weighted cosine (NEIMS, mass power a = 1, intensity power b = 0.5), with m = bin
 Models predict I^b itself, so b is applied to measured spectra only, once, by `root_spectra`.
 
 Library recall@k, as NEIMS defines it. Queries: every held-out measured spectrum, replicates included.
-Library: one spectrum per compound; compounds of the training split by the first of their measured
-spectra, held-out compounds by the prediction for the first of their records. A query is found at k
-when fewer than k other compounds are at least as similar to it as its own prediction is. NEIMS counts
-ties for the prediction; here they count against it, or predicting one spectrum for all would win.
-With the mass filter only compounds within the tolerance of the query's true mass are candidates.
+Library: one spectrum per compound. A training compound has the first of its measured spectra, a
+held-out compound the prediction for the first of its records. A query is found at k when fewer than k
+other compounds are at least as similar to it as its own prediction. NEIMS counts ties in favour of the
+prediction; here they count against it. Otherwise, predicting the same spectrum for all would win.
+With the mass filter, only compounds within the tolerance of the query's true mass are candidates.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stoker.store.reader import Store
 
 Tensor = torch.Tensor
 _TINY = 1e-6
-_TIE = 1e-6  # scores this near are equal: the order of sums in a product differs by as much
+_TIE = 1e-6  # scores this close count as equal: the order of summation changes them by as much
 _BLOCK_QUERIES, _BLOCK_LIBRARY = 1024, 16384
 _READ_SAMPLES = 4096
 
@@ -50,9 +50,9 @@ def unit_length(rows: Tensor) -> Tensor:
 
 
 def weighted_units(spectra: Tensor, mass_power: float = 1.0) -> Tensor:
-    """Return spectra times their mass weights `(bin + 1) ^ mass_power`, each of length 1.
+    """Return spectra times their mass weights `(bin + 1) ^ mass_power`, each scaled to length 1.
 
-    A product of two of these is the weighted cosine. An empty spectrum stays zero.
+    The dot product of two results is the weighted cosine. An empty spectrum stays zero.
     """
     masses = torch.arange(1, spectra.shape[1] + 1, device=spectra.device, dtype=torch.float32)
     return unit_length(spectra.float() * masses**mass_power)
@@ -66,7 +66,7 @@ def weighted_cosine(first: Tensor, second: Tensor, mass_power: float = 1.0) -> T
 
 @dataclass(frozen=True)
 class Library:
-    """Measured spectra of compounds that a query may be mistaken for."""
+    """Measured spectra of compounds, which compete with the predictions for each query."""
 
     units: Tensor  # `(compounds, bins)` from `weighted_units`, on the CPU
     groups: Tensor  # `(compounds,)` int64 compound numbers, all different
@@ -75,7 +75,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How predictions are ranked. `tolerance` of the mass filter is in dalton."""
+    """Settings of the ranking. `tolerance`, of the mass filter, is in dalton."""
 
     recall_at: tuple[int, ...] = (1, 10)
     tolerance: float = 5.0
@@ -88,7 +88,7 @@ class Ranking:
     def find(
         self, library: Library, predicted: Tensor, measured: Tensor, groups: Tensor, masses: Tensor
     ) -> dict[str, Tensor]:
-        """Return for every recall which queries are found, `(queries,)` bool; see `rank_queries`."""
+        """Return for each recall by name `(queries,)` bool: which queries are found; see `rank_queries`."""
         found: dict[str, Tensor] = {}
         for filtered in (False, True):
             tolerance = self.tolerance if filtered else None
@@ -100,8 +100,8 @@ class Ranking:
 class SpectrumMetrics:
     """Weighted cosine and library recall of one validation.
 
-    Outputs are `{"spectrum": ...}`; targets hold `spectrum`, `mol_weight` and `group`. What is kept
-    until the end: two spectra, a mass and a group per sample, on the device.
+    Outputs are `{"spectrum": ...}`; targets contain `spectrum`, `mol_weight` and `group`. Two spectra,
+    a mass and a group per sample are kept on the device until the end.
     """
 
     def __init__(self, library: Library, ranking: Ranking) -> None:
@@ -110,7 +110,7 @@ class SpectrumMetrics:
         self._seen: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def update(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-        """Take a batch."""
+        """Add a batch."""
         with torch.no_grad():
             predicted = weighted_units(outputs["spectrum"], self._ranking.mass_power)
             measured = weighted_units(targets["spectrum"], self._ranking.mass_power)
@@ -120,11 +120,11 @@ class SpectrumMetrics:
         )
 
     def state(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Return what is kept, for `merge`."""
+        """Return the accumulated batches, for `merge`."""
         return list(self._seen)
 
     def merge(self, states: Sequence[list[tuple[Tensor, Tensor, Tensor, Tensor]]]) -> None:
-        """Keep what all of these keep."""
+        """Replace the accumulated batches by those of all `states` together."""
         self._seen = [batch for state in states for batch in state]
 
     def compute(self) -> dict[str, float]:
@@ -140,14 +140,14 @@ class SpectrumMetrics:
 
 
 def rank_queries(
-    library: Library,  # compounds that were not predicted; none of `groups` may be in it
+    library: Library,  # compounds without a prediction; must not contain any of `groups`
     predicted: Tensor,  # `(queries, bins)` weighted units of the predictions
     measured: Tensor,  # `(queries, bins)` weighted units of the queries
-    groups: Tensor,  # `(queries,)` compound of each
-    masses: Tensor,  # `(queries,)` its mass
+    groups: Tensor,  # `(queries,)` compound numbers
+    masses: Tensor,  # `(queries,)` masses of the compounds in dalton
     tolerance: float | None = None,  # of the mass filter in dalton; None does not filter
 ) -> Tensor:
-    """Return `(queries,)` int64 ranks, 1 being best; see the module's text for the rule."""
+    """Return `(queries,)` int64 ranks, 1 being best; the module's docstring has the rule."""
     compounds, own = torch.unique(groups, return_inverse=True)
     first = _first_of_each(own, len(compounds))
     ranks = torch.ones_like(own)
@@ -167,7 +167,7 @@ def rank_queries(
 
 
 def _first_of_each(own: Tensor, count: int) -> Tensor:
-    """Return the first place of each of the numbers 0 to count - 1."""
+    """Return the first index in `own` of each of the numbers 0 to count - 1."""
     places = torch.arange(len(own), device=own.device)
     first = torch.full((count,), len(own), dtype=torch.int64, device=own.device)
     return first.scatter_reduce(0, own, places, reduce="amin")
@@ -187,7 +187,7 @@ def _parts(library: Library, device: torch.device) -> Iterator[tuple[Tensor, Ten
 
 @contextmanager
 def _exact_products() -> Iterator[None]:
-    """Rank in full float32: TF32 keeps 10 bits, and would invent ties and orders."""
+    """Compute matrix products in full float32: TF32 has 10 bits, which would change ties and ranks."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -202,7 +202,7 @@ def _exact_products() -> Iterator[None]:
 def read_root_spectra(
     store: Store, samples: Array, max_mz: int, rounding: Rounding
 ) -> Iterator[tuple[Array, Tensor]]:
-    """Yield some of the samples and their `(n, max_mz + 1)` root spectra, on the CPU. Sample numbers rise."""
+    """Yield the samples (sorted numbers) in parts, each with `(n, max_mz + 1)` root spectra on the CPU."""
     for low in range(0, store.num_samples, _READ_SAMPLES):
         high = min(low + _READ_SAMPLES, store.num_samples)
         first, last = np.searchsorted(samples, (low, high))
@@ -243,7 +243,7 @@ def chance_metrics(
     ranking: Ranking,
     rounding: Rounding,
 ) -> dict[str, float]:
-    """Return what chance reaches: the mean training spectrum for all, and a random rank."""
+    """Return the metrics of chance: the mean training spectrum as every answer, and a random rank."""
     if not len(samples):
         return {}
     cosine = 0.0
@@ -257,7 +257,7 @@ def chance_metrics(
     result = {"weighted_cosine": cosine / len(samples)}
     for k in ranking.recall_at:
         result[ranking.name(k, filtered=False)] = min(1.0, k / len(candidates))
-        # Isotopologues share a compound but not a mass: a query's own may lie outside its window.
+        # Isotopologues share a compound but not a mass, so a query's own compound may lie outside its window.
         share = np.minimum(1.0, k / np.maximum(1, inside))
         result[ranking.name(k, filtered=True)] = float(share.mean())
     return result

@@ -1,15 +1,15 @@
-"""Molecules to spectra: the NEIMS-style student and the GINE teacher.
+"""Networks from molecules to spectra: the NEIMS-style student and the GINE teacher.
 
-Enters: counted fingerprints, masses and, for the teacher, graphs as `batch_graphs` joins them. Leaves:
+Enters: fingerprint counts, masses and, for the teacher, graphs as `batch_graphs` joins them. Leaves:
 `(batch, bins)` square roots of intensities, never negative, zero above the molecule's mass + 5. Costs:
-the student's matrix products (8 million weights by default); the teacher's gathers and sums over bonds
-besides.
+the student's matrix products (8 million weights by default); for the teacher also gathers and sums over
+bonds.
 
-Shapes depend on the batch's shapes alone and nothing waits for the device. Graphs may end with padding
-(`Loader.assemble` without totals): padded atoms belong to no graph, padded bonds join atoms that belong
-to none, and one spare row of each table takes what has no place, so padding changes no result.
-Normalisation is by sample or by atom (LayerNorm where NEIMS has BatchNorm), so a prediction does not
-depend on its batch, and accumulated batches equal one big batch.
+Shapes depend only on the batch's shapes, and nothing waits for the device. Graphs may end with padding
+(`Loader.assemble` without totals). Padded atoms belong to no graph and padded bonds join padded atoms.
+One spare row of each table collects their values, so padding changes no result. Normalisation is by
+sample or by atom (LayerNorm where NEIMS has BatchNorm), so a prediction does not depend on its batch,
+and accumulated batches equal one big batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mask_above(raw: Tensor, highest: Tensor) -> Tensor:
 def reverse_from(raw: Tensor, highest: Tensor) -> Tensor:
     """Return `out[i, j] = raw[i, highest[i] - j]`, zero where there is no such bin.
 
-    Column k of `raw` then means "k below the highest bin": a lost fragment instead of a kept one.
+    So column k of `raw` stands for a mass of k below the highest bin: a lost fragment instead of a kept one.
     """
     num_bins = raw.shape[1]
     source = highest[:, None] - torch.arange(num_bins, device=raw.device)
@@ -53,7 +53,7 @@ def reverse_from(raw: Tensor, highest: Tensor) -> Tensor:
 
 
 class BidirectionalHead(nn.Module):
-    """Features to spectra, counted from m/z 0 and from the molecule's mass, mixed by a gate.
+    """Maps features to two spectra, indexed from m/z 0 and from the molecule's mass, and mixes them by a gate.
 
     `relu(g * forward + (1 - g) * reverse)`, with `g` a sigmoid for every bin.
     """
@@ -72,7 +72,7 @@ class BidirectionalHead(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Norm, ReLU, dropout, narrow; norm, ReLU, wide; added to what came in."""
+    """Norm, ReLU, dropout, narrow linear; norm, ReLU, wide linear; added to the input."""
 
     def __init__(self, options: MassSpecOptions) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Student(nn.Module):
     def __init__(
         self,
         num_bins: int,  # `max_mz + 1`
-        # numbers that say how a spectrum is measured, as `conditions (batch, numbers)`; 0 is none
+        # number of measurement conditions, given as `conditions (batch, num_conditions)`; 0 for none
         num_conditions: int,
         options: MassSpecOptions,
     ) -> None:
@@ -167,10 +167,10 @@ class GineLayer(nn.Module):
 
 
 class Teacher(nn.Module):
-    """Graph and fingerprint to spectrum: GINE layers, pooled, beside an MLP on the counts.
+    """Graph and fingerprint to spectrum: pooled GINE layers, added to a linear layer on the fingerprint counts.
 
-    Called with the student's mapping and a graph in it: `x`, `edge_index`, `edge_attr`, `batch`, as
-    `GraphBatch` has them. Returns `{"spectrum": (batch, num_bins)}`.
+    Called with the student's mapping, which also contains a graph: `x`, `edge_index`, `edge_attr`, `batch`,
+    as in `GraphBatch`. Returns `{"spectrum": (batch, num_bins)}`.
     """
 
     def __init__(self, num_bins: int, num_conditions: int, options: TeacherOptions) -> None:
@@ -199,7 +199,7 @@ class Teacher(nn.Module):
     def embed_graphs(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return `(batch, 2 * graph_width)`: the mean and the sum of each graph's atoms."""
         edge_index, edge_attr = inputs["edge_index"], inputs["edge_attr"]
-        # One spare atom: padded bonds point at the first atom past the last, which may not exist.
+        # One spare atom: padded bonds point at the index after the last atom.
         atoms = nn.functional.pad(self.atom(inputs["x"]), (0, 0, 0, 1))
         kept = self._draw_edges(edge_index.shape[1], edge_attr)
         for layer in self.layers:
@@ -218,7 +218,7 @@ def pool_graphs(atoms: Tensor, owner: Tensor, num_graphs: int) -> Tensor:
 
     The owner of padding is `num_graphs`.
     """
-    # In float32 whatever autocast says: bfloat16 counts to 256.
+    # In float32 also under autocast: bfloat16 counts exactly only to 256.
     ones = torch.ones(atoms.shape[0], 1, device=atoms.device)
     columns = torch.cat([atoms.float(), ones], dim=1)
     sums = columns.new_zeros(num_graphs + 1, columns.shape[1]).index_add(0, owner, columns)
@@ -227,7 +227,7 @@ def pool_graphs(atoms: Tensor, owner: Tensor, num_graphs: int) -> Tensor:
 
 
 def graph_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the part of the teacher's inputs that describes graphs."""
+    """Return the graph inputs of the teacher."""
     graphs = batch_graphs(batch)._asdict()
     del graphs["ptr"]
     return graphs
@@ -236,7 +236,7 @@ def graph_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # -- learning from a teacher ------------------------------------------------------------------------
 
 
-_FLOOR = 1e-3  # keeps the slope of a root finite where a spectrum is zero
+_FLOOR = 1e-3  # keeps the gradient of the power finite where a spectrum is zero
 
 
 def soften(spectra: Tensor, temperature: Tensor) -> Tensor:
@@ -254,14 +254,14 @@ def cosine_loss(
 
 
 class DistillationLoss:
-    """Learning from spectra and from a teacher at once: the mean of three terms, each from 0 to 1.
+    """Loss against measured spectra and a teacher's predictions: a weighted sum of three terms, each from 0 to 1.
 
-    hard    1 - weighted cosine (mass power 1) with the measured spectrum
-    soft    1 - weighted cosine (mass power 1) with the teacher's, both softened
-    shape   1 - plain cosine with the teacher's: mass weights leave peaks below m/z 50 almost unseen
+    hard    1 - weighted cosine with the measured spectrum
+    soft    1 - weighted cosine with the teacher's spectrum, both softened
+    shape   1 - plain cosine with the teacher's spectrum: mass weights almost ignore peaks below m/z 50
 
     A spectrum is softened by `(x + e)^(1/T) - e^(1/T)` after scaling it to length 1: a softmax with temperature over
-    log intensities, up to scale. The temperature is one number on the device, so a captured step follows it.
+    log intensities, up to scale. The temperature is a tensor on the device, so a captured step reads its new value.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class DistillationLoss:
     def __call__(self, outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
         """Return the mean over samples."""
         student, teacher = outputs["spectrum"], targets["teacher"]
-        # Moved by the first call, which is before any capture.
+        # The first call moves it to the device; it happens before any capture.
         temperature = self._temperature = self._temperature.to(student.device)
         softened = soften(student, temperature), soften(teacher, temperature)
         hard, soft, shape = self.weights
@@ -285,7 +285,7 @@ class DistillationLoss:
         )
 
     def set_temperature(self, value: float) -> None:
-        """Use another temperature from now on; in place, without waiting for the device."""
+        """Set the temperature in place, without waiting for the device."""
         self._temperature.fill_(value)
 
     @property
@@ -295,18 +295,18 @@ class DistillationLoss:
 
 
 def temperature_at(update: int, num_updates: int, start: float, end: float) -> float:
-    """Return the temperature on the straight line from the first update to the last."""
+    """Return the temperature of an update, interpolated linearly from the first update to the last."""
     return start + (end - start) * min(1.0, update / max(1, num_updates - 1))
 
 
 class RateAndTemperature:
-    """A learning rate scheduler that also sets a temperature, stepped as one after every update."""
+    """A learning rate scheduler that also sets the temperature; stepped after every update."""
 
     def __init__(
         self,
-        rate: LambdaLR,  # the learning rate's scheduler
-        set_temperature: Callable[[float], None],  # takes the temperature of the coming update
-        temperature_of: Callable[[int], float],  # number of an update, from 0, to its temperature
+        rate: LambdaLR,  # scheduler of the learning rate
+        set_temperature: Callable[[float], None],  # receives the temperature of the next update
+        temperature_of: Callable[[int], float],  # temperature of update 0, 1, ...
     ) -> None:
         self._rate = rate
         self._set_temperature = set_temperature
@@ -314,7 +314,7 @@ class RateAndTemperature:
         self._follow()
 
     def step(self) -> None:
-        """Go on to the next update."""
+        """Advance to the next update."""
         self._rate.step()
         self._follow()
 
@@ -323,11 +323,11 @@ class RateAndTemperature:
         return list(self._rate.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the run; the temperature follows from it."""
+        """Return the position in the run, from which the temperature is computed."""
         return dict(self._rate.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the position, and set its temperature."""
         self._rate.load_state_dict(state)
         self._follow()
 

@@ -1,8 +1,8 @@
-"""Spectra for new molecules: SMILES, SDF, MOL, tables, spectrum libraries or frames in; predicted spectra as MSP out.
+"""Spectra for new molecules: reads SMILES, SDF, MOL, tables, spectrum libraries or frames; writes spectra as MSP.
 
-Enters: a file, a folder or a frame of molecules. Leaves: batches of fingerprints (and graphs, for the teacher) under
-their names, each with an answer or a reason; a library in the NIST layout with base peak 999. Costs about 0.8 ms a
-molecule and the forward pass; one batch in memory.
+Enters: a file, a folder or a frame of molecules. Leaves: batches of fingerprints (and graphs, for the teacher) with
+names as keys, and reasons for molecules that cannot be read; a library in the NIST layout with base peak 999. Costs
+about 0.8 ms a molecule and the forward pass; one batch in memory.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ _CONDITION_WORDS = {
 class Wanted:
     """One molecule of the input."""
 
-    name: str  # of the user's, or made from its place
-    text: str = ""  # its structure, or "" where there is none
+    name: str  # from the input, or made from its position in the file
+    text: str = ""  # its structure, or "" if there is none
     form: StructureForm = "smiles"  # of the text
     why: str = ""  # why there is no structure
-    meta: Mapping[str, str] = field(default_factory=dict)  # what the input says of the spectrum
-    is_unnamed: bool = False  # whether the name is a place in the file
-    # m/z and intensities of the measured spectrum, where the input has one
+    meta: Mapping[str, str] = field(default_factory=dict)  # metadata of the spectrum in the input
+    is_unnamed: bool = False  # whether the name was made from a position in the file
+    # m/z and intensities of the measured spectrum, if the input has one
     peaks: tuple[Array, Array] | None = None
 
 
@@ -104,8 +104,8 @@ class MoleculeReader:
         self._molecules, self._source, self._batch_size = molecules, source, batch_size
         self._graphs, self._max_mz = "atoms" in facts["inputs"], int(facts["num_bins"]) - 1
         self._rounding: Rounding = facts.get("rounding", "nearest")
-        # Of training: the commonest conditions, empty where the model reads none; lowest and highest of each, empty
-        # where the checkpoint does not say.
+        # Of the training: the most common conditions, empty if the model reads none; the lowest and highest value of
+        # each, empty if the checkpoint does not contain them.
         self._usual: Sequence[float] = facts.get("usual_conditions", ())
         self._ranges: Ranges = facts.get("condition_ranges", ())
         self._num_usual = self._num_refused = self._num_odd = self._num_measured = 0
@@ -125,7 +125,7 @@ class MoleculeReader:
         )
 
     def __iter__(self) -> Iterator[RawBatch]:
-        """Yield every molecule once."""
+        """Yield all molecules, in batches."""
         molecules = iter(self._molecules)
         while held := list(itertools.islice(molecules, self._batch_size)):
             yield self._as_batch(held)
@@ -183,7 +183,7 @@ class MoleculeReader:
         )
 
     def _measured(self, wanted: Sequence[Wanted]) -> Array | None:
-        """Return the root spectra of the input, zeros where it has none; None where it has none at all."""
+        """Return measured root spectra, zeros for molecules without one; None if no molecule has one."""
         if all(each.peaks is None for each in wanted):
             return None
         peaks = [each.peaks or (np.zeros(0), np.zeros(0, np.float32)) for each in wanted]
@@ -194,7 +194,7 @@ class MoleculeReader:
         return root_spectra(torch.from_numpy(made.spectra)).numpy()
 
     def _conditions(self, meta: Mapping[str, str], counted: bool) -> tuple[list[float], str]:
-        """Return the conditions of a molecule, and what of them the model was not trained on."""
+        """Return the conditions of a molecule, and a remark on those that the model was not trained on, or ""."""
         is_told = any(meta.get(key) for key in _CONDITION_KEYS)
         kind = spectrum_kind(meta)
         if not self._usual:
@@ -206,7 +206,7 @@ class MoleculeReader:
                 else "",
             )
         values = encode_conditions(kind, meta) if is_told else list(self._usual)
-        if not self._ranges:  # of a checkpoint that does not record them
+        if not self._ranges:  # an older checkpoint without ranges
             self._num_usual += counted and not is_told
             return values, ""
         full = completed_conditions(values, self._usual, self._ranges)
@@ -230,7 +230,7 @@ class MoleculeReader:
             return f"RDKit: {next(iter(str(error).splitlines()), '')}"
 
     def notes(self) -> Sequence[str]:
-        """Return how many molecules have no answer, or one with a remark."""
+        """Return notes: how many molecules have no answer, and how many have a remark."""
         notes = []
         if self._num_refused:
             count = format_count(self._num_refused, "molecule")
@@ -260,7 +260,7 @@ _NOTHING = PackedMolecule(
 
 
 def as_fields(molecules: Sequence[PackedMolecule], graphs: bool) -> dict[str, Tensor]:
-    """Return molecules as a loader hands them over."""
+    """Return molecules in the form of a loader's batch."""
     weights = [each.mol_weight for each in molecules]
     fields = {"mol_weight": torch.tensor(weights, dtype=torch.float32)}
     for name in ("ecfp_bits", "ecfp_counts", *(("atoms", "bonds") if graphs else ())):
@@ -296,7 +296,7 @@ def read_molecules_of(path: Path) -> Iterator[Wanted]:
 
 
 def _from_columns(path: Path) -> Iterator[Wanted]:
-    """Yield the rows of a Parquet or Feather file; one with damage is an error."""
+    """Yield the rows of a Parquet or Feather file; a damaged file is an error."""
     read = pq.read_table if _ending(path) in _PARQUET else feather.read_table
     try:
         table = read(path)
@@ -328,7 +328,7 @@ def _from_folder(folder: Path) -> Iterator[Wanted]:
             yield Wanted(place, why=f"not a file of molecules ({_ending(file) or 'no ending'})")
             continue
         for each in read_molecules_of(file):
-            # Names that were made from a place are not unique in a folder.
+            # Names that were made from a position in a file are not unique in a folder.
             yield replace(each, name=f"{place} {each.name}") if each.is_unnamed else each
 
 
@@ -345,7 +345,7 @@ def _unnamed(place: str, text: str, form: StructureForm = "smiles", **more: Any)
 def _from_smiles(path: Path) -> Iterator[Wanted]:
     with _open_text(path) as file:
         head = file.read(_HEAD_CHARACTERS)
-    if re.search(r"^(?:ACCESSION: |BEGIN IONS)", head, re.MULTILINE):  # what others call .txt
+    if re.search(r"^(?:ACCESSION: |BEGIN IONS)", head, re.MULTILINE):  # a library, not SMILES
         yield from _from_spectra(path)
         return
     first = next((line for line in head.splitlines() if line.strip()), "")
@@ -354,7 +354,7 @@ def _from_smiles(path: Path) -> Iterator[Wanted]:
         return
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
-            # No SMILES has a comma; a blank may follow it in a list with separators.
+            # A SMILES ends at a tab, comma or blank; the rest of the line is the name.
             text, *rest = re.split(r"\t|,| ", line.strip(), maxsplit=1)
             is_header = line.strip() == first.strip() and spell(text).canonical == "smiles"
             if not text or text[0] == "#" or is_header:
@@ -367,7 +367,7 @@ def _from_sdf(path: Path) -> Iterator[Wanted]:
     lines: list[str] = []
     number = 0
     with _open_text(path) as file:
-        for line in itertools.chain(file, ["$$$$\n"]):  # a last record may have no end
+        for line in itertools.chain(file, ["$$$$\n"]):  # the last record may lack its end mark
             if line[:4] != "$$$$":
                 lines.append(line)
                 continue
@@ -393,7 +393,7 @@ def _from_spectra(path: Path) -> Iterator[Wanted]:
             }
             found = [(int(each.meta.get("source_line", each.line)), each) for each in batch.records]
             lost = [each for each in batch.refused if each.kind == NO_RECORD]
-            # Of the lines of one such record the first stands for all.
+            # Consecutive refused lines are one record: keep the first.
             lines = {each.line for each in lost}
             lost = [each for each in lost if (each.line or 0) - 1 not in lines]
             rows: list[tuple[int, Record | Refusal]] = [*found]
@@ -428,7 +428,7 @@ def _separator(header: str) -> str | None:
 
 
 def _place(names: Sequence[str], wanted: Sequence[str]) -> int | None:
-    """Return where the first of the wanted columns is, by the same other words as in a library."""
+    """Return the index of the first wanted column that exists; names have the same synonyms as in a library."""
     spelled = [spell(name.strip()).canonical for name in names]
     return next((spelled.index(name) for name in wanted if name in spelled), None)
 
@@ -477,7 +477,7 @@ def _from_rows(
 
 
 def _from_memory(given: Any) -> Iterator[Wanted] | None:
-    """Yield the molecules of a list of SMILES or of a table; None for what is neither."""
+    """Return an iterator over the molecules of a list of SMILES or of a table; None for anything else."""
     if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.names is None:
         given = given.tolist()
     if isinstance(given, list | tuple) and all(isinstance(each, str) for each in given):
@@ -494,14 +494,14 @@ def _from_memory(given: Any) -> Iterator[Wanted] | None:
 
 
 def write_spectra(out: Path, answers: Iterable[Predicted], about: str) -> int:
-    """Write predictions as an MSP library; return how many molecules there were.
+    """Write predictions as an MSP library; return the number of molecules.
 
     A molecule without an answer is a record of 0 peaks whose comment has the reason.
 
     Args:
-        out: The file; an older one of ours is replaced when it is whole.
-        answers: With the column "spectrum", square roots of intensities.
-        about: Which model it was, for the comments.
+        out: The file; an older one of ours is replaced when the new one is complete.
+        answers: Predictions with the column "spectrum", square roots of intensities.
+        about: Description of the model, for the comments.
     """
     counted = 0
 

@@ -1,14 +1,14 @@
-"""The massspec recipes: from a molecule to its electron ionisation spectrum (NEIMS).
+"""The massspec recipes: predict the mass spectrum of a molecule, after NEIMS (electron ionisation).
 
 Enters: a store of `stoker pack massspec`. Leaves: a `Job`: "massspec" trains the fingerprint student,
-alone or beside a teacher that is given; "massspec-teacher" trains the GINE teacher. Costs: one read
-of the training and validation spectra (some seconds for 300,000), and in memory 4 * bins bytes per
-training compound: the library that predictions are searched in (0.5 GB for NIST17).
+alone or with a trained teacher; "massspec-teacher" trains the GINE teacher. Costs: one read of the
+training and validation spectra (some seconds for 300,000), and in memory 4 * bins bytes per training
+compound: the library that predictions are searched in (0.5 GB for NIST17).
 
-Spectra are binned, fingerprints spread and graphs joined on the device, from the packed fields. With
-exact batches (iterating a Loader) the number of peaks, atoms and bonds differs from batch to batch;
-for a CUDA graph `Loader.assemble(indices)` without totals pads them to the most a batch can have, and
-everything here leaves the padding out, by the offsets.
+Spectra are binned, fingerprints expanded and graphs joined on the device, from the packed fields. With
+exact batches (iterating a Loader) the number of peaks, atoms and bonds differs from batch to batch. For
+a CUDA graph, `Loader.assemble(indices)` without totals pads them to the maximum of a batch; the offsets
+tell the padding apart, and everything here ignores it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ from stoker.store.reader import Store
 from stoker.train.predict import Predicted
 
 LEARNING_RATE = 1e-3
-"""Of Adam, for 100 samples per update (NEIMS)."""
+"""Learning rate of Adam, for 100 samples per update (NEIMS)."""
 
 _MOLECULE_FIELDS = ("ecfp_bits", "ecfp_counts", "mol_weight")
 _SPECTRUM_FIELDS = ("mz", "intensity", *_MOLECULE_FIELDS, "group")
@@ -85,7 +85,7 @@ _SPECTRA_AT_ONCE = 65_536
 
 
 class _SpectrumRecipe(Recipe):
-    """What both recipes share: the store, the rate, and what is predicted."""
+    """Base of both recipes: the store, the learning rate, and predictions."""
 
     pack_command = "stoker pack massspec --msp LIBRARY.msp --mol-dir MOLS OUT"
     raw_kinds = "molecules as SMILES, SDF, MOL, CSV, Parquet, MSP, MGF or MassBank records"
@@ -112,7 +112,7 @@ class _SpectrumRecipe(Recipe):
         return dict(job.facts)
 
     def rebuild(self, options: MassSpecOptions, facts: Facts) -> Rebuilt:
-        """Return the network and how it reads molecules."""
+        """Return the network, and the functions that read molecules and predict."""
 
         def predict(model: Any, inputs: Any) -> Columns:
             return dict(model(inputs))
@@ -134,7 +134,7 @@ class _SpectrumRecipe(Recipe):
         return SpectrumJudge(options.mass_power)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
-        """Return fingerprints, weights and graphs as they are unpacked on the device."""
+        """Return inputs for fingerprints, masses and graphs, as `read_molecules` makes them."""
         ports = [
             Port(
                 "ecfp",
@@ -212,8 +212,8 @@ _GRAPH_PORTS = (
 class MassSpecRecipe(_SpectrumRecipe):
     """Builds student jobs.
 
-    In place of a checkpoint, `teacher` may be a trained `Teacher` in the mapping that `make_job` takes, or
-    any module with its inputs and outputs.
+    In the options mapping of `make_job`, `teacher` may also be a trained `Teacher` instead of a path, or any
+    module with the same inputs and outputs.
     """
 
     name = "massspec"
@@ -221,7 +221,7 @@ class MassSpecRecipe(_SpectrumRecipe):
     files = ("teacher",)
 
     def note_settings(self, settings: Settings, options: StudentOptions) -> list[str]:
-        """Refuse keys of the distillation stage where there is no teacher to learn from."""
+        """Raise if the config has keys of the distillation stage but no teacher."""
         keys = ("training.batch_size", "training.gradient_accumulation_steps")
         origins = [settings.origins[key] for key in keys]
         stage = [str(origin) for origin in origins if origin.key.startswith(f"{DISTILL}.")]
@@ -267,7 +267,7 @@ def build_network(facts: Facts, options: MassSpecOptions) -> Student | Teacher:
 
 
 def _make_job(store: Store, options: MassSpecOptions, seed: int) -> Job:
-    """Return the job of a model that learns from measured spectra alone."""
+    """Return the job of a model that learns from measured spectra only."""
     graphs = isinstance(options, TeacherOptions)
     facts = find_facts(store, options.max_mz, graphs)
     num_bins, rounding = facts["num_bins"], facts["rounding"]
@@ -306,7 +306,7 @@ def _make_job(store: Store, options: MassSpecOptions, seed: int) -> Job:
 
 
 def _peaks_above(store: Store, max_mz: int, rounding: Rounding) -> list[str]:
-    """Say how many peaks the bins leave out; packing keeps all of them."""
+    """Return a note on peaks above the last bin, if any; packing keeps them."""
     end = max_mz + (0.5 if rounding == "nearest" else 1.0)
     above = found = 0
     highest = 0.0
@@ -324,7 +324,7 @@ def _peaks_above(store: Store, max_mz: int, rounding: Rounding) -> list[str]:
 
 
 def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str, Array], list[str]]:
-    """Leave out samples without a peak (packed for prediction), and say what kinds of spectra there are."""
+    """Return the split without samples that have no peak (packed for prediction), and notes on kinds of spectra."""
     lengths = np.concatenate([np.diff(shard.whole("mz/offsets")) for shard in store.shards])
     kept = {name: ids[lengths[ids] > 0] for name, ids in samples.items()}
     told = []
@@ -347,7 +347,7 @@ def _with_spectra(store: Store, samples: Mapping[str, Array]) -> tuple[dict[str,
 
 
 def _distil(job: Job, given: Any, options: StudentOptions) -> Job:
-    """Return the student's job beside a frozen copy of its teacher, which predicts in `unpack`."""
+    """Return the student's job with a frozen copy of the teacher, which predicts in `unpack`."""
     require(
         isinstance(given, torch.nn.Module),
         "teacher",
@@ -449,12 +449,12 @@ def unpack_with_teacher(
 def split_compounds(
     store: Store, ratios: tuple[float, float, float], seed: int
 ) -> tuple[dict[str, Array], str]:
-    """Return the samples of each split, by compound, and how they were found.
+    """Return the samples of each split, by compound, and a note.
 
     Args:
-        store: With `group`; with `split`, which then decides.
+        store: Has the field `group`. Its field `split`, if any, decides.
         ratios: Expected shares of compounds, for a store without a split.
-        seed: Of such a split.
+        seed: Seed for a store without a split, or with an empty val or test part.
     """
     groups = store.read_rows("group", 0, store.num_samples)
     samples: dict[str, Array]
@@ -481,7 +481,7 @@ def split_compounds(
 
 
 def check_apart(groups: Array, samples: Mapping[str, Array]) -> None:
-    """Raise when a compound stands in two splits: its replicates would be known in advance."""
+    """Raise if a compound is in two splits: the model would be tested on compounds that it has seen."""
     seen: dict[int, str] = {}
     for name, ids in samples.items():
         for group in np.unique(groups[ids]).tolist():
@@ -495,7 +495,7 @@ def check_apart(groups: Array, samples: Mapping[str, Array]) -> None:
 
 
 def find_facts(store: Store, max_mz: int | None, graphs: bool) -> dict[str, Any]:
-    """Return what a model reads and predicts; see `Recipe.describe`."""
+    """Return the inputs, bins and conditions of a model; see `Recipe.describe`."""
     missing = [name for name in (*_SPECTRUM_FIELDS, *_GRAPH_FIELDS) if name not in store.fields]
     if missing:
         raise InputError(
@@ -517,7 +517,7 @@ def find_facts(store: Store, max_mz: int | None, graphs: bool) -> dict[str, Any]
         "inputs": read,
         "num_bins": int(max_mz or about.get("max_mz", 500)) + 1,
         "rounding": about.get("rounding", "nearest"),
-        # The commonest conditions of the spectra, and lowest and highest of each; empty where the store has none.
+        # The most common conditions of the spectra, and the range of each; empty if the store has none.
         "usual_conditions": usual,
         "condition_ranges": ranges,
     }

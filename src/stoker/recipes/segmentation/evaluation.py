@@ -1,12 +1,12 @@
-"""A segmentation on its test images as the field evaluates it: per class, at the edges, beside two priors.
+"""Loss, metrics and final evaluation of a segmentation: per class, at boundaries, with two priors as baselines.
 
 Enters: logits and masks of all test images; training masks for the baselines. Leaves: an `Evaluation`: IoU, Dice and
 boundary F1 per class with intervals over images, the confusion of pixels, and the worst images with their masks. Costs:
 per batch one count of pixels per image and some poolings per class; at the end one read of at most 512 training masks.
 
-Boundary F1 (Csurka et al., 2013): the pixels at the edge of a class, true and answered, match when they are within
-0.75 % of the image's diagonal, counted in steps to any of the eight neighbours. Per image and class, the harmonic mean
-of the shares that match; a class's is the mean over the images that have it in mask or answer.
+Boundary F1 (Csurka et al., 2013): a true and a predicted boundary pixel of a class match if they are within 0.75 % of
+the image's diagonal, counted in steps to any of the eight neighbours. The score of an image and class is the harmonic
+mean of both shares of matching pixels. The score of a class is the mean over images with the class in mask or answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHOWN_SIDE = 120
 
 
 class MaskJudge:
-    """Evaluates answered masks; a `Judge`."""
+    """Evaluates predicted masks; a `Judge`."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -45,22 +45,22 @@ class MaskJudge:
         self._edges: list[Array] = []
 
     def update(self, columns: Mapping[str, Array], truth: Array) -> None:
-        """Take masks, answered and true."""
+        """Add predicted and true masks."""
         self.count(torch.from_numpy(columns["mask"]).long(), torch.from_numpy(truth).long())
 
     def count(self, answers: Tensor, masks: Tensor) -> None:
-        """Take class numbers of pixels, `(batch, height, width)`, answered and true."""
+        """Add predicted and true class numbers of pixels, `(batch, height, width)` each."""
         num = len(self._names)
         self._confusions.append(count_each(answers, masks, num).cpu().numpy())
         self._edges.append(boundary_scores(answers, masks, num).cpu().numpy())
 
     @property
     def confusions(self) -> Array:
-        """`(images, true, answered)` pixels."""
+        """Pixel counts `(images, true class, predicted class)`."""
         return np.concatenate(self._confusions)
 
     def evaluate(self) -> Evaluation | None:
-        """Return the evaluation of everything seen."""
+        """Return the evaluation over all masks; None without masks."""
         if not self._confusions:
             return None
         each, edges = self.confusions, np.concatenate(self._edges)
@@ -105,7 +105,7 @@ class MaskJudge:
 
 
 class FinalSegmentationMetrics:
-    """Evaluates the best weights on the test images. Training masks of the store fit the baselines."""
+    """Evaluates the best weights on the test images, with baselines fitted on training masks."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class FinalSegmentationMetrics:
         self._judge = MaskJudge(names)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take logits and masks of a batch."""
+        """Add logits and masks of a batch."""
         self._judge.count(outputs.argmax(dim=1), targets.long())
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation of everything seen; see `FinalMetrics`."""
+        """Return the evaluation over all batches; see `FinalMetrics`."""
         found = self._judge.evaluate()
         assert found is not None
         baselines, note = self._baselines(samples)
@@ -160,7 +160,7 @@ class FinalSegmentationMetrics:
         return {name: compute_metrics(table) for name, table in found.items()}, note
 
     def _place_counts(self, samples: Array) -> Array:
-        """Return how often each class is at each place, `(classes, height, width)`."""
+        """Return how often each class is at each pixel, `(classes, height, width)`."""
         shape = (len(self._names), *self._store.fields["masks"].shape)
         counts = np.zeros(shape, np.uint16)  # of at most 512 masks
         for masks in self._masks(samples):
@@ -169,7 +169,7 @@ class FinalSegmentationMetrics:
         return counts
 
     def _masks(self, samples: Array) -> Iterator[Array]:
-        """Yield masks with 255 wherever a pixel counts nowhere."""
+        """Yield masks with 255 at all ignored pixels."""
         for masks in read_rows(self._store, "masks", samples):
             masks[np.isin(masks, self._ignored)] = IGNORE
             yield masks
@@ -209,7 +209,7 @@ class FinalSegmentationMetrics:
 
 
 def count_each(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
-    """Return `(batch, true, answered)` pixels of each image; those of mask 255 count nowhere."""
+    """Return pixel counts `(batch, true class, predicted class)` of each image; pixels of mask 255 are ignored."""
     batch, cells_each = len(masks), num_classes * num_classes + 1
     first = torch.arange(batch, device=masks.device).view(-1, 1, 1) * cells_each
     cells = (_cells(answers, masks, num_classes) + first).flatten()
@@ -219,12 +219,12 @@ def count_each(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
 
 
 def _cells(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
-    """Return the cell of every pixel in a flat table; a spare one of those that count nowhere keeps shapes static."""
+    """Return each pixel's cell in a flat confusion table. Ignored pixels get a spare cell: shapes stay static."""
     return torch.where(masks == IGNORE, num_classes * num_classes, masks * num_classes + answers)
 
 
 def class_scores(confusions: Array) -> tuple[Array, Array]:
-    """Return IoU and Dice, `(draws, classes)`, of `(draws, true, answered)` pixels; NaN for absent classes."""
+    """Return IoU and Dice, `(draws, classes)`, of `(draws, true, predicted)` pixel counts; NaN for absent classes."""
     both = np.diagonal(confusions, axis1=1, axis2=2)
     either = confusions.sum(axis=1) + confusions.sum(axis=2)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -243,7 +243,7 @@ def _drawn_accuracy(means: Array, num_classes: int) -> Array:
 
 
 def _known_mean(values: Array, axis: int) -> Array:
-    """Return the mean of the values that are known; NaN where none is."""
+    """Return the mean of the finite values; NaN if there are none."""
     known = np.isfinite(values)
     count = known.sum(axis=axis)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -255,11 +255,11 @@ def _known_mean(values: Array, axis: int) -> Array:
 
 
 def boundary_scores(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
-    """Return `(batch, classes)` boundary F1, NaN where a class is in neither mask nor answer.
+    """Return `(batch, classes)` boundary F1; NaN for a class without boundary pixels in mask and answer.
 
     Args:
-        answers: `(batch, height, width)` class numbers.
-        masks: The same of the truth; pixels of 255, and those next to one, are no edge of anything.
+        answers: `(batch, height, width)` predicted class numbers.
+        masks: `(batch, height, width)` true class numbers; pixels of 255 and their neighbours are no boundary.
         num_classes: Classes are 0 to num_classes - 1.
     """
     height, width = masks.shape[1:]
@@ -281,14 +281,14 @@ def boundary_scores(answers: Tensor, masks: Tensor, num_classes: int) -> Tensor:
 
 
 def _grown(inside: Tensor, reach: int) -> Tensor:
-    """Return the pixels within `reach` of the inside, in steps to any of the eight neighbours."""
-    # One axis after the other: a square of 2 reach + 1 pixels costs as much as two lines.
+    """Return `inside` dilated by `reach` steps to any of the eight neighbours."""
+    # One axis after the other, so that a square of side 2 reach + 1 costs only as much as two lines.
     lines = functional.max_pool2d(inside.float(), (1, 2 * reach + 1), 1, (0, reach))
     return functional.max_pool2d(lines, (2 * reach + 1, 1), 1, (reach, 0)) > 0
 
 
 def _edges(inside: Tensor) -> Tensor:
-    """Return the pixels of the inside with a neighbour outside of it; the image's border is no edge."""
+    """Return the pixels of `inside` that have a neighbour outside of it; the image's border is no edge."""
     return inside & _grown(~inside, 1)
 
 
@@ -296,12 +296,12 @@ def _edges(inside: Tensor) -> Tensor:
 
 
 def palette() -> Array:
-    """Return the colours of mask values, `(256, 3)` uint8; those of `stoker inspect`."""
+    """Return the colours of mask values, `(256, 3)` uint8, the same as in `stoker inspect`."""
     return np.array([colour_of(value) for value in range(256)], dtype=np.uint8)
 
 
 def class_names(store_names: Sequence[str], num_classes: int) -> list[str]:
-    """Return a name for every class: the store's, else its number."""
+    """Return a name for every class: that of the store, else "class" with its number."""
     return [
         str(store_names[place]) if place < len(store_names) else f"class {place}"
         for place in range(num_classes)
@@ -319,10 +319,10 @@ def legend(names: Sequence[str]) -> Mapping[int, tuple[str, str]]:
 def segmentation_loss(
     logits: Tensor, masks: Tensor, ce_weight: float = 1.0, dice_weight: float = 1.5
 ) -> Tensor:
-    """Return the mean over samples of cross-entropy and Dice, each from a sample's own pixels.
+    """Return the weighted sum of cross-entropy and Dice loss.
 
-    Both are taken per sample and then averaged, so accumulated batches equal one big batch. A sample
-    without a pixel that counts adds nothing but its place in the mean.
+    Both are computed per sample and then averaged, so accumulated batches equal one big batch. A sample
+    in which all pixels are ignored has loss 0 and counts in the mean.
     """
     counts = masks != IGNORE
     labels = masks.masked_fill(~counts, 0).long()
@@ -335,12 +335,12 @@ def segmentation_loss(
 
 
 def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
-    """Return `(batch,)` 1 - Dice, averaged over the classes that a sample's mask shows.
+    """Return `(batch,)` 1 - Dice, averaged over the classes that are in a sample's mask.
 
-    Dice of a class is `(2 * overlap + 1) / (predicted + true + 1)`, in pixels. Classes that the mask
-    does not show are left to the cross-entropy: their Dice is next to 0 for any prediction.
+    Dice of a class is `(2 * overlap + 1) / (predicted + true + 1)`, in pixels. Only the cross-entropy
+    trains classes that are not in the mask: their Dice is near 0 for any prediction.
 
-    Shares are probabilities, 0 where a pixel does not count.
+    `shares` are probabilities, with 0 at ignored pixels.
     """
     classes = torch.arange(shares.shape[1], device=shares.device)[:, None, None]
     true = (labels[:, None] == classes) & counts[:, None]
@@ -352,13 +352,13 @@ def dice_losses(shares: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 
 class SegmentationMetrics(Counted):
-    """Counts every pixel's class against its prediction, on the device."""
+    """Counts pixels by true and predicted class, on the device."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Take logits and masks of a batch."""
+        """Add logits and masks of a batch."""
         num = self._num_classes
         if self.counts is None:
             self.counts = torch.zeros(num * num + 1, dtype=torch.int64, device=outputs.device)
@@ -366,7 +366,7 @@ class SegmentationMetrics(Counted):
         self.counts.index_add_(0, cells, torch.ones_like(cells))
 
     def compute(self) -> dict[str, float]:
-        """Return mIoU, mean Dice and pixel accuracy; waits for the device."""
+        """Return mIoU, mean Dice and pixel accuracy. Waits for the device."""
         if self.counts is None:
             return {}
         num = self._num_classes
@@ -376,8 +376,8 @@ class SegmentationMetrics(Counted):
 def compute_metrics(confusion: Array) -> dict[str, float]:
     """Return the metrics of `(true, predicted)` pixel counts.
 
-    mIoU is the mean of `both / either` over the classes that are true or predicted somewhere; the mean Dice is that of
-    `2 both / (true + predicted)`.
+    mIoU is the mean of intersection / union, and mean Dice that of `2 intersection / (true + predicted)`, over the
+    classes that are in a mask or an answer.
     """
     ious, dices = class_scores(confusion[None].astype(np.float64))
     if not np.isfinite(ious).any():

@@ -1,12 +1,12 @@
-"""Masks for new pictures: a folder in, a folder of PNG masks at the original sizes out.
+"""Masks for new pictures: reads a folder of pictures, writes a folder of PNG masks with the original sizes.
 
 Enters: a folder of pictures, or one. Leaves: a palette PNG for each under its name, `classes.csv` with names and
 colours, `answers.csv` with the reason for each picture that has no mask. Costs: one decode and one pass per picture;
-for a large picture its pixels, and scores for one row of tiles.
+for a large picture memory for its pixels, and for the scores of one row of tiles.
 
-A picture no larger than those of training is resized as they were, and its scores are brought back to its own size. A
-larger one is brought to the scale of training and goes through in tiles of the training size. Tiles overlap by a
-quarter; probabilities are blended with weights that fall towards a tile's border.
+A picture not much larger than those of training is resized as they were, and its scores are resized back. A larger one
+is resized to the scale of training and processed in tiles of the training size. Tiles overlap by a quarter;
+probabilities are blended with weights that fall towards a tile's border.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from stoker.units import format_count
 Tensor = torch.Tensor
 OVERLAP = 0.25
 _LARGER = 1.25
-"""Pictures up to this much larger than the largest of training are resized, not cut into tiles."""
+"""Pictures up to this factor larger than the largest one of the training are resized, not cut into tiles."""
 _BATCH_BYTES = 64 << 20
 _TILES_AT_ONCE = 4
 _ANSWERS_HEADER = ("file", "mask", "reason")
@@ -56,14 +56,14 @@ _CLASSES_HEADER = ("value", "class", "colour")
 
 @dataclass(frozen=True)
 class Scale:
-    """How pictures of training became what the network saw."""
+    """How the pictures of the training were resized."""
 
     size: Size  # height and width after resizing
-    most: Sequence[int] | None = None  # largest height and width before; None: not known
-    share: Sequence[float] = (1.0, 1.0)  # mean of after / before, by height and width
+    most: Sequence[int] | None = None  # largest height and width before resizing; None: not known
+    share: Sequence[float] = (1.0, 1.0)  # mean of size after / size before, for height and width
 
     def work_size(self, original: Size) -> Size:
-        """Return the size in which a picture goes through the network, in tiles where it is not `size`."""
+        """Return the size to which a picture is resized for the network. If it is not `size`, tiles are used."""
         if self.most is None or all(
             own <= _LARGER * most for own, most in zip(original, self.most, strict=True)
         ):
@@ -79,11 +79,11 @@ class Scale:
 
 
 class ScenePictures(FolderPictures):
-    """Pictures at the size they go through the network; see `RawReader`.
+    """Reads pictures, resized for the network; a `RawReader`.
 
     Args:
         is_table: Whether answers become rows of one table, which needs masks of one size.
-        skipped: What was left out of the folder, in words; "" for nothing.
+        skipped: A note on what was left out of the folder, or "".
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ScenePictures(FolderPictures):
         self._num_tiled = 0
 
     def __iter__(self) -> Iterator[RawBatch]:
-        """Yield every picture once, in the order of the names; those of one size together."""
+        """Yield every picture once, in the order of the names; a batch has pictures of one size."""
         held: list[tuple[Any, Array, Size]] = []
         first: Size | None = None
         for place, name in enumerate(self._pictures.keys):
@@ -141,7 +141,7 @@ class ScenePictures(FolderPictures):
         return RawBatch(as_keys([name]), batch, np.zeros(1, bool), reasons, labels)
 
     def notes(self) -> Sequence[str]:
-        """Return what was cut into tiles and what was left out."""
+        """Return notes on pictures that were cut into tiles or left out."""
         tiled, (high, wide) = self._num_tiled, self._scale.size
         words = f"{format_count(tiled, 'large picture')} went through in tiles of {wide} x {high}"
         told = [*self._pictures.told, *([self._skipped] if self._skipped else [])]
@@ -176,7 +176,7 @@ def segment(
 ) -> Tensor:
     """Return masks `(batch, *original)` uint8.
 
-    Images are uint8, at the size they go through in; those larger than `tile`, the size of training, are cut.
+    `images` are uint8, resized for the network. If their size is not `tile`, the training size, tiles are used.
     """
     if tuple(images.shape[2:]) == tile:
         return _enlarged(model(normalise(images)), original)
@@ -185,7 +185,7 @@ def segment(
 
 
 def _enlarged(scores: Tensor, size: Size) -> Tensor:
-    """Return the best class of every pixel of scores that are enlarged bilinearly, one class at a time."""
+    """Return the best class of every pixel after bilinear resizing of the scores, one class at a time."""
     if tuple(scores.shape[2:]) == size:
         return scores.argmax(dim=1).to(torch.uint8)
     best: Tensor | None = None
@@ -197,7 +197,7 @@ def _enlarged(scores: Tensor, size: Size) -> Tensor:
         if best is None:
             best = wide
             continue
-        # In place: a large picture has room for few maps of its size.
+        # In place, to save memory: maps of a large picture are large.
         answer.masked_fill_(wide > best, number)
         torch.maximum(best, wide, out=best)
     return answer
@@ -213,7 +213,7 @@ def _nearest(masks: Tensor, size: Size) -> Tensor:
 
 
 def tile_starts(side: int, tile: int) -> list[int]:
-    """Return where tiles begin so that neighbours overlap by a quarter or more and the side is covered."""
+    """Return the starts of tiles that cover the side, with an overlap of at least a quarter."""
     if side <= tile:
         return [0]
     step = max(1, tile - round(tile * OVERLAP))
@@ -223,7 +223,7 @@ def tile_starts(side: int, tile: int) -> list[int]:
 def _in_tiles(
     model: Any, image: Tensor, tile: Size, normalise: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the mask of one image; keeps the scores of one row of tiles."""
+    """Return the mask of one image. Memory: scores of one row of tiles."""
     high, wide = image.shape[1:]
     mask = torch.zeros((high, wide), dtype=torch.uint8, device=image.device)
     weights = _ramp(tile[0], image.device)[:, None] * _ramp(tile[1], image.device)
@@ -239,7 +239,7 @@ def _in_tiles(
             for left, share in zip(some, shares, strict=True):
                 held[:, :, left : left + tile[1]] += share * weights
         assert held is not None
-        # Rows above the next tiles are done: no later tile adds to them.
+        # Pixel rows above the next tiles are complete: no later tile adds to them.
         done = following - top
         mask[top:following] = held[:, :done].argmax(dim=0).to(torch.uint8)
         rest = held[:, done:].clone()
@@ -249,7 +249,7 @@ def _in_tiles(
 
 
 def _ramp(side: int, device: torch.device) -> Tensor:
-    """Return weights that rise from a tile's border over the overlap, and are 1 inside."""
+    """Return weights along one side of a tile: they rise from the border over the overlap, and are 1 inside."""
     reach = max(1, round(side * OVERLAP))
     place = torch.arange(side, device=device)
     return ((torch.minimum(place, side - 1 - place) + 1) / (reach + 1)).clamp(max=1.0)
@@ -261,17 +261,17 @@ def _ramp(side: int, device: torch.device) -> Tensor:
 def write_masks(
     out: Path, answers: Iterable[Predicted], names: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Write every mask as a PNG below a folder of ours; return how many pictures there were, and what to say.
+    """Write every mask as a PNG in a folder that stoker owns; return the number of pictures, and notes.
 
-    Masks of an earlier prediction are removed first: a folder never holds answers of two. `answers.csv` comes last, so
-    a folder without it is of a prediction that did not end.
+    Masks of an earlier prediction are removed first, so that a folder never mixes two predictions. `answers.csv` is
+    written last: without it, a prediction did not finish.
 
     Raises:
-        InputError: The folder holds what stoker did not write.
+        InputError: The folder contains files that stoker did not write.
         FileError: A file cannot be written.
     """
     answers = iter(answers)
-    first = next(answers, None)  # input that cannot be read leaves the earlier masks alone
+    first = next(answers, None)  # before masks are removed: input that cannot be read raises here
     claim_folder(out, "masks", "a folder of masks")
     told = _clear_masks(out)
     listed: list[tuple[str, str, str]] = []
@@ -300,7 +300,7 @@ def write_masks(
 
 
 def _clear_masks(out: Path) -> list[str]:
-    """Remove the masks and tables of an earlier prediction; return how many, and what else lies there."""
+    """Remove the masks and tables of an earlier prediction; return notes on their number and on other files."""
     removed = 0
     others: list[str] = []
     tables = {"answers.csv": _is_table(_ANSWERS_HEADER), "classes.csv": _is_table(_CLASSES_HEADER)}
@@ -343,9 +343,9 @@ def _is_table(header: Sequence[str]) -> Callable[[Path], bool]:
 
 
 def free_mask_name(name: str, used: set[str]) -> str:
-    """Return the name of a mask: that of the picture with .png, or with .png behind it where that is taken.
+    """Return the name of a mask: the picture's, with its ending replaced by .png, or .png appended if that is taken.
 
-    A name in a store may be any text: its folders stay below that of the masks.
+    A name in a store may be any text. "/" and ".." are removed from it, so masks stay inside their folder.
     """
     parts = [part for part in PurePosixPath(name).parts if part not in ("/", "..")]
     path = PurePosixPath(*parts or ["mask"])

@@ -1,15 +1,15 @@
 """A light SegFormer: four transformer stages and a multi-scale head, at most 1.82 million weights.
 
 Enters: normalised images `(batch, channels, height, width)`, any size from one pixel up. Leaves: logits
-`(batch, classes, height, width)`. Costs: with the defaults 1.67 million weights; attention looks at maps
-that were averaged down, so its first stage has 64 times fewer keys than tokens.
+`(batch, classes, height, width)`. Costs: with the defaults 1.67 million weights. Keys and values of attention come
+from averaged maps, so the first stage has 64 times fewer keys than tokens.
 
-Shapes follow from the input's shape alone and nothing waits for the device. Normalisation is by token
+Shapes depend only on the input's shape, and nothing waits for the device. Normalisation is by token
 or by image, never over a batch, so accumulated batches equal one big batch.
 
-The published net is "MicroSegFormer + LMSA": overlapping patches, attention with spatial reduction,
-a convolution inside the feed-forward part instead of positions, an all-MLP decoder, and a light
-multi-scale attention on the joined map. This is built to that description, and is not their code.
+The published net is "MicroSegFormer + LMSA": overlapping patches, attention with spatial reduction, a
+convolution in the feed-forward part instead of position embeddings, an all-MLP decoder, and a light
+multi-scale attention on the joined map. This is written from that description and contains none of its code.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stoker.recipes.segmentation.options import Four, SegmentationOptions
 
 Tensor = torch.Tensor
 Size = tuple[int, int]
-MAX_PARAMETERS = 1_821_085  # of the published net: ours may not be larger
-_REDUCTIONS: Four = (8, 4, 2, 1)  # sides of the squares that attention averages, per stage
+MAX_PARAMETERS = 1_821_085  # of the published net: ours must not be larger
+_REDUCTIONS: Four = (8, 4, 2, 1)  # side of the squares that attention averages, per stage
 
 
 def to_tokens(maps: Tensor) -> Tensor:
@@ -35,15 +35,14 @@ def to_tokens(maps: Tensor) -> Tensor:
 def to_maps(tokens: Tensor, size: Size) -> Tensor:
     """Return `(batch, channels, height, width)` of `(batch, height * width, channels)`."""
     maps: Tensor = tokens.transpose(1, 2).unflatten(2, size)
-    # Channel by channel in memory: on a CPU the backward pass of the convolutions per channel takes
-    # half the time.
+    # Contiguous maps halve the time of the depthwise convolutions' backward pass on a CPU.
     return maps.contiguous()
 
 
 class PatchEmbedding(nn.Module):
     """Overlapping patches: a strided convolution whose kernel is wider than its stride.
 
-    The kernel is odd; sizes are divided by the stride and rounded up.
+    The kernel size must be odd. Height and width are divided by the stride and rounded up.
     """
 
     def __init__(self, channels: int, width: int, kernel: int, stride: int) -> None:
@@ -60,7 +59,7 @@ class PatchEmbedding(nn.Module):
 class EfficientAttention(nn.Module):
     """Self-attention whose keys and values come from a map averaged over squares.
 
-    `heads` divides `width`; a `reduction` of 1 attends to every token.
+    `heads` must divide `width`. With a `reduction` of 1 the map is not averaged.
     """
 
     def __init__(self, width: int, heads: int, reduction: int) -> None:
@@ -73,7 +72,7 @@ class EfficientAttention(nn.Module):
         self.norm = nn.LayerNorm(width) if reduction > 1 else nn.Identity()
 
     def forward(self, tokens: Tensor, size: Size) -> Tensor:
-        """Return what each token found."""
+        """Return the attention output of each token."""
         query = self._split(self.query(tokens))
         key, value = self.key_value(self._reduce(tokens, size)).chunk(2, dim=2)
         found = functional.scaled_dot_product_attention(query, self._split(key), self._split(value))
@@ -83,8 +82,8 @@ class EfficientAttention(nn.Module):
     def _reduce(self, tokens: Tensor, size: Size) -> Tensor:
         if self.reduction == 1:
             return tokens
-        # Averaging has no weights (a strided convolution has reduction² width²), and with
-        # ceil_mode it takes any size; squares over the edge average what is inside.
+        # Averaging needs no weights (a strided convolution has reduction² width²), and with ceil_mode it
+        # takes any size. Squares that cross the border average the pixels inside.
         squares = functional.avg_pool2d(
             to_maps(tokens, size), self.reduction, ceil_mode=True, count_include_pad=False
         )
@@ -97,7 +96,7 @@ class EfficientAttention(nn.Module):
 
 
 class MixForward(nn.Module):
-    """Wide, a 3x3 convolution per channel (which tells tokens where they are), GELU, narrow."""
+    """Wide linear, a depthwise 3x3 convolution (which replaces position embeddings), GELU, narrow linear."""
 
     def __init__(self, width: int, expansion: int) -> None:
         super().__init__()
@@ -114,7 +113,7 @@ class MixForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then `MixForward`, each normalised before and added after."""
+    """Attention, then `MixForward`, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, reduction: int, expansion: int) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Patches, blocks and a norm: one map, smaller than the one before."""
+    """Patches, blocks and a norm; the output map is smaller than the input by the stride of the patches."""
 
     def __init__(
         self,
@@ -158,10 +157,10 @@ class Stage(nn.Module):
 
 
 class MultiScaleAttention(nn.Module):
-    """LMSA: what is near, further and far per channel, weighted by what the image shows.
+    """LMSA: convolutions of three ranges, weighted per channel by a gate that depends on the image.
 
-    `x + gate * mix(near + further + far)`: three 3x3 convolutions per channel with dilation 1, 2 and
-    4, a 1x1 convolution, and a gate per channel from the image's mean.
+    `x + gate * mix(near + further + far)`: three depthwise 3x3 convolutions with dilation 1, 2 and 4,
+    a 1x1 convolution, and a gate per channel from the mean over the image.
     """
 
     def __init__(self, width: int, reduction: int = 8) -> None:
@@ -185,7 +184,7 @@ class MultiScaleAttention(nn.Module):
 
 
 class Head(nn.Module):
-    """All stages at the first one's size, joined, through `MultiScaleAttention`, to classes."""
+    """Resizes the maps of all stages to the first one's size, joins them, and computes logits."""
 
     def __init__(self, widths: Four, width: int, num_classes: int, dropout: float) -> None:
         super().__init__()

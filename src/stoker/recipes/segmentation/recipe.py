@@ -1,11 +1,11 @@
-"""The segmentation recipe: a class for every pixel.
+"""The segmentation recipe: predicts a class for every pixel.
 
 Enters: a store of `stoker pack segmentation`: `images` uint8 (n, channels, height, width) and `masks` uint8
 (n, height, width), or both as encoded pictures of any size. Leaves: a `Job` for `MicroSegFormer`, augmented while
 batches are gathered. Costs: one read of at most 512 training images and masks and of all validation masks.
 
-A pixel whose mask is 255, or one of `ignore_values`, counts nowhere: not in the loss, not in the
-metrics, not in the baseline. Augmentation writes 255 where a rotated image has no pixel.
+A pixel whose mask is 255, or one of `ignore_values`, is ignored: in the loss, the metrics and the
+baselines. Augmentation writes 255 where a rotated image has no pixel.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from stoker.train.predict import Predicted
 
 Tensor = torch.Tensor
 LEARNING_RATE = 8e-4
-"""Of AdamW."""
+"""Learning rate of AdamW."""
 
 _JITTER = ("horizontal_flip_prob", "rotation_degrees", "brightness", "contrast", "saturation")
 _LOOK_IMAGES = 512
@@ -148,13 +148,13 @@ class SegmentationRecipe(Recipe):
         )
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the length of the run, and what `gpu_augmentation` asks to be drawn."""
+        """Return the number of epochs, and the augmentation options of `gpu_augmentation`."""
         asked: dict[str, Any] = {"epochs": max(1, settings.training.epochs)}
         if settings.is_default("training.use_gpu_augmentation"):
-            return asked  # nobody asked: the recipe has its own
+            return asked  # the user set nothing: the recipe's own augmentation is used
         if settings.augmentation is None:
             return asked | {"augmentation": "none"}
-        # Beside a preset that the user names, only numbers that were written are theirs.
+        # If the user names a preset, only numbers that the user wrote replace those of the preset.
         named = "augmentation" in given
         return asked | {
             name: getattr(settings.augmentation, name)
@@ -163,7 +163,7 @@ class SegmentationRecipe(Recipe):
         }
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return channels and classes, and the normalisation: it is the loader's, not the model's."""
+        """Return channels, classes, sizes and normalisation: the loader normalises, not the model."""
         return dict(job.facts)
 
     def rebuild(self, options: SegmentationOptions, facts: Facts) -> Rebuilt:
@@ -171,12 +171,12 @@ class SegmentationRecipe(Recipe):
         normalise = make_normaliser(facts)
 
         def unpack(batch: Tensors) -> Tensor | tuple[Tensor, Tensor]:
-            # Of a store: normalised while they were gathered, and what the network itself takes.
+            # Images of a store, without `original_size`, were normalised when they were gathered.
             original = batch.get("original_size")
             return batch["images"] if original is None else (batch["images"], original)
 
         def predict(model: Any, inputs: Tensor | tuple[Tensor, Tensor]) -> Columns:
-            # The class of every pixel; scores would be four bytes and a class for each.
+            # Only the class of every pixel: scores would take 4 bytes per pixel and class.
             if isinstance(inputs, Tensor):
                 return {"mask": model(inputs).argmax(dim=1).to(torch.uint8)}
             images, original = inputs
@@ -190,7 +190,7 @@ class SegmentationRecipe(Recipe):
         return Rebuilt(network, ["images"], unpack, predict, augment)
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
-        """Return raw pixels as input, of any size; scores beside the classes."""
+        """Return a graph from raw pixels of any size to classes and scores."""
         normalise = make_normaliser(facts)
 
         def answer(model: Any, images: Tensor) -> Columns:
@@ -215,7 +215,7 @@ class SegmentationRecipe(Recipe):
         skipped = ""
         if isinstance(given, str | Path) and Path(given).is_dir():
             found = find_scenes(Path(given))
-            if found.masks != Path(given):  # a folder as for training: its masks are no pictures
+            if found.masks != Path(given):  # a folder as for training: leave out its masks
                 given, skipped = found.images, f"{found.masks} holds masks: not predicted"
         return ScenePictures.open(
             given,
@@ -233,7 +233,7 @@ class SegmentationRecipe(Recipe):
         options: SegmentationOptions,
         facts: Facts,
     ) -> Array | None:
-        """Return the masks of a store's images, 255 where a pixel counts nowhere."""
+        """Return the masks of a store's images, with 255 at ignored pixels."""
         info = store.fields.get("masks")
         if info is None or list(info.shape) != list(facts.get("size", ())):
             return None
@@ -242,7 +242,7 @@ class SegmentationRecipe(Recipe):
         return np.where(strange, IGNORE, masks)
 
     def make_judge(self, options: SegmentationOptions, facts: Facts) -> Judge:
-        """Return counts of pixels and edges."""
+        """Return the judge of masks."""
         return MaskJudge(class_names(facts.get("class_names", ()), facts["num_classes"]))
 
     def write_answers(
@@ -257,7 +257,7 @@ class SegmentationRecipe(Recipe):
 
 
 def unpack_images(batch: Tensors, ignore_values: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return images, and masks with 255 wherever a pixel counts nowhere; device work only."""
+    """Return images, and masks with 255 at ignored pixels; device work only."""
     masks = batch["masks"]
     for value in ignore_values:
         masks = masks.masked_fill(masks == value, IGNORE)
@@ -268,7 +268,7 @@ def unpack_images(batch: Tensors, ignore_values: tuple[int, ...]) -> tuple[Tenso
 
 
 def find_original_sizes(store: Store) -> Any:
-    """Return how large pictures were before packing, and what became of their scale; None where it is not known."""
+    """Return the sizes of pictures before packing, and their mean scale; None if not known."""
     sizes = store.manifest.attributes.get("original_sizes")
     if sizes is None or "per_pixel" not in sizes:
         return sizes
@@ -278,9 +278,9 @@ def find_original_sizes(store: Store) -> Any:
 
 
 def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
-    """Return the number of classes and where it was found.
+    """Return the number of classes, and a note.
 
-    The packer records the values of all masks; a store without that record is read once.
+    The packer records the values of all masks; the masks of a store without that record are read once.
     """
     recorded = store.manifest.attributes.get("mask_values")
     if recorded is None:
@@ -317,7 +317,7 @@ def find_classes(store: Store, options: SegmentationOptions) -> tuple[int, str]:
 def split_images(
     store: Store, options: SegmentationOptions, seed: int
 ) -> tuple[dict[str, Array], str]:
-    """Return the samples of each split and how they were found."""
+    """Return the samples of each split, and a note."""
     samples: dict[str, Array]
     if "split" in store.fields:
         samples, made = complete_parts(own_parts(store), seed, np.arange(store.num_samples))
@@ -389,7 +389,7 @@ def _augmentation_words(options: SegmentationOptions) -> str:
 def majority_metrics(
     store: Store, samples: Mapping[str, Array], num_classes: int, ignore_values: tuple[int, ...]
 ) -> dict[str, float]:
-    """Return what the commonest class of training pixels reaches as the answer for every pixel."""
+    """Return the validation metrics of answering the most common class of training pixels everywhere."""
     val = count_pixels(store, samples["val"])[:num_classes]
     train = count_pixels(store, evenly(samples["train"], _LOOK_IMAGES))[:num_classes]
     for counts in (train, val):

@@ -1,3 +1,3 @@
-"""The tabular recipe: rows or windows of rows to classes or numbers."""
+"""The tabular recipe: predicts classes or numbers from rows or windows of rows."""
 
 RECIPES = {"tabular": "stoker.recipes.tabular.recipe:TabularRecipe"}

@@ -1,7 +1,7 @@
-"""What a store offers the tabular recipe: the inputs, the task, the split.
+"""Decides from a store the inputs, the task and the split of the tabular recipe.
 
 Enters: an open store. Leaves: frozen decisions, each with its reason in words, or an error that says
-what to type. Costs: a read of the targets; where equal rows are kept together, one of the inputs.
+what to type. Costs: a read of the targets; a read of the inputs if equal rows are kept together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HASH_ROWS = 65_536
 
 @dataclass(frozen=True)
 class Inputs:
-    """The field that is learned from. `window` is None for single rows."""
+    """The field of the inputs. `window` is None for single rows."""
 
     field: str
     is_series: bool
@@ -47,11 +47,11 @@ class Inputs:
 
     @property
     def num_columns(self) -> int:
-        """Columns that the model sees: a series brings its gap flag."""
+        """Columns that the model gets: those of the field, and for a series its gap flag."""
         return self.num_features + self.is_series
 
     def read(self, batch: Tensors) -> torch.Tensor:
-        """Return the inputs of a batch as stored; of a series with its gap flag as one column more."""
+        """Return the inputs of a batch as stored; for a series with its gap flag as an additional column."""
         values = batch[self.field]
         if not self.is_series:
             return values
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def find_inputs(store: Store, wanted: str | None, target: str) -> Inputs:
-    """Decide which field is learned from."""
+    """Decide which field has the inputs."""
     usable = {
         name: info for name, info in store.fields.items() if name != target and _is_usable(info)
     }
@@ -107,7 +107,7 @@ def _is_usable(info: FieldInfo) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is predicted. `classes` are the targets' own numbers, rising; None for regression."""
+    """The prediction target. `classes` are the sorted target values of the classes; None for regression."""
 
     classes: Array | None
     num_outputs: int
@@ -117,10 +117,10 @@ class Task:
 def find_task(store: Store, target: str, values: Array, wanted: str) -> Task:
     """Decide what is predicted: the option `task`, and for "auto" the type of the targets.
 
-    `values` are those of all samples that are used, to find the classes.
+    `values` are the targets of all samples in the split, to find the classes.
     """
     whole = values.dtype.kind in "iu"
-    # A packed table says what its target is; other floats are classes where they are a few whole numbers.
+    # A packed table records the type of its target. Other floats are classes if they are a few whole numbers.
     told = "target" in store.manifest.attributes
     few = 0 if whole or told or wanted != "auto" else _count_classes(values)
     is_regression = wanted == "regression" or (wanted == "auto" and not (whole or few))
@@ -149,7 +149,7 @@ def find_task(store: Store, target: str, values: Array, wanted: str) -> Task:
 
 
 def _require_int64(target: str, values: Array) -> None:
-    """Refuse labels that int64 cannot hold: they would wrap around, and be other classes."""
+    """Refuse labels beyond int64: they would wrap around and become other classes."""
     limit = 2**63
     beyond = values >= np.uint64(limit) if values.dtype.kind == "u" else np.abs(values) >= limit
     if values.dtype.kind != "i" and beyond.any():
@@ -161,7 +161,7 @@ def _require_int64(target: str, values: Array) -> None:
 
 
 def _count_classes(values: Array) -> int:
-    """Return how many classes floats are: a few whole numbers that repeat; 0 where they are values."""
+    """Return the number of classes if floats are a few whole numbers that repeat; 0 for other values."""
     if values.size != len(values):
         return 0
     few = np.unique(values)
@@ -180,12 +180,12 @@ def split_samples(
     # side; "auto" takes the first of these that can be right
     mode: SplitMode,
     ratios: Ratios,  # shares, unless the store has a split
-    embargo: int | None,  # samples left out after a border in time; None is a window
-    seed: int,  # of the random ones
+    embargo: int | None,  # samples left out after a border in time; None is the window length
+    seed: int,  # of random splits
     *,
-    rows_repeat: bool = False,  # whether the gate found rows that repeat others
+    rows_repeat: bool = False,  # whether the quality gate found duplicate rows
 ) -> tuple[dict[str, Array], str]:
-    """Return the samples of train, val and test, and how and why they were divided so."""
+    """Return the samples of train, val and test, and a note with the reason for this split."""
     why = "it was asked for"
     if mode == "auto":
         mode, why = _choose_split(store, inputs, rows_repeat)
@@ -230,7 +230,7 @@ def _divide(
     embargo: int | None,
     seed: int,
 ) -> tuple[Array, Array | None, str]:
-    """Return the split, the groups that it keeps together (None: by time), and more to say of it."""
+    """Return the split, the groups that it keeps together (None for a split by time), and a note."""
     total = store.num_samples
     if mode == "random":
         return split_randomly(total, ratios, seed), np.arange(total), ""
@@ -243,7 +243,7 @@ def _divide(
     label_time = time
     if "label_time" in store.fields:
         label_time = store.read_rows("label_time", 0, total)
-    # An embargo as long as a window leaves no row on both sides; a small store cannot afford it.
+    # With an embargo of a whole window no row is on both sides; a small store has too few samples for it.
     asked = (inputs.window or 0) if embargo is None else embargo
     smallest = min((share for share in ratios[1:] if share > 0), default=1.0)
     used = asked if embargo is not None else min(asked, max(1, int(total * smallest / 4)))
@@ -253,7 +253,7 @@ def _divide(
 
 
 def _row_groups(store: Store, inputs: Inputs) -> Array:
-    """A number per sample, equal for equal inputs."""
+    """Return a hash per sample, equal for equal inputs."""
     if inputs.is_series:
         raise InputError(
             f"split is 'distinct' for windows of the series {inputs.field!r}.",

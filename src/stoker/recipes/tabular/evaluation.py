@@ -1,10 +1,10 @@
-"""The two tasks of the tabular recipe, and its evaluation: per class, calibrated, beside boosted trees.
+"""The two tasks of the tabular recipe, and its final evaluation, with boosted trees as a baseline.
 
 Enters: training and validation targets as stored; the store, the split, the task; then the outputs for the test
 samples. Leaves: `Classify` or `Regress` (the encoding of targets on the device, criterion, metrics, baseline), and an
-`Evaluation` with the inputs that matter. Costs: one pass over the targets; in training a gather of a small constant,
+`Evaluation` with the importance of inputs. Costs: one pass over the targets; in training a gather of a small constant,
 copied to the device once; at the end fitting the baseline (seconds, see `recipes/baselines.py`), and a forward pass
-over a few hundred rows for every column.
+over up to 1,000 rows for every column.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _QUIET = {
 
 @dataclass(frozen=True, eq=False)
 class TableData:
-    """What the evaluation needs of the job."""
+    """Parts of the job that the evaluation needs."""
 
     store: Store
     inputs: Inputs
@@ -76,7 +76,7 @@ class TableData:
     seed: int
 
     def places(self, split: str) -> Array:
-        """Return the targets of a split as places of classes."""
+        """Return the targets of a split as class indices."""
         assert self.task.classes is not None
         return np.searchsorted(self.task.classes, self.targets[split].reshape(-1))
 
@@ -85,20 +85,20 @@ class TableData:
         return self.targets[split].reshape(len(self.targets[split]), -1).astype(np.float64)
 
     def compared(self, samples: Array) -> tuple[Array, tuple[str, ...]]:
-        """Return places of the test samples that baselines answer, and a note where that is a part of them."""
+        """Return indices of the test samples that baselines predict, and a note if these are only a part."""
         drawn = thin_samples(np.arange(len(samples)), _MOST_COMPARED, self.seed)
         if len(drawn) == len(samples):
             return drawn, ()
         return drawn, (f"baselines answer {len(drawn):,} of the test samples, drawn by the seed",)
 
     def rows_for(self, split: str, most: int) -> tuple[Array, Array]:
-        """Return rows for a baseline, and their places in the split."""
+        """Return at most `most` rows for a baseline, and their indices in the split."""
         kept = thin_samples(np.arange(len(self.samples[split])), most, self.seed)
         return summary_rows(self.store, self.inputs.field, self.samples[split][kept]), kept
 
 
 def class_names(store: Store, task: Task) -> list[str]:
-    """Return the names of the classes as the table had them, or their numbers."""
+    """Return the names of the classes from the table, or their numbers."""
     named = store.manifest.attributes.get("classes") or []
     return list(named) or [str(number) for number in np.asarray(task.classes).tolist()]
 
@@ -113,11 +113,11 @@ class ClassTable:
         self._quiet, self._notes = find_quiet(self._names, data.options.quiet_class)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take a batch."""
+        """Add a batch."""
         self._scores.update(outputs, targets)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation, beside the majority and boosted trees."""
+        """Return the evaluation, with the baselines majority and boosted trees (linear for many classes)."""
         data, names = self._data, self._names
         chances, labels = self._scores.probabilities, self._scores.labels
         report = evaluate_classes(chances, labels, names, quiet_class=self._quiet)
@@ -156,7 +156,7 @@ class ClassTable:
 class ValueTable:
     """Final metrics of a regression, in the units of the targets.
 
-    `center` and `scale` are what targets were scaled by.
+    Targets were scaled by `(target - center) / scale`.
     """
 
     def __init__(self, data: TableData, center: Array, scale: Array) -> None:
@@ -164,11 +164,11 @@ class ValueTable:
         self._answers: list[Array] = []
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take a batch."""
+        """Add a batch."""
         self._answers.append(outputs.double().cpu().numpy() * self._scale + self._center)
 
     def evaluate(self, model: torch.nn.Module, device: torch.device, samples: Array) -> Evaluation:
-        """Return the evaluation, beside the median and boosted trees."""
+        """Return the evaluation, with the baselines median, linear and boosted trees."""
         data = self._data
         known, wanted = data.values("train"), data.values("test")
         answers = np.concatenate(self._answers)
@@ -226,7 +226,7 @@ class ValueTable:
 def _with_inputs(
     data: TableData, examples: Sequence[Example], importance: Mapping[str, float]
 ) -> tuple[Example, ...]:
-    """Return examples, whose keys are sample numbers, with what the most important columns hold."""
+    """Return examples with the values of the three most important columns added to their sample numbers."""
     info = data.store.fields[data.inputs.field]
     columns = list(info.columns or ()) if len(info.shape) == 1 and not data.inputs.is_series else []
     places = [columns.index(name) for name in list(importance)[:3] if name in columns]
@@ -256,7 +256,7 @@ def _value_metrics(answers: Array, wanted: Array, mean: Array) -> dict[str, floa
 
 
 def _r2(answers: Array, wanted: Array, mean: Array) -> float:
-    """Return 1 minus the error over that of the training mean; the mean over values."""
+    """Return R2 against the training mean (1 - squared error / its squared error), averaged over values."""
     held = np.square(wanted - mean).sum(axis=0)
     lost = np.square(answers - wanted).sum(axis=0)
     known = held > 0
@@ -276,12 +276,12 @@ def _spell(values: Array) -> str:
 
 
 def _plain(value: float) -> str:
-    """Return a value as people write it: 4,998,240 and not 4.99824e+06."""
+    """Return a number without an exponent if possible: 4,998,240, not 4.99824e+06."""
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.5g}"
 
 
 def find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tuple[str, ...]]:
-    """Return the class that should raise no alarm, and why."""
+    """Return the index of the class that should raise no alarm, or None, and notes."""
     if asked is not None:
         if asked not in names:
             raise InputError(
@@ -305,7 +305,7 @@ def find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tup
 def _importance(
     data: TableData, model: torch.nn.Module, device: torch.device, samples: Array, truth: Array
 ) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return how much the metric loses when a column is permuted among samples; largest first."""
+    """Return the loss of the metric when a column is permuted among samples, largest first, and notes."""
     info = data.store.fields[data.inputs.field]
     if data.inputs.is_series or info.shape[-1] > _MOST_COLUMNS:
         why = "windows of a series" if data.inputs.is_series else f"{info.shape[-1]:,} columns"
@@ -347,7 +347,7 @@ def _importance(
 
 
 class Classify:
-    """Targets as places in the list of classes; cross-entropy, the mean over samples."""
+    """Classification: encodes targets as class indices; the loss is the mean cross-entropy over samples."""
 
     def __init__(self, classes: Array, train: Array, val: Array, weights: ClassWeights) -> None:
         self._classes = classes
@@ -366,7 +366,7 @@ class Classify:
         count = len(self._classes)
         if asked == "balanced":
             seen = np.bincount(self._places(train), minlength=count)
-            # Their mean over the training samples is 1, so that the rate means what it did.
+            # Their mean over the training samples is 1, so that the learning rate need not change.
             return np.where(seen > 0, len(train) / (max(1, (seen > 0).sum()) * seen.clip(1)), 1.0)
         given = np.asarray(asked)
         require(
@@ -382,12 +382,12 @@ class Classify:
         return np.searchsorted(self._classes, values.reshape(-1))
 
     def encode(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return `(batch,)` class places, on the device."""
+        """Return `(batch,)` class indices, on the device."""
         classes = self._on_device.on(targets.device)
         return torch.searchsorted(classes, targets.reshape(-1).long())
 
     def criterion(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean over samples; torch's own weighted mean divides by the weights' sum."""
+        """Return the weighted losses' mean over samples; torch's own weighted mean divides by the weights' sum."""
         losses = functional.cross_entropy(outputs.float(), targets, reduction="none")
         if self._weights is not None:
             losses = losses * self._weights.on(losses.device)[targets]
@@ -398,11 +398,11 @@ class Classify:
         return ClassCounts(len(self._classes))
 
     def final_metrics(self, data: TableData) -> ClassTable:
-        """Return what evaluates the best weights."""
+        """Return the evaluator of the best weights."""
         return ClassTable(data)
 
     def _find_baseline(self, known: Array, wanted: Array) -> dict[str, float]:
-        """Return what the commonest class and the training shares reach."""
+        """Return accuracies of the most common class, and the loss of the training shares."""
         if not len(wanted):
             return {}
         count = len(self._classes)
@@ -412,7 +412,7 @@ class Classify:
 
 
 class Regress:
-    """Targets scaled by their training spread; errors reported in their own units."""
+    """Regression: scales targets by median and quartile range of training; errors are in the targets' units."""
 
     def __init__(self, train: Array, val: Array, loss: RegressionLoss) -> None:
         flat = train.reshape(len(train), -1).astype(np.float64)
@@ -445,11 +445,11 @@ class Regress:
         return RegressionMetrics(self._scale_on, self._mean)
 
     def final_metrics(self, data: TableData) -> ValueTable:
-        """Return what evaluates the best weights."""
+        """Return the evaluator of the best weights."""
         return ValueTable(data, self._center, self._scale)
 
     def _find_baseline(self, val: Array) -> dict[str, float]:
-        """Return what the training median reaches; R2 is counted from the training mean, so 0."""
+        """Return MAE and loss of the training median, and R2 of the training mean, which is 0 by definition."""
         if not len(val):
             return {}
         wanted = self.encode(torch.from_numpy(val))
@@ -466,14 +466,14 @@ class RegressionMetrics(CountedParts):
         self.parts = [self._absolute, self._squares, self._spread]
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take a batch; no host synchronisation."""
+        """Add a batch, without host synchronisation."""
         errors = outputs.double() - targets.double()
         self._absolute.update(errors.abs() * self._scale.on(errors.device))
         self._squares.update(errors.square())
         self._spread.update((targets.double() - self._mean.on(errors.device)).square())
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics of everything seen."""
+        """Return the metrics over all batches."""
         spread = self._spread.compute()
         share = self._squares.compute() / spread if spread else math.nan
         return {"mae": self._absolute.compute(), "r2": 1 - share}

@@ -1,11 +1,11 @@
 """Networks for rows and windows of numbers: an MLP, and a patch transformer after PatchTST.
 
 Enters: `(batch, features)` or `(batch, time, features)` of any number type, as stored. Leaves:
-`(batch, outputs)`: class scores, or values in units of the training targets' spread. Costs: MLP
+`(batch, outputs)`: class scores, or values in units of the training targets' spread. Costs: an MLP
 256-512-512-3 has 0.4 M parameters; the transformer (d 256, 3 layers) 2.4 M plus its patches and head.
 
-Outputs are bounded softly. A clamp has no gradient outside its bounds: an output that has run away stays
-there, and the loss does not show it. `bound * tanh(x / bound)` bounds as well and pulls it back.
+Outputs may be bounded (`output_bound`), by default softly. A clamp has no gradient outside its bounds: an output
+that left them stays there, and the loss does not show it. `bound * tanh(x / bound)` has a gradient that pulls it back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stoker.recipes.tabular.options import BoundMode, TabularOptions
 def bound_outputs(values: torch.Tensor, bound: float | None, mode: BoundMode) -> torch.Tensor:
     """Return outputs within plus or minus `bound`, in float32.
 
-    "soft" keeps a gradient as long as float32 can tell tanh from 1 (up to 9 times the bound) and is
-    within 4 % of x for x below a third of the bound. "clamp" is there to compare with.
+    "soft" has a gradient as long as float32 can tell tanh from 1 (up to 9 times the bound). For x below
+    a third of the bound it is within 4 % of x. "clamp" exists for comparison.
     """
     values = values.float()
     if bound is None:
@@ -38,7 +38,7 @@ def bound_outputs(values: torch.Tensor, bound: float | None, mode: BoundMode) ->
 
 
 def set_gain(module: nn.Module, gain: float) -> None:
-    """Initialise all matrices by Xavier's rule times `gain`, and all biases of such layers to 0."""
+    """Initialise the matrices of linear and attention layers by Xavier's rule times `gain`, their biases to 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.xavier_uniform_(part.weight, gain)
@@ -50,7 +50,7 @@ def set_gain(module: nn.Module, gain: float) -> None:
 
 
 class RowMlp(nn.Sequential):
-    """Linear, GELU and dropout per hidden layer, then a linear output; windows are laid flat."""
+    """Linear, GELU and dropout per hidden layer, then a linear output; windows are flattened."""
 
     def __init__(
         self, num_inputs: int, hidden: Sequence[int], num_outputs: int, dropout: float
@@ -77,7 +77,7 @@ class PatchTransformer(nn.Module):
                 f"1 to {window}",
                 f"patch={max(1, window // 4)}, stride={max(1, window // 8)}",
             )
-        # The first patch may begin before a window that the stride does not divide: its first row fills it up.
+        # If patches do not fill the window exactly, the first patch begins before it, filled with its first row.
         count = -(-(window - self.patch) // self.stride) + 1
         self.missing = self.patch + (count - 1) * self.stride - window
         width = options.d_model
@@ -116,7 +116,7 @@ class PatchTransformer(nn.Module):
 
 
 def make_scaler(options: TabularOptions, facts: Facts) -> RobustScale:
-    """Return the scaler of a model's inputs, before it is fitted."""
+    """Return the scaler of a model's inputs, not yet fitted."""
     num_columns = facts["num_features"] + facts["is_series"]
     return RobustScale(
         np.zeros(num_columns),
@@ -128,14 +128,14 @@ def make_scaler(options: TabularOptions, facts: Facts) -> RobustScale:
 
 
 class TabularModel(nn.Module):
-    """Scaling, a network, bounded outputs; and the way back to the units of the targets."""
+    """Input scaling, a network, and bounded outputs; `predict` converts them to the units of the targets."""
 
     target_center: torch.Tensor
     target_scale: torch.Tensor
     classes: torch.Tensor
 
     def __init__(self, options: TabularOptions, facts: Facts) -> None:
-        """Make it with initial weights. What is fitted on training samples (the buffers) leaves all as it is."""
+        """Make the model with initial weights. Buffers that are fitted later start as the identity."""
         super().__init__()
         num_outputs, num_ramps = facts["num_outputs"], facts.get("num_ramps", 0)
         num_columns, window = facts["num_features"] + facts["is_series"], facts["window"] or 1
@@ -152,7 +152,7 @@ class TabularModel(nn.Module):
         self.bound = options.output_bound
         self.bound_mode = options.output_bound_mode
         self.is_classifier = facts["is_classifier"]
-        # The targets' own numbers for the classes; or how values were scaled.
+        # Target values of the classes; or center and scale of regression targets.
         classes = np.zeros(num_outputs, np.int64) if self.is_classifier else np.zeros(0, np.float32)
         units = () if self.is_classifier else (num_outputs,)
         self.register_buffer("classes", torch.from_numpy(classes))

@@ -1,12 +1,12 @@
-"""The tabular recipe: classes or values from rows or windows of numbers.
+"""The tabular recipe: predicts classes or values from rows or windows of numbers.
 
-Enters: a store with dense features `(n, F)` or `(n, T, F)`, or a series; a plain HDF5 file will do.
-Leaves: a `Job`. Costs: the quality gate's look (only where no pack has looked), one read of the
+Enters: a store with dense features `(n, F)` or `(n, T, F)`, or a series; also a plain HDF5 file.
+Leaves: a `Job`. Costs: the quality gate (only for data that `stoker pack` did not check), one read of the
 targets and of up to 200,000 rows; seconds.
 
-The gate stands in front: what would overflow is refused with the gate's own findings and what to
-type. Inputs are scaled in the model by numbers fitted on training rows; outputs are bounded so that
-they keep a gradient; the rate follows the batch size. Each decision is in the job's notes.
+The quality gate first refuses values that would overflow, with its findings and what to type. The model
+scales its inputs by numbers fitted on training rows; outputs can be bounded without losing their gradient; the
+learning rate follows the batch size. Each decision is in the job's notes.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class TabularRecipe(Recipe):
         )
 
     def from_settings(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `training.*` says about weights and outputs, and the samples per update."""
+        """Return the options that `training.*` sets for weights and outputs, and the samples per update."""
         asked = {
             key.rpartition(".")[2]: settings.get(key)
             for key in self.uses
@@ -154,11 +154,11 @@ class TabularRecipe(Recipe):
         return {"batch_size": given.get("batch_size", together), **asked}
 
     def describe(self, job: Job) -> dict[str, Any]:
-        """Return the sizes of inputs and outputs, and which network it is."""
+        """Return the sizes of inputs and outputs, and the kind of network."""
         return dict(job.facts)
 
     def rebuild(self, options: TabularOptions, facts: Facts) -> Rebuilt:
-        """Return the network; scalers and classes come with the weights."""
+        """Return the network; scalers and classes are restored with the weights."""
         (field,) = facts["inputs"]
         inputs = Inputs(field, facts["is_series"], facts["window"], facts["num_features"], "")
         return Rebuilt(TabularModel(options, facts), [field], inputs.read, TabularModel.predict)
@@ -166,7 +166,7 @@ class TabularRecipe(Recipe):
     def open_raw(
         self, given: Any, made: Rebuilt, facts: Facts, told: Mapping[str, Any]
     ) -> RawReader | None:
-        """Return the rows of a table, for a model that was trained on one."""
+        """Open rows of a table, for a model that was trained on a packed table of rows."""
         if "table" not in facts or facts["window"] is not None:
             return None
         scaler = cast(TabularModel, made.model).scaler
@@ -178,7 +178,7 @@ class TabularRecipe(Recipe):
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: TabularOptions, facts: Facts
     ) -> Array | None:
-        """Return the targets of a store's rows: places of the classes, or values."""
+        """Return the targets of a store's rows: class indices, or values."""
         if options.target_field not in store.fields:
             return None
         values = store.gather(options.target_field, samples)
@@ -192,7 +192,7 @@ class TabularRecipe(Recipe):
         return found
 
     def export_layout(self, made: Rebuilt, facts: Facts) -> Layout:
-        """Return rows or windows as the store has them; a series has a gap flag beside each row."""
+        """Return inputs for rows or windows as stored; a series also has a gap flag for each row."""
         (field,) = facts["inputs"]
         rows = () if facts["window"] is None else (int(facts["window"]),)
         names = facts["columns"][field]
@@ -249,7 +249,7 @@ def _make_model(
     goal: Classify | Regress,
     options: TabularOptions,
 ) -> tuple[TabularModel, dict[str, Any], str]:
-    """Return the network with initial weights and all that is fitted, its facts, and what it is in words."""
+    """Return the network with initial weights, scaler and ramps fitted; its facts; and a note."""
     windowed = inputs.window is not None
     name = {"auto": "patchtst" if windowed else "mlp"}.get(options.model, options.model)
     require(
