@@ -63,7 +63,7 @@ class FakeEvent:
 class FakeSlab(staging._Slab):
     """Ordinary memory."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, _device: torch.device) -> None:
         self.num_bytes = num_bytes
         self._bytes = np.zeros(num_bytes, np.uint8)
         self.memory = torch.from_numpy(self._bytes)

@@ -20,6 +20,7 @@ import torch
 from torch import distributed
 from torch.utils.data import (
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     TensorDataset,
@@ -171,6 +172,8 @@ def _instead(name: str, value: Any) -> str:
     if name == "sampler" and isinstance(value, list | range) and len(value) <= _MOST_TYPED:
         return f"samples={sorted(set(value))}"
     advice = _SAMPLERS.get(type(value).__name__, f"leave {name} out")
+    if isinstance(value, DistributedSampler) and value.shuffle:
+        advice = f"shuffle=True, {advice}"
     if isinstance(value, RandomSampler | WeightedRandomSampler):
         data = value.data_source if isinstance(value, RandomSampler) else value.weights
         if len(value) != len(data):

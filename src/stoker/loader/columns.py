@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from stoker.display import command, nearest
-from stoker.errors import InputError
+from stoker.errors import CorruptError, InputError
 from stoker.plan.facts import FieldFacts, StoreFacts, even_chunks, store_facts
 from stoker.store.arrays import StoredArray
 from stoker.store.fields import Array, SplitCodes
@@ -41,6 +41,7 @@ class Values:
         shape: Shape of one row.
         dtype: Type of a value, in native byte order.
         pieces: `(first row, end row, open)` per shard; `open()` returns its array and opens the shard if needed.
+        is_packed: Whether stoker wrote all shards; their rows are contiguous then.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Values:
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
     pieces: Sequence[tuple[int, int, Callable[[], StoredArray]]]
+    is_packed: bool = False
 
     @cached_property
     def row_bytes(self) -> int:
@@ -56,10 +58,17 @@ class Values:
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[StoredArray, int, int, int]]:
         """Yield `(array, first, end, offset)` per shard touched: rows of the array, and their place in the range."""
-        for low, high, array in self.pieces:
+        for open_array, first, last, offset in self.closed_spans(start, stop):
+            yield open_array(), first, last, offset
+
+    def closed_spans(
+        self, start: int, stop: int
+    ) -> Iterator[tuple[Callable[[], StoredArray], int, int, int]]:
+        """Yield the same with functions that return the arrays: their shards are not opened yet."""
+        for low, high, open_array in self.pieces:
             first, last = max(start, low), min(stop, high)
             if first < last:
-                yield array(), first - low, last - low, first - start
+                yield open_array, first - low, last - low, first - start
 
 
 @dataclass(frozen=True)
@@ -259,7 +268,8 @@ def _values(store: Store, dataset: str, name: str, shape: Sequence[int], dtype: 
         pieces.append((base, base + rows, partial(_open_array, shard, dataset)))
         base += rows
     native = np.dtype(dtype).newbyteorder("=")
-    return Values(name, base, tuple(shape), native, pieces)
+    is_packed = all(shard.info is not None for shard in store.shards)
+    return Values(name, base, tuple(shape), native, pieces, is_packed)
 
 
 def _open_array(shard: Shard, dataset: str) -> StoredArray:
@@ -272,8 +282,17 @@ def _ragged(store: Store, name: str, samples: Array) -> Column:
     starts = np.empty(store.num_samples, dtype=np.int64)
     lengths = np.empty(store.num_samples, dtype=np.int64)
     first = base = 0
-    for shard in store.shards:
+    for number, shard in enumerate(store.shards):
         offsets = shard.whole(f"{name}/offsets")
+        num_rows = values.pieces[number][1] - values.pieces[number][0]
+        if int(offsets[0]) < 0 or int(offsets[-1]) > num_rows or (np.diff(offsets) < 0).any():
+            # Checksums hold packed ones; a plain file may have been cut off while it was written.
+            raise CorruptError(
+                f"{shard.path}: the offsets of {name!r} go from {offsets[0]} to {offsets[-1]}, and there are "
+                f"{num_rows:,} rows.",
+                "offsets that rise, within the rows",
+                "write the file again: its writer may have been stopped",
+            )
         last = first + len(offsets) - 1
         starts[first:last] = offsets[:-1] + base
         lengths[first:last] = np.diff(offsets)

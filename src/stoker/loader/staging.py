@@ -30,6 +30,8 @@ import mmap
 import queue
 import threading
 import time
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +43,9 @@ import torch
 
 from stoker.loader.columns import Values
 from stoker.plan.budget import MAX_READERS, SLAB_BYTES, SPARE_SLABS
-from stoker.store.arrays import StoredArray
+from stoker.store.arrays import OpenFile, StoredArray
 from stoker.store.fields import Array
+from stoker.units import format_bytes
 
 _POLL_SECONDS = 0.2
 _NUM_TABLES = 4
@@ -166,10 +169,12 @@ class Upload:
 
 
 class _Piece(NamedTuple):
-    """Rows that one thread reads in one call, at most a slab: `array[low:high]` to byte `at` of `target`."""
+    """Rows that one thread reads in one call, at most a slab: `open()[low:high]` to byte `at` of `target`."""
 
     upload: Upload
-    array: StoredArray
+    open: Callable[
+        [], StoredArray
+    ]  # opened when it is read: a store may have more shards than files may be open
     low: int
     high: int
     target: torch.Tensor
@@ -209,6 +214,8 @@ class Uploader:
         self._recent: deque[Upload] = deque(maxlen=2)
         self._slabs: queue.SimpleQueue[_Slab] | None = None
         self._num_made = 0
+        # Files that are read past the page cache; not kept open by this.
+        self._direct: list[weakref.ref[OpenFile]] = []
         self._ready: deque[tuple[_Piece, _Slab]] = deque()
         self._queueing = threading.Lock()
         # Two streams in turn: a new upload makes its stream wait for its target, and must not delay the
@@ -289,25 +296,29 @@ class Uploader:
         self.release()
 
     def release(self) -> None:
-        """Unpin the slabs; blocks until the copies out of them are done. A later upload makes new ones."""
+        """Unpin the slabs and read files through the page cache again; blocks until the last copies are done.
+
+        A later upload makes new slabs.
+        """
+        for file in filter(None, (self._direct.pop()() for _ in range(len(self._direct)))):
+            file.direct = False
         while self._slabs is not None and not self._slabs.empty():
             self._slabs.get().release()
         self._slabs, self._num_made = None, 0
 
     def _cut(
         self, copies: Sequence[Copy]
-    ) -> Iterator[tuple[StoredArray, int, int, torch.Tensor, int, int]]:
+    ) -> Iterator[tuple[Callable[[], StoredArray], int, int, torch.Tensor, int, int]]:
         """Cut the copies at shard boundaries and into pieces of at most a slab."""
         for copy in copies:
             row_bytes = copy.values.row_bytes
             rows = max(1, self._slab_bytes // max(1, row_bytes))
             target = copy.target.view(-1).view(torch.uint8)
-            for array, first, last, at in copy.values.spans(copy.start, copy.stop):
-                array.file.direct = self.once
+            for open_array, first, last, at in copy.values.closed_spans(copy.start, copy.stop):
                 for low in range(first, last, rows):
                     count = min(rows, last - low)
                     where = (at + low - first) * row_bytes
-                    yield array, low, low + count, target, where, count * row_bytes
+                    yield open_array, low, low + count, target, where, count * row_bytes
 
     def _drain(self) -> None:
         """Process pieces until the queue is empty; runs in a reader thread.
@@ -336,8 +347,15 @@ class Uploader:
                 else:
                     piece.upload.count_piece(None)
 
+    def _open(self, piece: _Piece) -> StoredArray:
+        array = piece.open()
+        if self.once and not array.file.direct:
+            array.file.direct = True
+            self._direct.append(weakref.ref(array.file))
+        return array
+
     def _read_into_place(self, piece: _Piece) -> None:
-        array, end = piece.array, piece.at + piece.num_bytes
+        array, end = self._open(piece), piece.at + piece.num_bytes
         memory = piece.target.numpy()[piece.at : end].view(array.dtype)
         array.read_into(
             piece.low, piece.high, memory.reshape(piece.high - piece.low, *array.shape[1:])
@@ -347,7 +365,7 @@ class Uploader:
         assert self._slabs is not None
         slab = self._slabs.get()
         try:
-            array = piece.array
+            array = self._open(piece)
             host = slab.array((piece.high - piece.low, *array.shape[1:]), array.dtype)
             array.read_into(piece.low, piece.high, host)
         except BaseException:
@@ -391,7 +409,7 @@ class Uploader:
             return
         size = max(self._slab_bytes, *(copy.values.row_bytes for copy in copies))
         self._slabs = self._slabs or queue.SimpleQueue()
-        for slab in self._pool.map(lambda _: _Slab(size), range(missing)):
+        for slab in self._pool.map(lambda _: _Slab(size, self.device), range(missing)):
             self._slabs.put(slab)
         self._num_made += missing
 
@@ -433,7 +451,7 @@ class TableUploader:
         if slab is None or slab.num_bytes < num_bytes:
             if slab is not None:
                 slab.release()
-            slab = _Slab(max(_LEAST_TABLE_BYTES, 1 << (num_bytes - 1).bit_length()))
+            slab = _Slab(max(_LEAST_TABLE_BYTES, 1 << (num_bytes - 1).bit_length()), self._device)
         host = slab.array((len(rows), len(rows[0])), rows[0].dtype)
         for number, row in enumerate(rows):
             host[number] = row
@@ -463,13 +481,23 @@ class _Slab:
     456 ms for 1 GB on an H200.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
+        self._device = device
         self._map = mmap.mmap(-1, num_bytes)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._bytes[::4096] = 0  # touch every page, so that registering need not fault them in
-        status = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, num_bytes, 0)
+        # In a thread that has not chosen a device, the call would make a context on the first GPU: of every rank.
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, num_bytes, 0)
         self._pinned = int(status) == 0
+        if not self._pinned:
+            warnings.warn(
+                f"{format_bytes(num_bytes)} of host memory could not be pinned ({status}): copies to the GPU are "
+                "slower. See: ulimit -l; free -h",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.memory = torch.from_numpy(self._bytes)
         # blocking=True sleeps: sixteen threads that spin on events take the cores of the training loop.
         self.free = torch.cuda.Event(blocking=True)
@@ -487,4 +515,5 @@ class _Slab:
         """Unpin the memory; waits for the last copy out of it."""
         self.free.synchronize()
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+            with torch.cuda.device(self._device):
+                torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)

@@ -81,15 +81,15 @@ def _take_back(free: dict[str, list[mmap.mmap]], name: str, buffer: mmap.mmap) -
 
 
 def can_read_straight(columns: Sequence[Column], mode: Mode) -> bool:
-    """Whether batches are ranges of rows that can be read by position, in disk order. May open every shard."""
+    """Whether batches are ranges of rows that can be read by position, in disk order; opens no packed shard."""
     if mode not in ("sequential", "time") or any(column.kind != "dense" for column in columns):
         return False
     rising = all(bool((np.diff(column.starts) == 1).all()) for column in columns)
     return rising and all(
-        array().location.layout == "contiguous"
+        values.is_packed
+        or all(open_array().location.layout == "contiguous" for _, _, open_array in values.pieces)
         for column in columns
         for values in column.values
-        for _, _, array in values.pieces
     )
 
 

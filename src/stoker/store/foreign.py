@@ -1,7 +1,7 @@
-"""Files of others: what a file is by its first bytes, and what to type for it.
+"""Files of other programs: what a file is by its first bytes, and what to type for it.
 
 Enters: the path of a file that is no store and no HDF5 file, or no table. Leaves: its kind in words with a command that
-reads or converts it, or None where the bytes say nothing. Costs: one read of 16 kB.
+reads or converts it, or None if the bytes do not tell. Costs: one read of 16 kB.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,22 +35,32 @@ _OPENERS: dict[bytes, Callable[..., Any]] = {
 
 
 class Foreign(NamedTuple):
-    """What a file is, to be read after "is", and what to type for it."""
+    """What a file is, in words that follow "is", and what to type for it."""
 
     what: str
     fix: str
 
 
 def identify_file(path: Path) -> Foreign | None:
-    """Return what a file is that is no HDF5 file, and how to go on; None for what may be a damaged one."""
+    """Return the kind of a file that is not HDF5, and what to type; None if it may be a damaged HDF5 file."""
     head = _read_head(path)
     return name_kind(path) or (_other(path, head) if head else None)
 
 
 def name_kind(path: Path) -> Foreign | None:
-    """Return the kind of a file, if its first bytes tell, and how to go on; None for a table of text."""
+    """Return the kind of a file by its first bytes, and what to type; None for a table of text."""
     head = _read_head(path)
     return _archive(path, head) or _binary(path, head) or text_kind(path, head)
+
+
+def unused_beside(path: Path, suffix: str) -> str:
+    """Return a path beside a file, with another suffix, that no other file has: what is typed must replace none."""
+    made = path.with_suffix(suffix)
+    for number in count(2):
+        if not made.exists():
+            break
+        made = path.with_name(f"{path.stem}-{number}{suffix}")
+    return str(made)
 
 
 def _read_head(path: Path) -> bytes:
@@ -61,7 +72,7 @@ def _read_head(path: Path) -> bytes:
 
 
 def _archive(path: Path, head: bytes) -> Foreign | None:
-    """Tell of archives, and of what is compressed."""
+    """Recognise archives and compressed files."""
     unpack = command("tar", "--extract", "--file", path)
     if head[_TAR_MARK] == b"ustar":
         return Foreign(TAR, unpack)
@@ -89,39 +100,43 @@ def _archive(path: Path, head: bytes) -> Foreign | None:
 
 
 def _binary(path: Path, head: bytes) -> Foreign | None:
-    """Tell of files that are no text."""
-    if head.startswith((b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM")) or head[8:12] == b"WEBP":
+    """Recognise binary files, and XML."""
+    # Marks of letters only may begin the names of a table's columns, such as "BMI,age"; text holds no zero byte.
+    is_text = b"\0" not in head
+    is_bitmap = head.startswith((b"GIF8", b"BM")) and not is_text
+    is_picture = head.startswith((b"\xff\xd8\xff", b"\x89PNG")) or head[8:12] == b"WEBP"
+    if is_picture or is_bitmap:
         return Foreign("a picture", command("stoker", "pack", "images", path.parent, "OUT"))
     if head.startswith(b"RIFF") and head[8:12] == b"WAVE":
         code = (
-            f"import scipy.io.wavfile, numpy; numpy.save({str(path.with_suffix('.npy'))!r}, "
+            f"import scipy.io.wavfile, numpy; numpy.save({unused_beside(path, '.npy')!r}, "
             f"scipy.io.wavfile.read({str(path)!r})[1])"
         )
         return Foreign("a sound", command("python3", "-c", code))
-    if head.startswith(b"CDF"):
+    if head.startswith(b"CDF") and not is_text:
         copy = path.with_name(f"{path.stem}-4{path.suffix}")
         return Foreign("netCDF of version 3", command("nccopy", "-k", "nc4", path, copy))
-    if head.startswith(b"GRIB"):
+    if head.startswith(b"GRIB") and not is_text:
         return Foreign(
-            "GRIB", command("grib_to_netcdf", "-k", "4", "-o", path.with_suffix(".nc"), path)
+            "GRIB", command("grib_to_netcdf", "-k", "4", "-o", unused_beside(path, ".nc"), path)
         )
     if head.startswith(b"MATLAB 5.0") or (path.suffix.lower() == ".mat" and _is_matlab_4(head)):
         code = (
             f"import scipy.io, numpy; d = scipy.io.loadmat({str(path)!r}); "
-            f"numpy.savez({str(path.with_suffix('.npz'))!r}, **{{n: v for n, v in d.items() if n[0] != '_'}})"
+            f"numpy.savez({unused_beside(path, '.npz')!r}, **{{n: v for n, v in d.items() if n[0] != '_'}})"
         )
         return Foreign("a MATLAB file of before 7.3", command("python3", "-c", code))
-    if head.startswith(b"ORC"):
+    if head.startswith(b"ORC") and not is_text:
         return Foreign("an ORC file", _by_arrow(path, "import pyarrow.orc as o", "o.read_table"))
     if head.startswith(b"Obj\x01"):
         code = (
             f"import polars; polars.read_avro({str(path)!r})"
-            f".write_parquet({str(path.with_suffix('.parquet'))!r})"
+            f".write_parquet({unused_beside(path, '.parquet')!r})"
         )
         return Foreign("an Avro file", command("python3", "-c", code))
     if head.startswith(b"\xd0\xcf\x11\xe0"):
         return Foreign("an Excel workbook", _by_pandas(path, "read_excel"))
-    if head.startswith(b"SQLite"):
+    if head.startswith(b"SQLite format 3\0"):
         return Foreign(
             "an SQLite database",
             f"{command('sqlite3', '-csv', '-header', path, 'SELECT * FROM NAME')} > rows.csv",
@@ -134,7 +149,7 @@ def _binary(path: Path, head: bytes) -> Foreign | None:
 
 
 def _is_matlab_4(head: bytes) -> bool:
-    """Tell by the header of the first matrix: type, rows, columns, whether complex, bytes of its name."""
+    """Check the header of the first matrix: type, rows, columns, whether complex, bytes of its name."""
     if len(head) < 20:
         return False
     return any(
@@ -151,7 +166,7 @@ def _is_matlab_4(head: bytes) -> bool:
 
 
 def _other(path: Path, head: bytes) -> Foreign | None:
-    """Tell text that may be a table from bytes that nobody here knows; None for what is named like HDF5."""
+    """Tell text, which may be a table, from unknown bytes; None if name or content point to HDF5."""
     if path.suffix.lower() in _HDF5_SUFFIXES or b"\x89HDF" in head:
         return None
     if b"\x00" not in head or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -168,7 +183,7 @@ def _pickled(path: Path) -> Foreign:
 
 
 def text_kind(path: Path, head: bytes) -> Foreign | None:
-    """Tell of texts that are no table of cells: JSON, and numbers by their places as LIBSVM has them."""
+    """Recognise texts that are no tables of cells: JSON, and LIBSVM's `place:number` pairs."""
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"{"):
         with suppress(ValueError):
@@ -181,7 +196,7 @@ def text_kind(path: Path, head: bytes) -> Foreign | None:
     if cells and all(_is_placed(cell) for line in cells for cell in line[:20]):
         code = (
             f"import numpy, sklearn.datasets; x, y = sklearn.datasets.load_svmlight_file({str(path)!r}); "
-            f"numpy.savez({str(path.with_suffix('.npz'))!r}, features=x.toarray(), targets=y)"
+            f"numpy.savez({unused_beside(path, '.npz')!r}, features=x.toarray(), targets=y)"
         )
         return Foreign("in the format of LIBSVM", command("python3", "-c", code))
     return None
@@ -196,12 +211,12 @@ def _is_placed(cell: bytes) -> bool:
 
 
 def _by_arrow(path: Path, module: str, read: str) -> str:
-    made = str(path.with_suffix(".parquet"))
+    made = unused_beside(path, ".parquet")
     code = f"{module}, pyarrow.parquet as p; p.write_table({read}({str(path)!r}), {made!r})"
     return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'table', made, 'OUT')}"
 
 
 def _by_pandas(path: Path, read: str) -> str:
-    made = str(path.with_suffix(".csv"))
+    made = unused_beside(path, ".csv")
     code = f"import pandas; pandas.{read}({str(path)!r}).to_csv({made!r}, index=False)"
     return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'table', made, 'OUT')}"

@@ -28,6 +28,7 @@ import numpy as np
 from stoker import bounds
 from stoker.display import command, first_names, nearest
 from stoker.errors import StoreError
+from stoker.store.foreign import unused_beside
 from stoker.store.hdf5 import (
     check_claims,
     check_readable,
@@ -40,9 +41,9 @@ from stoker.store.hdf5 import (
 )
 from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
-_MOST_BYTES = 8  # of a number: torch has no longer ones
+_MOST_BYTES = 8  # per number: torch has no longer types
 _CLEAR_SHARE = 0.99
-"""Share of the bytes from which on the longest arrays are the samples, beside a few constants."""
+"""The longest arrays are the samples if they have at least this share of the bytes."""
 _MOST_NAMES = 4
 _MOST_LENGTHS = 6
 _FEW = 8  # values that an attribute may have for other reasons: one for each dimension, for example
@@ -54,9 +55,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """What a caller chose of a file."""
+    """The part of a file that the caller chose."""
 
-    group: str | None = None  # only what is in this group, by its names there
+    group: str | None = None  # only datasets in this group, by their names there
     fields: tuple[str, ...] = ()  # only these arrays; they must have the same number of rows
     rows: int | None = None  # only arrays with this many rows
 
@@ -69,8 +70,7 @@ class Selection:
 class PlainFile(NamedTuple):
     """A plain file as a store; `notes` tell what else a user should know.
 
-    `paths` lead from a dataset of a shard to that of the file, where the names differ; `aside` says why others are
-    none.
+    `paths` maps each dataset of the shard to that of the file; `aside` says why other datasets are no fields.
     """
 
     manifest: Manifest
@@ -83,7 +83,7 @@ def describe_plain_file(path: Path, chosen: Selection = Selection()) -> PlainFil
     """Return what a plain file holds; reads no data.
 
     Raises:
-        StoreError: Nothing to read, or no telling which dimension counts samples; with what to type.
+        StoreError: The file has no numeric array, or it is unclear which dimension counts samples.
     """
     with open_hdf5(path) as file, named_damage(path):
         arrays, aside, aliases = _find_arrays(file)
@@ -441,10 +441,10 @@ def _number_type(shape: Shape, dtype: np.dtype[Any]) -> tuple[Shape, str] | str:
 
 
 def _walk(file: h5py.File) -> Iterator[tuple[bytes, Any]]:
-    """Yield every dataset once, by name: its path and identifier; and links: where they lead to.
+    """Yield path and identifier of every dataset once, and path and target of other links.
 
-    In place of the identifier stands, as bytes, the path that a second name leads to; and as text, what is to be said
-    of a link that is not followed. h5py's own walk recurses in C, and groups 20,000 deep end the process.
+    Instead of an identifier, bytes are the path that a second name leads to, and text is a remark on a link that is
+    not followed. h5py's own walk recurses in C, and groups 20,000 deep end the process.
     """
     h5o, name = h5py.h5o, file.filename
     seen = {h5o.get_info(file.id).addr: b""}
@@ -495,7 +495,7 @@ def _links(group: Any, name: str) -> list[Any]:
 
 
 def _led_to(group: Any, link: bytes, kind: int) -> bytes | str:
-    """Return where a soft link leads to; of other links, what is to be said."""
+    """Return the target of a soft link, as bytes; for other links a remark, as text."""
     if kind == h5py.h5l.TYPE_SOFT:
         return bytes(group.links.get_val(link))
     if kind == h5py.h5l.TYPE_EXTERNAL:
@@ -527,8 +527,8 @@ class Sparse:
     data: str  # dataset of the values; `indices` of their columns, `indptr` of the offsets
     indices: str
     indptr: str
-    num_rows: int  # of the compressed dimension
-    shape: tuple[int, ...] | None  # as the file says, or None
+    num_rows: int  # length of the compressed dimension
+    shape: tuple[int, ...] | None  # as stated in the file, or None
     by_columns: bool  # whether the file says that columns are compressed (csc)
 
     def note(self) -> str:
@@ -608,9 +608,9 @@ def recognise(
         fix = command("stoker", "inspect", path, "--group", sparse[0].group)
         return Foreign("it holds several sparse matrices, each with samples of its own", fix)
     if _is_matlab(path, file):
-        copy = path.with_suffix(".npz")
+        made = unused_beside(path, ".npz")
         code = (
-            f"import h5py, numpy; f = h5py.File({str(path)!r}); numpy.savez({str(copy)!r}, "
+            f"import h5py, numpy; f = h5py.File({str(path)!r}); numpy.savez({made!r}, "
             "**{n: d[()].T for n, d in f.items() if getattr(d, 'dtype', None) and d.dtype.kind in 'biuf' "
             "and 'MATLAB_empty' not in d.attrs})"
         )
@@ -625,8 +625,8 @@ def recognise(
     for inner in _some_groups(file, arrays):
         attributes = file[inner].attrs
         if "pandas_type" in attributes:
-            copy = path.with_suffix(".parquet")
-            code = f"import pandas; pandas.read_hdf({str(path)!r}, {inner!r}).to_parquet({str(copy)!r})"
+            made = unused_beside(path, ".parquet")
+            code = f"import pandas; pandas.read_hdf({str(path)!r}, {inner!r}).to_parquet({made!r})"
             why = (
                 f"it is a pandas file: the values of {inner!r} are apart from their columns' names"
             )

@@ -33,7 +33,7 @@ import numpy as np
 from stoker.display import quoted
 from stoker.errors import InputError
 from stoker.store.fields import Array
-from stoker.store.repairs import escape_name
+from stoker.store.repairs import drop_option, escape_name
 from stoker.store.row_sketch import FIRST_ROWS
 from stoker.store.table_stats import (
     BIN_2_TO_16,
@@ -229,9 +229,7 @@ class _Column:
         return f"--repair {quoted(f'{text}@{escape_name(self._name)}')}"
 
     def _drop(self) -> str:
-        if self._name == str(self._column):  # arrays have numbers for names, and no --drop
-            return "leave the column out of the array"
-        return f"drop the column: --drop {quoted(self._name)}"
+        return _without_column(self._name, self._column)
 
     def _found(
         self, name: FindingName, severity: Severity, count: int, rows: tuple[int, ...], what: str, remedy: str,
@@ -322,7 +320,8 @@ class _Column:
             yield code, self._found("missing-code", "warn", count, rows, what, remedy, is_whole)
 
     def _without_code(self, code: str, share: float) -> str:
-        if self._stats.field == "targets":
+        is_array = self._stats.columns[0] == "0"
+        if self._stats.field == "targets" and not is_array:
             budget = math.ceil(100 * share)
             typed = f"--missing-code {quoted(code)} --on-bad quarantine --bad-budget {budget}%"
             return f"if so, leave these rows out: {typed}"
@@ -380,6 +379,11 @@ def _spelled(code: float, stats: TableStats) -> str:
         if kind in (np.float32, np.float64)
         else f"{code:.0f}"
     )
+
+
+def _without_column(name: str, column: int) -> str:
+    option = drop_option(name, column)
+    return f"drop the column: {option}" if option else "leave the column out of the array"
 
 
 def _is_table(stats: TableStats) -> bool:
@@ -456,7 +460,7 @@ def _leaks(stats: TableStats, target: TableStats) -> list[Finding]:
                     f"correlates {correlation:+.6f} with {_shown(label)} of {_shown(target.field)}"
                     f" over {format_count(num_rows)} sampled rows"
                 )
-                remedy = f"drop the column: --drop {quoted(name)}, unless it is known in time"
+                remedy = f"{_without_column(name, column)}, unless it is known in time"
                 findings.append(
                     Finding(
                         name="label-leak", field=stats.field, column=name, column_index=column, count=num_rows,

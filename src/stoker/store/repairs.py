@@ -266,13 +266,18 @@ def _fit(spec: RepairSpec, sample: Array, columns: Sequence[str]) -> FittedRepai
             raise InputError(
                 f"column {name!r} has no finite value to fit {str(spec)!r} on.",
                 "a column with at least one number",
-                f"--drop {quoted(name)}",
+                drop_option(name, place) or "leave the column out of the array",
             )
         least, most, note = _fit_column(spec, values)
         low.append(least)
         high.append(most)
         notes += [f"{name}: {note}"] if note else []
     return FittedRepair(spec, chosen, tuple(low), tuple(high), tuple(notes))
+
+
+def drop_option(name: str, column: int) -> str | None:
+    """Return the option of `stoker pack` that drops a column; arrays have numbers for names, and no such option."""
+    return None if name == str(column) else f"--drop {quoted(name)}"
 
 
 def _fit_column(spec: RepairSpec, values: Array) -> tuple[float, float, str]:

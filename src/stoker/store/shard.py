@@ -8,8 +8,11 @@ and 0.1 ms per dataset, once.
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +27,28 @@ from stoker.store.arrays import OpenFile, Stamp, StoredArray
 from stoker.store.fields import Array, Dense, FieldData, Ragged, Series, ShardData, attribute_of
 from stoker.store.hdf5 import Location, check_bounds, find_node, locate, named_damage, open_hdf5
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
+
+
+class _OpenShards:
+    """The local shards that were opened, oldest first: a store may have more than a process may have open files."""
+
+    def __init__(self) -> None:
+        self._shards: deque[weakref.ref[Shard]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, shard: Shard) -> None:
+        """Remember a shard that is about to be opened; release the oldest beyond half of the limit of this process."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = max(1, limit // 2) if limit != resource.RLIM_INFINITY else len(self._shards) + 1
+        with self._lock:
+            self._shards.append(weakref.ref(shard))
+            for _ in range(len(self._shards) - most):
+                oldest = self._shards.popleft()()
+                if oldest is not None:  # one that is being opened again is in the queue again
+                    oldest.release()
+
+
+_OPEN = _OpenShards()
 
 
 class Shard:
@@ -166,6 +191,8 @@ class Shard:
             self._file = OpenFile(self.path, self._fetch(self._check_copy))
         elif self._file is None:
             self._check_file()
+            if self.info is not None:  # what is opened again is held against the manifest
+                _OPEN.add(self)
             self._file = OpenFile(self.path)
             self._stamp = self._file.opened_as
         file = self._file

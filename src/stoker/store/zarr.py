@@ -6,7 +6,7 @@ when the folder is opened, a file per chunk when rows are read.
 
 Decoded here, by any thread: no compression, zlib, gzip, zstd; chunks in shards (`sharding_indexed`), whose index is
 compared with its checksum and kept. Other codecs, blosc above all, need the package numcodecs. Transposed arrays, and
-types that numpy has not, are left aside by name. Checksums of chunks (crc32c) are taken off and not compared.
+types that numpy does not have, are left aside by name. Checksums of chunks (crc32c) are taken off and not compared.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from typing import Any, cast
 import numpy as np
 
 from stoker import bounds
-from stoker.display import command
+from stoker.display import command, look_in
 from stoker.errors import CorruptError, StoreError, install_command
 from stoker.store.arrays import OpenFile, Stamp, StoredArray
 from stoker.store.fields import Array
+from stoker.store.foreign import unused_beside
 from stoker.store.hdf5 import Chunk, Location, inflate, unzstd
 from stoker.store.manifest import BLOCK_BYTES
 from stoker.store.plain import PlainFile, Selection, find_sparse, select
 from stoker.store.shard import Shard
 from stoker.strict_json import parse_json
 
-_NAMES = ("zarr.json", ".zarray", ".zgroup")
+_ARRAY_NAMES = ("zarr.json", ".zarray")
+_NAMES = (*_ARRAY_NAMES, ".zgroup")
 _CHUNK_SLACK = 64 << 10
 _NO_CHUNK = (1 << 64) - 1  # offset and size of a chunk that is not in its shard
 
 Decode = Callable[[Any, int], Any]
-"""Called with the bytes of a chunk and the number that must come out."""
+"""Called with the bytes of a chunk and the number of bytes that must come out."""
 
 
 def is_zarr(folder: Path) -> bool:
@@ -52,7 +54,7 @@ class Sharding:
     """How chunks lie in a shard: one file for many of them, with an index of (offset, bytes) pairs."""
 
     counts: tuple[int, ...]  # chunks of a shard along each axis
-    dtype: np.dtype[Any]  # of the index
+    dtype: np.dtype[Any]  # type of the index
     is_checked: bool  # a crc32c follows the index
     at_end: bool  # the index stands at the end of the file, not at its start
 
@@ -67,7 +69,7 @@ class ZarrArray:
     """One array, as its metadata describes it."""
 
     folder: Path  # where its chunks are
-    shape: tuple[int, ...]  # of the array
+    shape: tuple[int, ...]  # shape of the array
     dtype: np.dtype[Any]  # as stored
     chunks: tuple[int, ...]  # shape of a chunk; chunks at the edges have it too
     fill: Any  # value of chunks that are not there
@@ -117,7 +119,7 @@ class ZarrFolder:
 
 
 class _UnusableError(Exception):
-    """Why an array is no field."""
+    """An array cannot be a field; the message says why."""
 
 
 def open_zarr(path: Path, chosen: Selection) -> tuple[PlainFile, Shard]:
@@ -125,9 +127,9 @@ def open_zarr(path: Path, chosen: Selection) -> tuple[PlainFile, Shard]:
     folder = ZarrFolder(path)
     arrays = {name: (each.shape, each.dtype.str) for name, each in folder.arrays.items()}
     if not arrays and folder.aside:
-        copy = path.absolute().with_suffix(".h5")
+        copy = unused_beside(path.absolute(), ".h5")
         code = (
-            f"import h5py, zarr; z = zarr.open({str(path)!r}, mode='r'); f = h5py.File({str(copy)!r}, 'w'); "
+            f"import h5py, zarr; z = zarr.open({str(path)!r}, mode='r'); f = h5py.File({copy!r}, 'w'); "
             "[f.create_dataset(n, data=a[...]) for n, a in (z.members(max_depth=None) if hasattr(z, 'members') "
             "else [('features', z)]) if getattr(a, 'dtype', None) is not None and a.dtype.kind in 'biuf']"
         )
@@ -138,12 +140,15 @@ def open_zarr(path: Path, chosen: Selection) -> tuple[PlainFile, Shard]:
         )
     made = select(path, folder, arrays, folder.aside, find_sparse(folder, arrays), chosen)
     sources = {part: folder.arrays[name] for part, name in made.paths.items()}
+    opened = {array.folder: _Metadata(array.folder) for array in sources.values()}
     for array in sources.values():
         what = f"{array.folder}: one chunk, {array.chunks} of {array.dtype},"
         bounds.CHUNK.check(array.chunk_bytes, what, command("ls", array.folder), StoreError)
 
     def make() -> dict[str, StoredArray]:
-        return {part: _ChunkFiles(part, array) for part, array in sources.items()}
+        return {
+            part: _ChunkFiles(part, array, opened[array.folder]) for part, array in sources.items()
+        }
 
     return made, Shard(path, None, {}, BLOCK_BYTES, make=make)
 
@@ -333,17 +338,33 @@ def _codec(name: str, options: Mapping[str, Any]) -> Decode:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class _NoFile:
-    """In the place of an open file: a chunk is a file of its own."""
+class _Metadata:
+    """The file with an array's metadata, in the place of `OpenFile`: each chunk is a file of its own.
+
+    Whoever writes or removes the array writes or removes this file too. Without it a chunk that is not there would
+    be one that holds the fill value.
+    """
 
     direct = False
-    opened_as = Stamp(0, 0, 0, 0)
+
+    def __init__(self, folder: Path) -> None:
+        self._path = next(
+            (folder / name for name in _ARRAY_NAMES if (folder / name).is_file()), folder
+        )
+        self.opened_as = self.stamp()
+
+    def stamp(self) -> Stamp:
+        """Return the stamp of the file that has this name now."""
+        try:
+            return Stamp.of(self._path.stat())
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
 
 
 class _ChunkFiles(StoredArray):
     """Rows of one array, a file per chunk."""
 
-    def __init__(self, name: str, array: ZarrArray) -> None:
+    def __init__(self, name: str, array: ZarrArray, metadata: _Metadata) -> None:
         counts = [-(-n // size) for n, size in zip(array.shape, array.chunks, strict=True)]
 
         def chunks_at(row: int) -> list[Chunk]:
@@ -362,7 +383,7 @@ class _ChunkFiles(StoredArray):
             chunks_at=chunks_at,
             num_chunks=math.prod(counts),  # those that are not there have the fill value
         )
-        super().__init__(cast(OpenFile, _NoFile()), location, None, BLOCK_BYTES)
+        super().__init__(cast(OpenFile, metadata), location, None, BLOCK_BYTES)
         self._array = array
         # One entry for each shard that was read: 16 bytes a chunk.
         self._indices: dict[Path, Array | None] = {}
@@ -385,6 +406,7 @@ class _ChunkFiles(StoredArray):
     def _read_chunk(self, chunk: Chunk) -> Array:
         array, size = self._array, self._array.chunk_bytes
         path, stored = self._stored(chunk)
+        self._check_unwritten()
         if stored is None:
             return np.full(array.chunks, array.fill, dtype=array.dtype)
         raw: Any = stored
@@ -452,11 +474,13 @@ def _read_at(path: Path, offset: int, num_bytes: int) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise StoreError(
-            f"{path} cannot be read: {error.strerror}.",
-            "a readable file",
-            command("ls", "-l", path),
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path} cannot be read: {error.strerror}.", "a readable file", look_in(path.parent, "-l")
+    )
 
 
 _CRC32C = []

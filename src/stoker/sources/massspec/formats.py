@@ -1,11 +1,11 @@
 """Spectrum files of other formats, turned into MSP once: MGF, MassBank records, SDF with peaks, mzML, folders of them.
 
-Enters: a file or a folder. Leaves: an MSP file in the scratch folder, which the one engine then reads in parallel, and
-what was refused. Every record carries `source_file` and `source_line`, so that messages name the file that was given.
+Enters: a file or a folder. Leaves: an MSP file in the scratch folder, which the MSP reader then reads in parallel, and
+refusals. Every record carries `source_file` and `source_line`, so that messages name the file that was given.
 Costs: one pass in one process, about 10 MB/s of text; disk for the MSP.
 
-The format is told by the content, not by the name. Of a folder all files that are spectra are read, in the order of
-their names; other files are ignored and counted.
+The format is detected by the content. Of a folder all files with the ending of a spectrum format are read, in the order
+of their names; other files are ignored and counted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from stoker.ownership import always, writing
 from stoker.sources.msp import Record, SpectrumBatch, read_msp, write_msp
 from stoker.sources.msp.blocks import is_gzip
 from stoker.sources.msp.keys import SYNONYM, fold_header, is_field_key, spell
-from stoker.store.foreign import name_kind
+from stoker.store.foreign import name_kind, unused_beside
 
 SpectrumFormat = Literal["msp", "mgf", "massbank", "sdf", "mzml"]
 SDF_RECORD = "sdf_record"
 """Metadata key: number of the record in the SDF, from 0; its own MOL block is the structure."""
 
-UNREADABLE = "unreadable record"  # kind of refused records of which nothing was taken
+UNREADABLE = "unreadable record"  # kind of records refused as a whole
 LINE_IN_RECORD = "line in a record"  # kind of refused lines of records that were taken
 _HEAD_BYTES = 1 << 16
 _ENDINGS = {".msp", ".msl", ".mgf", ".txt", ".sdf", ".sd", ".mzml"}
@@ -65,7 +65,7 @@ _MASSBANK_KEYS = {
 
 @dataclass
 class Converted:
-    """An MSP made of other files, and what was not taken: `num_unread` records are among `refused`.
+    """An MSP made of other files, and what was refused: `num_unread` of `refused` are records.
 
     `structures` is the SDF whose records hold the structures; None where there is none.
     """
@@ -106,7 +106,7 @@ def as_msp(path: Path, scratch: Path) -> Converted:
                 counts[form] += len(batch.records)
                 yield batch
 
-    # Written again when a pack is resumed: what was refused is found on the way.
+    # Written again when a pack is resumed, because writing it collects the refusals.
     with (
         writing(made.path, always) as temporary,
         temporary.open("x", encoding="utf-8", newline="\n") as stream,
@@ -131,7 +131,7 @@ def _refuse_other(plain: Path, path: Path) -> None:
         return
     read = {"XML": "load_from_mzxml", "JSON": "load_from_json"}.get(other.what if other else "")
     read = read if read != "load_from_mzxml" or b"<mzXML" in start else None
-    made = str(path.with_suffix(".mgf"))
+    made = unused_beside(path, ".mgf")
     code = (
         f"from matchms.importing import {read} as load; from matchms.exporting import save_as_mgf as save; "
         f"save(list(load({str(path)!r})), {made!r})"
@@ -161,7 +161,7 @@ def _ending(path: Path) -> str:
 
 
 def format_of(path: Path, named: Path | None = None) -> SpectrumFormat:
-    """Tell the format of an uncompressed file by its first 64 KiB, and by its ending where these are empty."""
+    """Detect the format of an uncompressed file by its first 64 KiB; endings decide for .sdf and .sd only."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     text = head.decode("latin-1").lstrip("\ufeff \t\r\n\x00")
@@ -202,7 +202,7 @@ def _spectrum_files(folder: Path, ignored: Counter[str]) -> list[Path]:
 
 
 def _name_of(paths: Iterable[Path]) -> str:
-    """Return a name for what is made of some files: another one when a file changes."""
+    """Return a name for the output made of some files; it changes when a file changes."""
     digest = xxhash.xxh3_64()
     for path in paths:
         stat = path.stat()
@@ -235,7 +235,7 @@ def _uncompressed(path: Path, scratch: Path) -> Path:
 
 @dataclass
 class _Draft:
-    """A record while it is read: `key: value` lines and peaks; or a line of a file that belongs to none."""
+    """A record while it is read: `key: value` lines and peaks; or a line outside any record."""
 
     line: int
     fields: list[str] = field(default_factory=list)
@@ -243,12 +243,12 @@ class _Draft:
     intensity: list[float] = field(default_factory=list)
     size: int = 0
     problem: str = ""
-    kind: str = UNREADABLE  # of the problem
+    kind: str = UNREADABLE  # kind of the problem
     extra: dict[str, str] = field(default_factory=dict)
 
     def add(self, key: str, value: str) -> None:
         value = " ".join(value.split())
-        # A count of peaks is the writer's own, and a key that is none could not be read back.
+        # The writer adds the count of peaks itself; an invalid key could not be read back.
         if value and is_field_key(key.encode()) and spell(key).kind <= SYNONYM:
             self.fields.append(f"{key}: {value}")
 
@@ -269,7 +269,7 @@ class _Draft:
         RECORD.check(self.size, f"{path}: the record of line {self.line}", "cut the file")
 
     def find_problem(self) -> str:
-        """Return why the record cannot be read; nothing for one that can."""
+        """Return why the record cannot be read, or ""."""
         mz, intensity = np.array(self.mz), np.array(self.intensity)
         if self.problem or not len(mz):
             return self.problem
@@ -282,10 +282,10 @@ class _Draft:
         return ""
 
     def spectrum(self, path: Path) -> SpectrumBatch:
-        """Return the record of a file as `write_msp` takes it."""
+        """Return the record as `write_msp` takes it."""
         folded = fold_header(self.fields, strict=False)
         assert folded is not None
-        # Names of keys that a comment or an item made up may not be readable again.
+        # Keys taken from a comment or an item may be invalid, and could not be read back.
         meta = {
             key: value
             for key, value in folded[0].items()
@@ -311,7 +311,7 @@ def _taken(drafts: Iterable[_Draft], path: Path, made: Converted) -> Iterator[Sp
 
 
 def _read_again(plain: Path, path: Path, made: Converted) -> Iterator[SpectrumBatch]:
-    """Read an MSP of a folder, and note where each record stands."""
+    """Read an MSP of a folder, and note the position of each record."""
     for batch in read_msp(plain):
         made.refused.extend(
             replace(each, file=str(path), kind=LINE_IN_RECORD) for each in batch.refused
@@ -336,7 +336,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 # -- formats -------------------------------------------------------------------------------------
-# Readers of the text of a file, whose name for people is `path`.
+# Readers of one file each: `plain` is read, `path` is its name in messages.
 
 
 def _read_mgf(plain: Path, path: Path) -> Iterator[_Draft]:
@@ -508,7 +508,7 @@ def _read_mzml(plain: Path, path: Path) -> Iterator[_Draft]:
                 )
             elif tag == "chromatogram":
                 element.clear()
-    except SourceError:  # a spectrum that claims more than the limit of one record
+    except SourceError:  # a spectrum that claims to exceed the limit of one record
         raise
     except (ElementTree.ParseError, ValueError) as error:  # no whole XML, or a number that is none
         raise SourceError(
@@ -553,7 +553,7 @@ def _spectrum(
         for accession, (value, unit) in terms.items():
             if accession in _TERMS and value:
                 key = _TERMS[accession]
-                # Only of a time the unit is worth keeping.
+                # The unit matters for times only.
                 text = f"{value} {unit}".strip() if key == "retention_time" else value
                 meta.setdefault(key, text)
             elif accession in _MODES:
