@@ -727,10 +727,10 @@ def place(loader):
         "DataLoader(list(range(9)), shuffle=True, sampler=RandomSampler(9))",
         "PrefetchingDataLoader()",
         "quantize_dynamic(torch.nn.Linear(3, 2), dtype=torch.float16)",
-        "Normalize((0.5,), (0.5,)).apply(torch.randn(3, 8, 8))",
-        "RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))",
+        "Normalize((0.5, 0.5), (0.5, 0.5)).apply(torch.randn(3, 8, 8))",
     )
     + [
+        Case("RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))", COMPAT, into="RandomCrop"),
         Case(
             "pass\nloader.load_batch_async(0, batch)",
             COMPAT + "; loader.load_batch_async(0, batch)",
