@@ -266,6 +266,13 @@ PYTHON: dict[str, list[Case]] = {
             + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
         ),
         Case(
+            "Compose.from_torchvision([RandomRotation(9, expand=True)])",
+            PICTURES + "\nclass RandomRotation:\n"
+            "    center, fill = None, 0\n"
+            "    def __init__(self, angle, expand): self.degrees, self.expand = [-angle, angle], expand\n"
+            "    def __call__(self, image): return image",
+        ),
+        Case(
             "Compose([Function(function, phase='geometry')])(images, masks)",
             PICTURES + "masks = torch.zeros(2, 8, 8).long()",
             into="Compose",
