@@ -266,6 +266,13 @@ PYTHON: dict[str, list[Case]] = {
             + "v2 = SimpleNamespace(Compose=list, RandomHorizontalFlip=type('RandomHorizontalFlip', (), {'p': 0.5}))",
         ),
         Case(
+            "Compose.from_torchvision([RandomRotation(9, expand=True)])",
+            PICTURES + "\nclass RandomRotation:\n"
+            "    center, fill = None, 0\n"
+            "    def __init__(self, angle, expand): self.degrees, self.expand = [-angle, angle], expand\n"
+            "    def __call__(self, image): return image",
+        ),
+        Case(
             "Compose([Function(function, phase='geometry')])(images, masks)",
             PICTURES + "masks = torch.zeros(2, 8, 8).long()",
             into="Compose",
@@ -727,10 +734,10 @@ def place(loader):
         "DataLoader(list(range(9)), shuffle=True, sampler=RandomSampler(9))",
         "PrefetchingDataLoader()",
         "quantize_dynamic(torch.nn.Linear(3, 2), dtype=torch.float16)",
-        "Normalize((0.5,), (0.5,)).apply(torch.randn(3, 8, 8))",
-        "RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))",
+        "Normalize((0.5, 0.5), (0.5, 0.5)).apply(torch.randn(3, 8, 8))",
     )
     + [
+        Case("RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))", COMPAT, into="RandomCrop"),
         Case(
             "pass\nloader.load_batch_async(0, batch)",
             COMPAT + "; loader.load_batch_async(0, batch)",

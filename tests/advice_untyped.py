@@ -32,7 +32,7 @@ UNTYPED: dict[str, str] = {
     "cli/plan.py: '--ram 32GB'": "needs a machine that does not say how much RAM it has",
     "cli/train.py: 'leave --gpus out'": "needs processes that torchrun has started",
     "compat/basics.py: 'buffer = allocator.alloc_pinned(host.numel()); buffer.copy_(host)'": "needs a GPU",
-    "compat/massspec_memory.py: command('stoker', 'verify', arguments[0])": "needs a process that the system ends while it measures",
+    "compat/massspec_memory.py: '--samples 10, to see whether fewer fit'": "needs a process that the system ends while it measures",
     "compat/max_batch.py: f\"model.to('{device}')\"": "needs a model on two devices, and so a GPU",
     "doctor/outside.py: command('ps', '-ef')": "lists what runs; which process is meant, only its owner knows",
     "doctor/trace.py: command('df', '-h', out.parent)": "needs a disk without room or write permission",

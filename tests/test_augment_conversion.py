@@ -46,6 +46,7 @@ JITTER = stand_in(
     "ColorJitter", brightness=(0.6, 1.4), contrast=(0.6, 1.4), saturation=None, hue=(-0.1, 0.1)
 )
 NORMALIZE = stand_in("Normalize", **IMAGENET)
+NORMALIZE_1 = stand_in("Normalize", mean=[0.5], std=[0.5])
 
 
 @pytest.mark.parametrize(
@@ -156,9 +157,16 @@ def test_what_we_do_not_have_is_called_image_by_image_and_said():
     ("transform", "why"),
     [
         (stand_in("Resize", size=[8]), "shorter side"),
+        (stand_in("Resize", size=8), "shorter side"),  # v1 keeps the number
+        (stand_in("Resize", size=None, max_size=8), "longer side"),
         (stand_in("RandomCrop", size=(8, 8), padding=[1, 2, 1, 2], fill=0), "differs by side"),
         (stand_in("RandomCrop", size=(8, 8), padding=2, padding_mode="edge", fill=0), "'edge'"),
-        (stand_in("RandomRotation", degrees=[0, 9], expand=True, center=None, fill=0), "expand"),
+        (stand_in("RandomErasing", p=1.0, scale=(0.1, 0.2), ratio=(1, 2), value=None), "random"),
+        (
+            stand_in("RandAugment", num_ops=2, magnitude=9, num_magnitude_bins=31, fill=[127]),
+            "fill",
+        ),
+        (stand_in("TrivialAugmentWide", num_magnitude_bins=31, fill=127), "fill"),
         (stand_in("RandomRotation", degrees=[0, 9], expand=False, center=None, fill=127), "fill"),
         (stand_in("GaussianBlur", kernel_size=(3, 5), sigma=1.0), "not square"),
         (
@@ -174,6 +182,126 @@ def test_options_that_we_do_not_have_are_named(transform, why):
     (told,) = Compose.from_torchvision(listed(transform)).conversion
     assert told.how == "image by image"
     assert why in told.note
+
+
+def test_what_differs_is_told():
+    policy = {"num_magnitude_bins": 31, "interpolation": "InterpolationMode.NEAREST", "fill": None}
+    grey = stand_in("Grayscale", num_output_channels=1)
+    compose = Compose.from_torchvision(
+        [
+            stand_in("Resize", size=[8, 8], interpolation=3),
+            stand_in("RandAugment", num_ops=2, magnitude=9, **policy),
+            stand_in("TrivialAugmentWide", **policy),
+            grey,
+        ]
+    )
+    assert [one.note for one in compose.conversion] == [
+        "bilinear instead of bicubic",
+        "bilinear instead of nearest",
+        "bilinear instead of nearest",
+        "3 equal channels for RGB instead of 1",
+    ]
+    images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    settled = Compose.from_torchvision([grey]).validation()
+    assert len(settled.ops) == 1, "Grayscale is not random"
+    assert torch.equal(settled(images)[:, 0], settled(images)[:, 2])
+    half = stand_in("RandomApply", p=0.5, transforms=[grey])
+    assert Compose.from_torchvision([half]).validation().ops == ()
+
+
+# -- image by image ----------------------------------------------------------------------------------
+
+
+def odd(name, call, **attributes):
+    """A transform that computes `call(image)`."""
+    made = stand_in(name, **attributes)
+    type(made).__call__ = lambda self, image: call(image)
+    return made
+
+
+def to_size(height, width):
+    return lambda image: torch.nn.functional.interpolate(image[None], (height, width))[0]
+
+
+@pytest.mark.parametrize(
+    ("transform", "size", "validated"),
+    [
+        (odd("Resize", to_size(6, 9), size=6), (6, 9), (6, 9)),
+        (odd("Resize", to_size(5, 7), size=[6], max_size=7), (4, 7), None),
+        (odd("Resize", to_size(4, 6), size=None, max_size=6), (4, 6), (4, 6)),
+        (odd("Pad", to_size(10, 14), padding=1), (10, 14), (10, 14)),
+        (odd("Pad", to_size(14, 14), padding=[1, 3]), (14, 14), (14, 14)),
+        (odd("Pad", to_size(14, 16), padding=[1, 2, 3, 4]), (14, 16), (14, 16)),
+        (
+            odd("RandomCrop", to_size(5, 6), size=(5, 6), padding=(1, 2), pad_if_needed=False),
+            (5, 6),
+            (5, 6),
+        ),
+        (
+            odd("RandomCrop", to_size(9, 9), size=(9, 9), padding=None, pad_if_needed=True),
+            (9, 9),
+            (9, 9),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "__dict__") else str(value),
+)
+def test_a_transform_called_image_by_image_may_change_the_size(transform, size, validated):
+    images = torch.randint(0, 256, (3, 3, 8, 12), dtype=torch.uint8)
+    compose = Compose.from_torchvision(listed(transform, stand_in("CenterCrop", size=(4, 4)), FLIP))
+    assert compose.conversion[0].how == "image by image"
+    if validated is None:
+        with pytest.raises(
+            InputError, match=r"Resize made \(3, 5, 7\) .* of an image \(3, 8, 12\)"
+        ):
+            compose(images)
+        return
+    assert compose.ops[0].out_size((8, 12)) == size
+    assert compose(images).shape == (3, 3, 4, 4)
+    alone = Compose.from_torchvision([transform])
+    assert alone(images).shape == (3, 3, *size)
+    assert alone.validation()(images).shape == (3, 3, *validated)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16])
+def test_what_stands_before_the_conversion_to_float_is_given_bytes(dtype):
+    seen = []
+
+    def fill(image):
+        seen.append(image)
+        return image.new_full(image.shape, 51 if image.dtype == torch.uint8 else 0.2)
+
+    filling = odd("RandomPerspective", fill, fill=51)
+    to_float = [] if dtype is None else [stand_in("ToDtype", dtype=dtype, scale=True)]
+    images = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    made = Compose.from_torchvision([filling, *to_float, NORMALIZE_1])(images)
+    assert torch.allclose(made.float(), torch.full((1, 1, 16, 16), -0.6), atol=1e-3)
+    if dtype is not None:
+        assert torch.equal(seen[0], images[0])
+    Compose.from_torchvision([*to_float, filling])(images)
+    assert seen[-1].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("transform", "told"),
+    [
+        (stand_in("RandomRotation", degrees=[0, 9], expand=True, center=None, fill=0), "expand"),
+        (stand_in("FiveCrop", size=(4, 4)), "FiveCrop gives the images"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_what_gives_images_sizes_of_their_own_is_refused(transform, told):
+    with pytest.raises(InputError, match=told):
+        Compose.from_torchvision([FLIP, transform])
+
+
+def test_masks_stay_with_values_and_are_refused_where_pixels_may_move():
+    images = torch.randint(0, 100, (2, 3, 8, 8), dtype=torch.uint8)
+    masks = images[:, 0].long()
+    still = stand_in("RandomApply", p=0.5, transforms=[stand_in("RandomSolarize"), JITTER])
+    assert torch.equal(Compose.from_torchvision([JITTER, still])(images, masks)[1], masks)
+    moving = Compose.from_torchvision([JITTER, stand_in("RandomPerspective")])
+    with pytest.raises(InputError, match="masks with RandomPerspective"):
+        moving(images, masks)
 
 
 def test_erasing_behind_normalize_and_grayscale_are_stages():
@@ -202,7 +330,16 @@ def test_erasing_behind_normalize_and_grayscale_are_stages():
             listed(stand_in("RandomSolarize"), FLIP),
             None,
         ),
-        (listed(JITTER, stand_in("RandomSolarize"), FLIP), "which is called image by image"),
+        (
+            listed(
+                JITTER,
+                stand_in("RandomGrayscale", p=1.0),
+                stand_in("RandomSolarize"),
+                stand_in("RandomErasing", p=1.0, scale=(0.1, 0.2), ratio=(1, 2), value=0),
+                FLIP,
+            ),
+            r"behind Function\(RandomSolarize.* which is called image by image",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_refused(given, told):

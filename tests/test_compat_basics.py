@@ -312,6 +312,38 @@ def test_crops_of_the_padded_image_reach_every_corner_and_refuse_what_is_too_lar
         RandomCrop(6, padding=1).apply(image)
 
 
+@pytest.mark.parametrize("kind", [torch.tensor, np.array], ids=["torch", "numpy"])
+@pytest.mark.parametrize("shape", [(1, 4, 5), (40, 1, 4, 5)], ids=["image", "batch"])
+def test_values_outside_of_the_usual_range_are_transformed_as_those_inside(kind, shape):
+    image = torch.arange(20.0).view(1, 4, 5) * 9 - 3
+    given = image.expand(shape)
+    kept = kind(given.tolist())
+    assert torch.equal(torch.as_tensor(Normalize(3.0, 2.0).apply(kept)).float(), (given - 3) / 2)
+    with pytest.raises(InputError, match="mean has 2 numbers and the images have 1 channels"):
+        Normalize((1, 2), (1, 2)).apply(kept)
+
+    padded = torch.nn.functional.pad(image, (2,) * 4, mode="reflect")
+    windows = {
+        tuple(window.flatten().tolist())
+        for window in padded.unfold(1, 3, 1).unfold(2, 4, 1).flatten(0, 2)
+    }
+    crop = RandomCrop((3, 4), padding=2, padding_mode="reflect")
+    made = torch.as_tensor(crop.apply(kept)).float()
+    assert made.shape == (*shape[:-2], 3, 4)
+    assert {tuple(one.flatten().tolist()) for one in made.view(-1, 12)} <= windows
+    with pytest.raises(InputError, match="a reflected padding of 4 on an image of 4x5"):
+        RandomCrop(3, padding=4, padding_mode="reflect").apply(kept)
+    with pytest.raises(InputError, match="a crop of 9x9 from an image of 4x5 with padding 1"):
+        RandomCrop(9, padding=1).apply(kept)
+
+
+def test_each_image_of_a_batch_has_draws_of_its_own_whatever_its_values():
+    batch = torch.arange(20.0).view(1, 1, 4, 5).repeat(60, 1, 1, 1)
+    made = Compose([RandomCrop(3), RandomHorizontalFlip()]).apply(batch)
+    seen = {tuple(one.flatten().tolist()) for one in made}
+    assert len(seen) > 6, "2 x 3 windows, each both ways"
+
+
 def test_compose_applies_in_sequence_to_images_of_a_dataset():
     transform = Compose([RandomCrop(32, padding=4), RandomHorizontalFlip(), Normalize(MEAN, STD)])
     made = transform.apply(torch.rand(3, 32, 32))

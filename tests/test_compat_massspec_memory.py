@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from stoker.compat.massspec_memory import (
     TrainingUse,
     bench_memory,
     judge,
+    measure_dataset,
     project_all,
     report_lines,
 )
@@ -227,6 +229,14 @@ def test_the_command_as_json(library, capsys, monkeypatch):
     monkeypatch.setattr("stoker.compat.massspec_memory.bench_memory", lambda *a, **k: made)
     app(["bench", "memory", "--msp", "x.msp", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(made.to_json()))
+
+
+def test_a_process_that_the_system_ends_names_no_folder_that_is_gone(monkeypatch):
+    ended = subprocess.CompletedProcess([], -9, stdout="", stderr="Killed")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **named: ended)
+    with pytest.raises(StokerError, match="ended with -9") as refused:
+        measure_dataset("/tmp/stoker-memory-1/whole", "lazy")
+    assert refused.value.fix.startswith("--samples 10")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from stoker.augment import guard
-from stoker.augment.definition import Op, Opcode, Phase, Program, Size, check_size
+from stoker.augment.definition import Op, Opcode, Program, Size, check_size
 from stoker.augment.geometry import CenterCrop, RandomResizedCrop, Resize
 from stoker.augment.ops import check_order, encode_tape, make_program, split_program
 from stoker.augment.position import Position, Positioned
@@ -488,7 +488,7 @@ class Compose(Positioned):
         """Raise if points cannot be moved as the images are."""
         _check_params(params)
         for op in self._stages:
-            if op.phase == Phase.GEOMETRY or op.moves:
+            if op.moves:
                 raise InputError(
                     f"{what} with {op!r}, whose geometry is no matrix of the Compose.",
                     f"{what} with the geometry ops of stoker.augment",

@@ -356,6 +356,7 @@ def split_program(
             group, size = [], program.out_size
         if op is not None and not op.idle():
             parts.append(op)
+            size = op.out_size(size)
     return tuple(parts)
 
 

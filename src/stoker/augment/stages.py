@@ -1,6 +1,7 @@
 """Stages: work between the fused parts of a Compose. Your own functions, RandAugment, TrivialAugment.
 
-Enters: float images in [0, 1], masks, and uniform numbers of each sample. Leaves: images and masks of the same shape.
+Enters: float images in [0, 1], masks, and uniform numbers of each sample. Leaves: images and masks, of the same shape
+unless a stage's `out_size` says otherwise.
 Costs what its torch operations cost, and one read and one write of the batch more, because the fused kernel stops
 before a stage and another one starts behind it.
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -32,8 +33,11 @@ class Stage(Op):
     """Base of the ops that the fused kernel does not know."""
 
     opcode = Opcode.STAGE
-    moves: ClassVar[bool] = False
-    """Whether it moves pixels although its phase is not geometry."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether it moves pixels; masks, boxes and keypoints would have to move with them."""
+        return self.phase == Phase.GEOMETRY
 
     @property
     def num_rows(self) -> int:
@@ -119,7 +123,7 @@ class Function(Stage):
     ) -> Pair:
         """Call the function for all samples; those whose gate is closed keep their values."""
         gate, u = uniforms[:, 0, 0] < self.p, uniforms[:, 0, 1:]
-        if self.phase == Phase.GEOMETRY and masks is not None:
+        if self.moves and masks is not None:
             if self.masks is None:
                 raise InputError(
                     f"masks with {self!r}, which moves images only.",

@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.display import command
 from stoker.errors import InputError, StokerError
 from stoker.lifetime import child_environment
 from stoker.ownership import temporary_folder
@@ -249,8 +248,8 @@ def _in_new_process(task: str, *arguments: str | None) -> dict[str, Any]:
     if done.returncode:
         raise StokerError(
             f"the process that measures memory ended with {done.returncode}:",
-            "a process that can open the store",
-            command("stoker", "verify", arguments[0]),
+            "a process that reads the samples, and memory for them",
+            "--samples 10, to see whether fewer fit",
             done.stderr[-2000:].splitlines(),
         )
     values: dict[str, Any] = parse_json(done.stdout.splitlines()[-1])

@@ -17,7 +17,6 @@ import torch
 from stoker import augment
 from stoker.augment.compose import Compose as FusedCompose
 from stoker.augment.definition import Op
-from stoker.errors import InputError
 
 
 class Transform(ABC):
@@ -66,6 +65,16 @@ def _host_apply(image: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return change(image)
 
 
+def _host_draw(image: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply `change`, which draws, to the image, or to each image of a batch."""
+
+    def change_each(values: torch.Tensor) -> torch.Tensor:
+        is_batch = values.dim() == 4 and len(values) > 0
+        return torch.stack([change(each) for each in values]) if is_batch else change(values)
+
+    return _host_apply(image, change_each)
+
+
 class Normalize(augment.Normalize):
     """`(x - mean) / std` per channel."""
 
@@ -75,14 +84,8 @@ class Normalize(augment.Normalize):
             return super().apply(image)
 
         def change(values: torch.Tensor) -> torch.Tensor:
-            means: Any = self.mean
-            if values.shape[-3] != len(means):
-                raise InputError(
-                    f"an image of {values.shape[-3]} channels for {len(means)} means.",
-                    "as many means and deviations as channels",
-                    f"Normalize({[0.5] * values.shape[-3]}, {[0.5] * values.shape[-3]})",
-                )
-            mean, std = (torch.tensor(each)[:, None, None] for each in (self.mean, self.std))
+            pair = self.for_channels(values.shape[-3])
+            mean, std = (torch.tensor(each, device=values.device)[:, None, None] for each in pair)
             return (values.float() - mean) / std
 
         return _host_apply(image, change)
@@ -95,12 +98,21 @@ class RandomHorizontalFlip(augment.RandomHorizontalFlip):
         """Return the image, or its mirror image."""
         if _is_usual(image):
             return super().apply(image)
-        is_flipped = float(torch.rand(())) < self.p
-        return _host_apply(image, lambda values: values.flip(-1) if is_flipped else values.clone())
+
+        def change(values: torch.Tensor) -> torch.Tensor:
+            return values.flip(-1) if float(torch.rand(())) < self.p else values.clone()
+
+        return _host_draw(image, change)
+
+
+def _reflected(side: int, pad: int) -> torch.Tensor:
+    """Return the pixel of each place from `-pad` to `side + pad`, reflected at the border."""
+    places = torch.arange(-pad, side + pad).abs()
+    return side - 1 - (side - 1 - places).abs()
 
 
 class RandomCrop(augment.RandomCrop):
-    """A window of `size` anywhere in the image with `padding` zeros around it."""
+    """A window of `size` anywhere in the image with `padding` pixels around it: zeros, or the reflected image."""
 
     def apply(self, image: Any, /) -> Any:
         """Return the window."""
@@ -108,21 +120,18 @@ class RandomCrop(augment.RandomCrop):
             return super().apply(image)
 
         def change(values: torch.Tensor) -> torch.Tensor:
-            size: Any = self.size
-            height, width = size if isinstance(size, tuple) else (size, size)
-            pad: Any = self.padding
-            padded = torch.nn.functional.pad(values, (pad, pad, pad, pad))
+            before, pad = (values.shape[-2], values.shape[-1]), self.padding
+            height, width = self.out_size(before)
+            if self.reflects:  # by index: torch's reflected padding takes no integers
+                rows, columns = (_reflected(side, pad) for side in before)
+                padded = values[..., rows[:, None], columns]
+            else:
+                padded = torch.nn.functional.pad(values, (pad, pad, pad, pad))
             free = padded.shape[-2] - height, padded.shape[-1] - width
-            if min(free) < 0:
-                raise InputError(
-                    f"a window of {height} x {width} in an image of {tuple(padded.shape[-2:])}, padding included.",
-                    "a window that fits",
-                    f"RandomCrop({min(padded.shape[-2:])}, padding={pad})",
-                )
             top, left = (int(torch.randint(0, each + 1, ())) for each in free)
             return padded[..., top : top + height, left : left + width].clone()
 
-        return _host_apply(image, change)
+        return _host_draw(image, change)
 
 
 class _Chain(Transform):
