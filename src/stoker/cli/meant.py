@@ -55,7 +55,7 @@ def advise(whole: Any, error: Any, typed: Sequence[str]) -> str:
     if option is not None:
         return _for_option(whole, context, option, typed)
     lacks = getattr(getattr(error, "param", None), "opts", None)
-    better = _for_words(context, typed)
+    better = _for_words(whole, context, typed)
     if not better and lacks and "Missing" in type(error).__name__:
         better = _with_option(lacks[0], typed)
     return better
@@ -90,12 +90,12 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
     return help_of and f"{help_of}: that verb has {option}"
 
 
-def _for_words(context: Any, typed: Sequence[str]) -> str:
+def _for_words(whole: Any, context: Any, typed: Sequence[str]) -> str:
     """Return the verb, the kind or the option that was meant by an unknown word."""
     here = [word for word in typed if _exists(word)]
     depth = len(context.command_path.split())
     if depth == 1:
-        return _for_verb(typed, here)
+        return _for_verb(whole, typed, here)
     known = {name for each in context.command.params for name in each.opts}
     if "--config" in known:
         return _for_training(typed, here)
@@ -107,14 +107,21 @@ def _for_words(context: Any, typed: Sequence[str]) -> str:
     return ""
 
 
-def _for_verb(typed: Sequence[str], here: Sequence[str]) -> str:
+def _for_verb(whole: Any, typed: Sequence[str], here: Sequence[str]) -> str:
     word, rest = typed[0], typed[1:]
     if word in ("help", "version"):
         return command("stoker", *rest[: word == "help"], f"--{word}")
     if word in ("init", "new", "create"):
         return command("stoker", "config", "init", *(rest or ["--help"]))
+    if Path(next(iter(rest), "")).suffix in (".yaml", ".yml") and word in ("check", "validate"):
+        return command("stoker", "config", "check", *rest)
     if verb := _by_word(_VERBS).get(word.lower()):
         return command("stoker", verb, *rest)
+    if word in ("compare", "explain"):
+        return command("stoker", "doctor", *typed)
+    for path, _ in _verbs(whole):
+        if path[-1] == word:  # a verb below another one, such as `schema`
+            return command("stoker", *path, *rest)
     if here[:1] != [word]:
         return ""
     path = Path(word)
