@@ -35,7 +35,7 @@ def predict(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model's answer for every sample of a store, or every row of raw input, under its own key.
+    """Write the model's prediction for every sample of a store, or every row of raw input, with its key.
 
     Options:
         given: Raw files, or a folder of them, like those that were packed for training; or a store.

@@ -38,7 +38,7 @@ def run_page(runs: Sequence[RunRecord], previous: RunRecord | None = None) -> st
     runs = with_unique_names(runs)
     sections = [
         Section("summary", "Summary", _summary(runs)),
-        *_per_run(runs, "worth", "Is it worth having", _worth),
+        *_per_run(runs, "worth", "Evaluation", _worth),
         *([Section("since", "Since the last run", _since(runs[0], previous))] if previous else []),
         *_per_run(runs, "findings", "Findings", _findings),
         Section("speed", "Speed", _charts(speed_charts(runs))),
