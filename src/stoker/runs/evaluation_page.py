@@ -150,7 +150,9 @@ def _importance(made: Evaluation) -> Html:
         f"<tr><td class=label>{page.name(name)}</td><td class=number>{_meter(loss, max(0.0, loss / most))}</td></tr>"
         for name, loss in top
     )
-    title = f"Importance of inputs: {page.escape(metric_words(made.compared_by[0]))} lost when permuted"
+    title = (
+        f"Importance of inputs: {page.escape(metric_words(made.compared_by[0]))} lost when permuted"
+    )
     return Html(
         f"<h3>{title}</h3><div class=scroll><table class=tight><tbody>{items}</tbody></table></div>"
     )
@@ -170,7 +172,9 @@ def _picture(example: Example, key: str) -> Html:
         several = len(example.pictures) > 1
         shown = [
             f'<span><img alt="{page.escape(name)}" src="{url}">{page.escape(name) if several else ""}</span>'
-            for name, url in ((_SHOWN.get(name, name), url) for name, url in example.pictures.items())
+            for name, url in (
+                (_SHOWN.get(name, name), url) for name, url in example.pictures.items()
+            )
             if _PICTURE.fullmatch(url)
         ]
         return Html(f'<div class="pictures">{"".join(shown)}</div>')

@@ -209,7 +209,9 @@ class ValueTable:
             {"mae": bootstrap(errors), "r2": _r2_interval(answers, wanted, mean)},
             baselines,
             groups,
-            curves=(Curve("Predicted against true values", "true value", "predicted value", lines),),
+            curves=(
+                Curve("Predicted against true values", "true value", "predicted value", lines),
+            ),
             importance=importance,
             examples=_with_inputs(
                 data,
