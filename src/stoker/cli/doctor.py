@@ -29,6 +29,7 @@ from stoker.cli.options import (
     SetOption,
     StoreOption,
     require_output,
+    require_page,
     verb,
 )
 from stoker.cli.terminal import (
@@ -145,6 +146,7 @@ def doctor(
         )
         raise InputError(given, "--config FILE, or -- and a command", _BOTH_FORMS)
     read = [config, *map(Path, command or ())]
+    require_page(how.html, "--html")
     require_output(how.html, "--html", read)
     require_output(how.out, "--out", read)
     require_output(how.apply, "--apply", read, force=how.force)

@@ -40,6 +40,13 @@ _OPTIONS = {
     "--store": "data dataset",
     "--run-dir": "output-dir save-dir out-dir logdir",
     "--gpus": "nproc-per-node devices num-gpus",
+    "--config": "recipe cfg configuration config-file yaml",
+}
+_OUTPUTS = {
+    "pack": "store",
+    "predict": "predictions.csv",
+    "export": "model.onnx",
+    "augment": "preview.png",
 }
 
 
@@ -57,6 +64,10 @@ def advise(whole: Any, error: Any, typed: Sequence[str]) -> str:
     lacks = getattr(getattr(error, "param", None), "opts", None)
     better = _for_words(whole, context, typed)
     if not better and lacks and "Missing" in type(error).__name__:
+        if lacks[0] == "out" and typed[0] in _OUTPUTS:
+            return command("stoker", *typed, _OUTPUTS[typed[0]])
+        if lacks[0] == "--window":  # the only one that is no file
+            return command("stoker", *typed, lacks[0], 64)
         better = _with_option(lacks[0], typed)
     return better
 
@@ -66,6 +77,9 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
     from stoker.config.options import LAYOUTS, SYNONYMS
     from stoker.config.tree import key_schemas
 
+    dashed = [word for word in typed if word.startswith("-") and _exists(word)]
+    if dashed:  # a file, not an option
+        return command("stoker", *(f"./{word}" if word in dashed else word for word in typed))
     known = {name for each in context.command.params for name in each.opts}
     name = option.lstrip("-").replace("-", "_")
     last = [each.name for each in context.command.params if each.param_type_name == "argument"]
@@ -85,7 +99,9 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
         value = typed[at].partition("=")[2] or next(iter(typed[at + 1 :]), "VALUE")
         return f"--set {quoted(f'{key}={value}')} instead of {option}"
     verbs = [path for path, one in _verbs(whole) if any(option in each.opts for each in one.params)]
-    verbs.sort(key=lambda path: path[0] != typed[0])  # of the same group first
+    kind = next((_kind_of(Path(word)) for word in typed if _exists(word)), "")
+    # Those of the same group first, and that for the kind of file.
+    verbs.sort(key=lambda path: (path[0] != typed[0], path[-1] != kind))
     help_of = command("stoker", *verbs[0], "--help") if verbs else ""
     return help_of and f"{help_of}: that verb has {option}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,6 +303,12 @@ def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
             f"only {files[0]} was given.",
             "input files, then the store's folder",
             command(files[0], "store/"),
+        )
+    if Path(files[-1]).is_file() and not any(map(os.path.exists, files[:-1])):
+        raise InputError(
+            f"{files[-1]} is a file, and {files[0]} does not exist.",
+            "input files, then the store's folder",
+            command(files[-1], *files[:-1]),
         )
     return tuple(files[:-1]), Path(files[-1])
 

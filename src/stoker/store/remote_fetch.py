@@ -26,6 +26,7 @@ from urllib.parse import unquote
 
 from stoker.address import MARK, host_of, is_readable, parts, repeats_secret, without_secrets
 from stoker.bounds import MANIFEST, read_within
+from stoker.display import command
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 
 SILENCE_SECONDS = 30.0  # how long a server may be silent before it counts as gone
@@ -104,7 +105,7 @@ class Remote:
             raise MissingExtraError(
                 f"{what} needs the package {module!r}, which is not installed.",
                 "an environment with the package that fsspec uses for this protocol",
-                f"pip install {module}",
+                command("pip", "install", module),
             ) from error
         except ValueError as error:
             raise InputError(
