@@ -93,6 +93,9 @@ def test_no_name_is_too_odd_to_look_for(name):
         (["x.h5"], "stoker inspect x.h5"),
         (["first"], "stoker report first"),
         (["nonsense"], None),
+        ([], None),
+        (["tune", "--seconds-per-try", "x", "--store", "folder"], None),
+        (["augment", "preview", "folder"], "stoker augment preview folder preview.png"),
         (["x" * 5000], None),
     ],
 )  # fmt: skip

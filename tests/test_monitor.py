@@ -221,7 +221,7 @@ def test_without_nvml_the_rest_is_written(tmp_path):
     lines = read_run_log(log.path)
     assert lines[1].values["gpus"] == []
     assert [line.values["text"] for line in lines if line.event == "note"] == [
-        "start NVML: Unknown Error"
+        "no GPU readings, NVML cannot be started: Unknown Error"
     ]
 
 

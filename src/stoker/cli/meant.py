@@ -57,15 +57,16 @@ def _by_word(words: Mapping[str, str]) -> dict[str, str]:
 def advise(whole: Any, error: Any, typed: Sequence[str]) -> str:
     """Return what to type instead of words that a verb does not take; "" if unknown."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
-    if context is None:
+    kind = type(error).__name__
+    if context is None or not typed or kind in ("NoArgsIsHelpError", "BadParameter"):
         return ""
     if option is not None:
         return _for_option(whole, context, option, typed)
     lacks = getattr(getattr(error, "param", None), "opts", None)
+    if kind == "MissingParameter" and lacks and lacks[0] == "out" and typed[0] in _OUTPUTS:
+        return command("stoker", *typed, _OUTPUTS[typed[0]])
     better = _for_words(whole, context, typed)
-    if not better and lacks and "Missing" in type(error).__name__:
-        if lacks[0] == "out" and typed[0] in _OUTPUTS:
-            return command("stoker", *typed, _OUTPUTS[typed[0]])
+    if not better and lacks and kind == "MissingParameter":
         if lacks[0] == "--window":  # the only one that is no file
             return command("stoker", *typed, lacks[0], 64)
         better = _with_option(lacks[0], typed)
