@@ -902,7 +902,11 @@ def place(loader):
     ],
     "config": [
         Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
-        Case("load_config({})", "from stoker.config import load_config", at="load_config({})"),
+        Case(
+            "load_config({})",
+            "from stoker.config import load_config; Path('my.yaml').touch()",
+            at="load_config({})",
+        ),
         *(
             Case(wrong, "from stoker import TrainSettings")
             for wrong in (

@@ -75,8 +75,8 @@ class Examination:
     """How long to measure, and what to write.
 
     Attributes:
-        steps: Measure so many steps; a script is ended after them.
-        seconds: A script: end it after so long. A config: the most for each measurement.
+        steps: Measure this many steps; a script is stopped after them.
+        seconds: A script: stop it after this time. A config: upper limit of each measurement.
         apply: Write the changed config, or a patch for a script, and measure again.
         force: Let --apply replace FILE.
         html: Write a page for a browser.
@@ -119,7 +119,7 @@ def doctor(
 ) -> None:
     """Find out why a training job is slow, what would help, and by how much.
 
-    Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json
+    Give a config of stoker's own, or any command after two dashes: it runs unmodified. `stoker doctor compare A.json
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
 
     Options:

@@ -84,7 +84,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise InputError(
             f"load_config was given a {type(path).__name__}.",
             "the path of a YAML file, or the name of a shipped one; a Trainer takes a mapping as its config",
-            "load_config('tabular')",
+            "load_config('my.yaml')",
         )
     config, problems = check_config(path, overrides)
     if config is None:

@@ -85,7 +85,7 @@ class Job:
         make_schedule: Optimizer and number of updates in the run to a scheduler that is stepped after
             every update; None keeps the rate.
         fields: Fields of the store to load; None is all but text.
-        order: Of the training samples.
+        order: Order of the training samples.
         lanes: For `order="lanes"`.
         plan_lanes: With `lanes`: samples of another split to lanes for them; None where there are too few.
         augmentation: For the training images, if any.
