@@ -154,7 +154,7 @@ def doctor(
         if overrides or any(given is not None for given in (store, device, how.trace)):
             raise InputError(
                 "--set, --store, --device and --trace are for a config, and a command was given.",
-                "a command with options of its own, behind --",
+                "a command with options of its own, after --",
                 "stoker doctor -- python train.py",
             )
         if as_json and how.out is None:

@@ -98,7 +98,7 @@ def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection
     if checksum and store.manifest.checksum != checksum:
         store.close()
         raise StoreError(
-            f"{folder} was packed anew while a job reads it: other samples would follow.",
+            f"{folder} was packed again while a job reads it: other samples would follow.",
             "a store that stays as it is while a job reads it",
             "pack into another folder, and start the job again",
         )

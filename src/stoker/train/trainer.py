@@ -423,7 +423,7 @@ class Trainer(Configured, Resumable, Answers):
                     self.note(
                         Note(
                             f"batch {at.num_done} of epoch {at.epoch}, in which the error was "
-                            "raised, is not in what was saved: a resumed run goes on behind it"
+                            "raised, is not in what was saved: a resumed run continues after it"
                         )
                     )
 
