@@ -136,9 +136,9 @@ def _for_verb(whole: Any, typed: Sequence[str], here: Sequence[str]) -> str:
         return command("stoker", verb, *rest)
     if word in ("compare", "explain"):
         return command("stoker", "doctor", *typed)
-    for path, _ in _verbs(whole):
-        if path[-1] == word:  # a verb below another one, such as `schema`
-            return command("stoker", *path, *rest)
+    for words, _ in _verbs(whole):
+        if words[-1] == word:  # a verb below another one, such as `schema`
+            return command("stoker", *words, *rest)
     if here[:1] != [word]:
         return ""
     path = Path(word)
