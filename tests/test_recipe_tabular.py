@@ -343,7 +343,7 @@ def test_inputs_that_cannot_be_found_are_named(classes, series):
     assert find_inputs(series, "M5", "targets").num_columns == 4  # and the gap flag
     with pytest.raises(InputError, match="'nothing' is no input"):
         make_job(classes, field="nothing")
-    with pytest.raises(InputError, match="target_field"):
+    with pytest.raises(InputError, match="Try: target_field='targets'"):
         make_job(classes, target_field="label")
 
 
