@@ -199,6 +199,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case("Loader('store', batch_size=0)"),
     ],
     "sources": [
+        Case(["pack", "arrays", "table.csv", "made"]),
         Case(["pack", "massspec", "made", "--msp", "library.msp", "--structures", "smile"]),
         Case([*BARS, "--latency", "-1"]),
         Case(["pack", "table", "tables.csv", "made"], at="tables.csv"),
