@@ -903,6 +903,16 @@ def place(loader):
     "config": [
         Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
         Case(
+            "resolve('tabular')",
+            "from stoker.config import load_config, resolve; Path('my.yaml').touch()",
+            at="resolve('tabular')",
+        ),
+        Case(
+            "load_config('tabular', overrides='training.lr=1')",
+            "from stoker.config import load_config",
+            at="overrides='training.lr=1'",
+        ),
+        Case(
             "load_config({})",
             "from stoker.config import load_config; Path('my.yaml').touch()",
             at="load_config({})",

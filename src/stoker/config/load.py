@@ -86,6 +86,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             "the path of a YAML file, or the name of a shipped one; a Trainer takes a mapping as its config",
             "load_config('my.yaml')",
         )
+    if isinstance(overrides, str):
+        raise InputError(
+            f"overrides is the text {overrides!r}.", "a list of texts", f"overrides=[{overrides!r}]"
+        )
     config, problems = check_config(path, overrides)
     if config is None:
         raise as_error(problems)
