@@ -142,25 +142,10 @@ def share_of_work(loader: LoaderFacts, seconds: float | None) -> float:
     return (seconds or 0.0) / total if total > 0 else 0.0
 
 
-def blocked_share(loader: LoaderFacts) -> float:
-    """Return the share of loading time spent waiting for a disk or network, not computing; 0 if unknown."""
-    return loader.blocked_share or 0.0
-
-
 def work_line(loader: LoaderFacts) -> str | None:
     """Return a line of evidence with the parts of loading one batch, the largest first; None if none is known."""
-    parts = {
-        "reading": loader.work.read,
-        "decoding": loader.work.decode,
-        "transforms": loader.work.transform,
-        "collating": loader.work.collate,
-        "copying": loader.work.copy,
-        "other dataset code": loader.work.other,
-    }
-    known = sorted(
-        ((s, name) for name, s in parts.items() if s and share_of_work(loader, s) > 0.02),
-        reverse=True,
-    )
+    parts = sorted(((s or 0.0, name) for name, s in loader.work.parts.items()), reverse=True)
+    known = [(s, name) for s, name in parts if share_of_work(loader, s) > 0.02]
     if not known:
         return None
     listed = ", ".join(f"{name} {milliseconds(seconds)}" for seconds, name in known)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from stoker import page
 from stoker.doctor.cases import milliseconds
 from stoker.doctor.findings import Consultation, Finding, Outcome, describe_changes
-from stoker.doctor.gains import StepShare, split_step, split_work
+from stoker.doctor.gains import StepShare, split_step
 from stoker.doctor.measurements import Measurements, TimelineSpan
 from stoker.measure.readings import Spread
 from stoker.page import Html
@@ -332,7 +332,7 @@ def _loader(measured: Measurements) -> Html:
         facts["Where"] = loader.where
     rows = [
         (words, "n/a" if seconds is None else milliseconds(seconds))
-        for words, seconds in split_work(loader.work)
+        for words, seconds in loader.work.parts.items()
     ]
     table = page.table(("work on one batch", "time"), rows, key="loader-table", numeric=(1,))
     return page.join([page.facts(facts), table])

@@ -57,9 +57,21 @@ class LoaderWork:
     other: float | None = None  # the rest of the dataset's code
 
     @property
+    def parts(self) -> dict[str, float | None]:
+        """The same by kind of work in words."""
+        return {
+            "reading": self.read,
+            "decoding": self.decode,
+            "transforms": self.transform,
+            "collating": self.collate,
+            "copying": self.copy,
+            "other dataset code": self.other,
+        }
+
+    @property
     def total(self) -> float:
         """Sum of the known parts."""
-        return float(sum(value for value in dataclasses.asdict(self).values() if value is not None))
+        return float(sum(filter(None, self.parts.values())))
 
 
 @dataclass(frozen=True)

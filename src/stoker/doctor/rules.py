@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
-from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
+from stoker.doctor.cases import Case, Rule, at, busy_cores, rule_name
 from stoker.doctor.findings import Consultation, Finding
 from stoker.doctor.gains import gain_of_steps, hand_over_seconds, load_seconds, split_step, worth
 from stoker.doctor.measurements import LoaderFacts, Measurements
@@ -202,7 +202,7 @@ def _one_word_remedy(case: Case) -> str:
     if loader is None or loader.kind != "torch" or loader.open_hdf5 or loader.is_stream:
         return ""
     busy = busy_cores(loader)
-    if blocked_share(loader) >= 0.5:
+    if (loader.blocked_share or 0.0) >= 0.5:
         return ""  # the disk may not answer more of them at once
     if busy is None or case.cores - busy < _IDLE_CORES:
         return ""

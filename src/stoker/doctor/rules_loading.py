@@ -13,7 +13,6 @@ from stoker.doctor.cases import (
     Case,
     Rule,
     at,
-    blocked_share,
     busiest_line,
     busy_cores,
     cpu_words,
@@ -109,7 +108,11 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         full = loader.workers >= case.cores or (busy is not None and busy >= case.cores - 0.5)
         if loader.workers == 0 or not full:
             return None
-    if part < _DOMINANT or blocked_share(loader) >= 0.5 or _hdf5_cause(case, loader) is not None:
+    if (
+        part < _DOMINANT
+        or (loader.blocked_share or 0.0) >= 0.5
+        or _hdf5_cause(case, loader) is not None
+    ):
         return None
     return case.advise(
         "decode-bound",
@@ -135,7 +138,7 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
 @while_waiting
 def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Most of loading is waiting for a disk or a network."""
-    blocked = blocked_share(loader)
+    blocked = loader.blocked_share or 0.0
     if loader.kind == "stoker":
         blocked = max(blocked, share_of_work(loader, loader.work.read))
     if blocked < 0.5:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from typing import Any
 
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
@@ -61,8 +62,7 @@ def gc_each_step(case: Case) -> Finding | None:
         "garbage is collected by hand in every step",
         "Remove gc.collect() from the loop: tensors are freed by reference counts, and the collector runs by "
         "itself.",
-        "# remove gc.collect()",
-        {},
+        script="# remove gc.collect()",
     )
 
 
@@ -74,19 +74,13 @@ def saves_too_often(case: Case) -> Finding | None:
         "saves-too-often",
         "saving checkpoints takes a notable part of the time",
         "Save once per epoch or every few minutes instead.",
-        "if step % 1000 == 0:\n    torch.save(...)",
-        {"training.checkpoint_every_steps": 0},
+        script="if step % 1000 == 0:\n    torch.save(...)",
+        config={"training.checkpoint_every_steps": 0},
     )
 
 
 def _housekeeping(
-    case: Case,
-    call: str,
-    name: str,
-    title: str,
-    remedy: str,
-    script: str,
-    config: dict[str, object],
+    case: Case, call: str, name: str, title: str, remedy: str, **patch: Any
 ) -> Finding | None:
     calls = [one for one in case.measured.host_calls if one.call == call]
     if case.pace is None or not calls:
@@ -98,16 +92,7 @@ def _housekeeping(
     ]
     # All calls in the loop are saved; their work still has to be done occasionally.
     gained = saved(case.pace, seconds, low=0.9, likely=1.0)
-    return case.advise(
-        name,
-        title,
-        evidence,
-        remedy,
-        gained,
-        where=calls[0].where,
-        script=script,
-        config=config,
-    )
+    return case.advise(name, title, evidence, remedy, gained, where=calls[0].where, **patch)
 
 
 def evaluates_each_step(case: Case) -> Finding | None:

@@ -9,7 +9,6 @@ from stoker.doctor.cases import (
     Case,
     Rule,
     at,
-    blocked_share,
     busiest_line,
     busy_cores,
     cpu_words,
@@ -48,7 +47,7 @@ _SHARE_OUT = (
 
 def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gain]:
     """Return (suggested number of workers, its gain), both limited by the cores."""
-    blocked = blocked_share(loader)
+    blocked = loader.blocked_share or 0.0
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
     busy = busy_cores(loader)
     step = pace.step
@@ -100,7 +99,7 @@ def no_workers(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The training process loads its own data while cores are idle."""
     if loader.kind != "torch" or loader.workers > 0:
         return None
-    if case.cores < 2 and blocked_share(loader) < 0.5:
+    if case.cores < 2 and (loader.blocked_share or 0.0) < 0.5:
         return None
     workers, gained = _more_workers(case, loader, pace)
     return case.advise(
