@@ -29,7 +29,6 @@ from stoker.store.quality import (
     judge_time,
     limits_of,
     sorted_findings,
-    summarise,
 )
 from stoker.store.reader import Store
 from stoker.store.table_stats import TableStats
@@ -60,7 +59,7 @@ class Inspection:
 
     def lines(self, only_refused: bool = False) -> list[str]:
         """Return one line per finding, for people."""
-        return summarise(self.refused if only_refused else self.findings)
+        return list(map(str, sorted_findings(self.refused if only_refused else self.findings)))
 
     def summary(self) -> dict[str, Any]:
         """Return what the manifest records of it."""
