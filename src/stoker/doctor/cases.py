@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ class Case:
     """The input of a rule."""
 
     measured: Measurements  # all measurements
-    pace: Pace | None  # the pace of the step; None if no step was measured
-    starved: bool  # whether the step waits for data
 
-    @classmethod
-    def of(cls, measured: Measurements) -> Case:
-        """Compute the pace of these measurements."""
-        return cls(measured, pace_of(measured), is_starved(measured))
+    @cached_property
+    def pace(self) -> Pace | None:
+        """The pace of the step; None if no step was measured."""
+        return pace_of(self.measured)
 
     @property
     def on_gpu(self) -> bool:
@@ -48,7 +47,7 @@ class Case:
     def feeding(self) -> tuple[LoaderFacts, Pace] | None:
         """The loader and the pace if the step waits for data; None otherwise."""
         loader = self.measured.loader
-        if not self.starved or self.pace is None or loader is None:
+        if self.pace is None or loader is None or not is_starved(self.measured):
             return None
         return loader, self.pace
 

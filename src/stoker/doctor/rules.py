@@ -56,7 +56,7 @@ def diagnose(measurements: Measurements) -> list[Finding]:
 
 def _judge(measurements: Measurements) -> list[Finding]:
     """Return the findings of all rules, each predicted for its own remedy alone, in the order of `diagnose`."""
-    case = Case.of(measurements)
+    case = Case(measurements)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     names = {finding.name for finding in found}
     first = _one_word_remedy(case)
