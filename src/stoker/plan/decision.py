@@ -388,13 +388,13 @@ def _data_lines(facts: StoreFacts, here: Where, plan: Plan) -> Iterator[PlanLine
             yield PlanLine(here, f"data: {field.name}", field.device_bytes, _field_reason(field))
     elif plan.num_slots:
         what = f"{plan.num_slots} slots x {format_bytes(plan.slot_bytes)}"
-        halo = " with the rows before their first windows" if _has_series(facts) else ""
+        halo = (
+            " with the rows before their first windows"
+            if any(field.kind == "series" for field in facts.fields)
+            else ""
+        )
         why = f"{what}: up to {plan.chunk_rows:,} samples each{halo}; one trains, the next loads"
         yield PlanLine(here, "ring slots", plan.num_slots * plan.slot_bytes, why)
-
-
-def _has_series(facts: StoreFacts) -> bool:
-    return any(field.kind == "series" for field in facts.fields)
 
 
 def _field_reason(field: FieldFacts) -> str:

@@ -321,7 +321,7 @@ class Store:
                 (a pinned tensor's `.numpy()` for instance).
         """
         self._check_range(start, stop)
-        out = self._buffer(field, "dense", stop - start, out)
+        out = self._buffer(field, stop - start, out)
         tasks: list[Task] = []
         for number, low, high in self._spans(start, stop):
             base = self._starts[number]
@@ -342,7 +342,7 @@ class Store:
             raise InputError(
                 f"indices from {wanted.min()} to {wanted.max()}.", f"0 to {self.num_samples - 1}"
             )
-        out = self._buffer(field, "dense", len(wanted), out)
+        out = self._buffer(field, len(wanted), out)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
 
         def gather_from(number: int, where: Array) -> None:
@@ -575,8 +575,8 @@ class Store:
             raise InputError(given, known or "no fields", command("stoker", "inspect", self.path))
         return info
 
-    def _buffer(self, field: str, kind: str, rows: int, out: Array | None) -> Array:
-        info = self._field(field, kind)
+    def _buffer(self, field: str, rows: int, out: Array | None) -> Array:
+        info = self._field(field, "dense")
         dtype = np.dtype(info.dtype).newbyteorder("=")
         shape = (rows, *info.shape)
         if out is None:
