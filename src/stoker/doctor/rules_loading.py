@@ -216,28 +216,18 @@ def hdf5_compressed(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
         return None
     plain = data.reads_per_batch * _HDF5_READ_SECONDS
     plain += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
-    pack, call = packed_instead(case, loader)
     asked = max(data.bytes_touched_per_batch, data.bytes_used_per_batch)
     rate = asked / max(data.seconds_per_batch, 1e-9)
-    return case.advise(
+    return _stored_otherwise(
+        case, loader, pace, data,
         "hdf5-compressed",
         "HDF5 data is decompressed at every read",
-        [
-            case.wait_line(),
-            _hdf5_line(data),
-            (
-                f"{data.compression} comes out at {format_bytes(rate)}/s; uncompressed data is read at about "
-                f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s"
-            ),
-        ],
-        f"Store the dataset uncompressed and contiguous (`{pack or 'stoker pack'}`), or with a fast codec in chunks of "
-        "one batch.",
-        _without(loader, pace, _hdf5_share(loader, data), plain),
-        where=loader.where,
-        script=pack
-        or "# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
-        replacement=call,
-    )
+        f"{data.compression} comes out at {format_bytes(rate)}/s; uncompressed data is read at about "
+        f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s",
+        "Store the dataset uncompressed and contiguous (`{pack}`), or with a fast codec in chunks of one batch.",
+        plain,
+        "data=values)  # no compression=",
+    )  # fmt: skip
 
 
 @while_waiting
@@ -252,24 +242,34 @@ def hdf5_chunks(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         fitting += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
     else:
         fitting += data.seconds_per_batch / waste
-    pack, call = packed_instead(case, loader)
-    return case.advise(
+    return _stored_otherwise(
+        case, loader, pace, data,
         "hdf5-chunks",
         "HDF5 chunks do not fit the way they are read",
-        [
-            case.wait_line(),
-            _hdf5_line(data),
-            (
-                f"{waste:.0f} bytes are read for every byte used: chunks of {_shape(data.chunks)} in a dataset "
-                f"of {_shape(data.shape)}"
-            ),
-        ],
-        f"Write the dataset contiguous, or in chunks of whole rows as they are read (`{pack or 'stoker pack'}` does).",
-        _without(loader, pace, _hdf5_share(loader, data), fitting),
+        f"{waste:.0f} bytes are read for every byte used: chunks of {_shape(data.chunks)} in a dataset "
+        f"of {_shape(data.shape)}",
+        "Write the dataset contiguous, or in chunks of whole rows as they are read (`{pack}` does).",
+        fitting,
+        f"data=values, chunks={(1, *data.shape[1:])})",
+    )  # fmt: skip
+
+
+def _stored_otherwise(
+    case: Case, loader: LoaderFacts, pace: Pace, data: Hdf5Facts,
+    name: str, title: str, evidence: str, remedy: str, residue: float, create: str,
+) -> Finding | None:  # fmt: skip
+    """Advise to store a dataset otherwise; reading a batch of it then takes `residue` seconds."""
+    pack, call = packed_instead(case, loader)
+    read = f"{data.reads_per_batch:.0f} reads and {milliseconds(data.seconds_per_batch)} per batch"
+    used = f"{data.bytes_used_per_batch / MB:.2g} MB"
+    return case.advise(
+        name,
+        title,
+        [case.wait_line(), f"{data.name}: {read} for {used}{at(data.where)}", evidence],
+        remedy.format(pack=pack or "stoker pack"),
+        _without(loader, pace, _hdf5_share(loader, data), residue),
         where=loader.where,
-        script=pack
-        or "# where the file is written:\n"
-        f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
+        script=pack or f"# where the file is written:\nfile.create_dataset(name, {create}",
         replacement=call,
     )
 
@@ -365,13 +365,6 @@ def _hdf5_cause(case: Case, loader: LoaderFacts) -> Hdf5Facts | None:
 
 def _hdf5_share(loader: LoaderFacts, data: Hdf5Facts) -> float:
     return min(1.0, share_of_work(loader, data.seconds_per_batch))
-
-
-def _hdf5_line(data: Hdf5Facts) -> str:
-    return (
-        f"{data.name}: {data.reads_per_batch:.0f} reads and {milliseconds(data.seconds_per_batch)} per batch "
-        f"for {data.bytes_used_per_batch / MB:.2g} MB{at(data.where)}"
-    )
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -101,18 +101,27 @@ def no_workers(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         return None
     if case.cores < 2 and (loader.blocked_share or 0.0) < 0.5:
         return None
-    workers, gained = _more_workers(case, loader, pace)
-    return case.advise(
+    return _advise_workers(
+        case, loader, pace,
         "no-workers",
         "the training process loads its own data",
-        [
-            case.wait_line(),
-            f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
-            work_line(loader),
-            busiest_line(loader),
-        ],
-        f"Set num_workers={workers} in the DataLoader, so that the next batches are made while this one "
-        f"trains.{_sharing(loader)}",
+        f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
+        "Set num_workers={workers} in the DataLoader, so that the next batches are made while this one trains.",
+    )  # fmt: skip
+
+
+def _advise_workers(
+    case: Case, loader: LoaderFacts, pace: Pace, name: str, title: str, now: str, remedy: str
+) -> Finding | None:
+    """Advise more workers; None if the present ones are as many as there may be."""
+    workers, gained = _more_workers(case, loader, pace)
+    if workers <= loader.workers:
+        return None
+    return case.advise(
+        name,
+        title,
+        [case.wait_line(), now, work_line(loader), busiest_line(loader)],
+        f"{remedy.format(workers=workers)}{_sharing(loader)}",
         gained,
         **_worker_patch(case, loader, workers),
     )
@@ -127,25 +136,14 @@ def starved_by_loader(case: Case) -> Finding | None:
         return _starved_stoker(case, loader, pace)
     if loader.workers == 0:
         return None
-    workers, gained = _more_workers(case, loader, pace)
-    if workers <= loader.workers:
-        return None
-    return case.advise(
+    return _advise_workers(
+        case, loader, pace,
         "starved-by-loader",
         "too few workers for the step",
-        [
-            case.wait_line(),
-            (
-                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
-                f"{case.cores} cores may be used{cpu_words(loader)}"
-            ),
-            work_line(loader),
-            busiest_line(loader),
-        ],
-        f"Raise num_workers from {loader.workers} to {workers}.{_sharing(loader)}",
-        gained,
-        **_worker_patch(case, loader, workers),
-    )
+        f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
+        f"{case.cores} cores may be used{cpu_words(loader)}",
+        f"Raise num_workers from {loader.workers} to {{workers}}.",
+    )  # fmt: skip
 
 
 def _slow_hand_over(case: Case) -> Finding | None:

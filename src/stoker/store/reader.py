@@ -27,7 +27,7 @@ from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
 from stoker.stalls import Waiting
-from stoker.store.arrays import Stamp, StoredArray, Task
+from stoker.store.arrays import Stamp, StoredArray, Task, changed_data
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
 from stoker.store.plain import Selection, describe_plain_file
@@ -97,11 +97,8 @@ def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
         store.close()
-        raise StoreError(
-            f"{folder} was packed anew while a job reads it: other samples would follow.",
-            "a store that stays as it is while a job reads it",
-            "pack into another folder, and start the job again",
-        )
+        how = "was packed anew while a job reads it"
+        raise changed_data(folder, how, "pack into another folder")
     return store
 
 

@@ -23,7 +23,7 @@ import xxhash
 
 from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import always, writing
-from stoker.store.arrays import OpenFile, Stamp, StoredArray
+from stoker.store.arrays import OpenFile, Stamp, StoredArray, changed_data
 from stoker.store.fields import Array, Dense, FieldData, Ragged, Series, ShardData, attribute_of
 from stoker.store.hdf5 import Location, check_bounds, find_node, locate, named_damage, open_hdf5
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
@@ -140,11 +140,8 @@ class Shard:
             raise self._changed("replaced" if now.inode != self._stamp.inode else "written to")
 
     def _changed(self, how: str) -> StoreError:
-        return StoreError(
-            f"{self.path} has changed since it was opened ({how}): other samples would follow.",
-            "a store that stays as it is while a job reads it",
-            "pack into another folder; a run that was saved goes on with --resume over the old data",
-        )
+        how = f"has changed since it was opened ({how})"
+        return changed_data(self.path, how, "pack into another folder")
 
     def release(self) -> bool:
         """Let go of the file without disturbing reads under way; False if it is not open, or being opened.
