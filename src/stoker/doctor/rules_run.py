@@ -12,7 +12,6 @@ from typing import Any
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import gain, gain_of_steps
-from stoker.doctor.measurements import OperatorFacts
 from stoker.units import KIB, MIB, format_bytes, format_count
 
 _DRIVER_ALLOC_SECONDS = 150e-6
@@ -147,17 +146,6 @@ def long_steps(case: Case) -> Finding | None:
     )
 
 
-def _saved_on_gpu(operators: OperatorFacts, double: float) -> float:
-    """Return the seconds by which kernels on float64 are shorter in float32.
-
-    Matrix products use the ratio measured on this GPU: some GPUs have as many units for float64 as for float32, some a
-    64th. The other kernels move half of the bytes.
-    """
-    product = min(double, operators.double_product_seconds or 0.0)
-    times = 2.0 if operators.double_times is None else max(1.0, operators.double_times)
-    return product * (1 - 1 / times) + (double - product) * 0.5
-
-
 def double_precision(case: Case) -> Finding | None:
     """The step computes in float64."""
     operators, pace = case.measured.operators, case.pace
@@ -170,7 +158,11 @@ def double_precision(case: Case) -> Finding | None:
     listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
     floor = replace(pace, device_busy=0.0)
     if case.on_gpu:
-        less = _saved_on_gpu(operators, double)
+        # Matrix products use the ratio measured on this GPU: some GPUs have as many units for float64 as for float32,
+        # some a 64th. The other kernels move half of the bytes.
+        product = min(double, operators.double_product_seconds or 0.0)
+        times = 2.0 if operators.double_times is None else max(1.0, operators.double_times)
+        less = product * (1 - 1 / times) + (double - product) * 0.5
         # Shorter kernels make a step shorter only in proportion to the device's share of it.
         less *= min(1.0, pace.device_busy / max(pace.compute, 1e-9))
         low, high = 0.6 * less, 1.3 * less

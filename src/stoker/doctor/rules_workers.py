@@ -166,7 +166,26 @@ def _slow_hand_over(case: Case) -> Finding | None:
             max(part - cold, least * part)
             for part, least in ((pace.load, _LEAST_LOAD), (pace.compute, _LEAST_COMPUTE))
         )
-        return _too_many_workers(case, loader, step + again, warm)
+        return case.advise(
+            "starved-by-loader",
+            "samples are cheaper to make than to get from workers",
+            [
+                case.wait_line(),
+                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, {case.cores} cores may be used",
+                work_line(loader),
+            ],
+            "Set num_workers=0 in the DataLoader: the training process makes a batch in less time than it waits "
+            "for one.",
+            gain_of_steps(step + again, (step + again + warm) / 2, warm, 0.9 * warm),
+            # torch refuses the last two without workers.
+            loader_arguments={
+                "num_workers": 0,
+                "persistent_workers": False,
+                "prefetch_factor": None,
+            },
+            where=loader.where,
+            script="DataLoader(..., num_workers=0), without persistent_workers and prefetch_factor",
+        )
     return case.advise(
         "starved-by-loader",
         "batches take long from the workers to the step",
@@ -179,30 +198,6 @@ def _slow_hand_over(case: Case) -> Finding | None:
         "training process from memory (stoker's Loader does both).",
         gain_of_steps(step, step, step - wait.median / 2, pace.compute),
         where=loader.where,
-    )
-
-
-def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding | None:
-    """Making a batch takes less time than getting it from a worker."""
-    # torch refuses the last two without workers.
-    arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
-    return case.advise(
-        "starved-by-loader",
-        "samples are cheaper to make than to get from workers",
-        [
-            case.wait_line(),
-            (
-                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, {case.cores} cores may "
-                "be used"
-            ),
-            work_line(loader),
-        ],
-        "Set num_workers=0 in the DataLoader: the training process makes a batch in less time than it waits "
-        "for one.",
-        gain_of_steps(step, (step + alone) / 2, alone, 0.9 * alone),
-        loader_arguments=arguments,
-        where=loader.where,
-        script="DataLoader(..., num_workers=0), without persistent_workers and prefetch_factor",
     )
 
 
