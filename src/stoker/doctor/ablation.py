@@ -210,12 +210,12 @@ def _mean(values: Sequence[float]) -> float:
 
 def _phase(rounds: Sequence[_Round], kind: str, batches: int) -> Spread | None:
     """Return the seconds per update of a phase, over all rounds as for steps: one round may have been disturbed."""
-    found = Spread.of(
-        end - start for each in rounds for name, start, end in each.together.phases if name == kind
+    return Spread.of(
+        (end - start) * batches
+        for each in rounds
+        for name, start, end in each.together.phases
+        if name == kind
     )
-    if found is None or batches == 1:
-        return found
-    return Spread(found.median * batches, found.low * batches, found.high * batches, found.count)
 
 
 def _machine_facts(run: Run, copied: Spread | None, batch: Batch) -> MachineFacts:

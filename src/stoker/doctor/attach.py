@@ -294,7 +294,11 @@ def cores_worth(cores: int | None) -> float | None:
 
     try:
         alone, together = max(rates(1)), sum(rates(cores))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (
+        OSError,
+        ValueError,
+        subprocess.SubprocessError,
+    ):  # those that still run end by themselves
         return None
     return min(float(cores), max(1.0, together / max(alone, 1e-9)))
 
