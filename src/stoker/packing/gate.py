@@ -22,7 +22,7 @@ from stoker.report import Progress
 from stoker.store.fields import Dense, ShardData
 from stoker.store.inspection import Inspection
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
-from stoker.store.quality import bad_rows
+from stoker.store.quality import bad_rows, limits_of
 from stoker.store.reader import Store, assemble_store
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.store.shard import load_shard, write_shard
@@ -172,7 +172,10 @@ def quarantine(inspection: Inspection) -> Change:
     names: dict[str, set[str]] = {}
     for finding in inspection.refused:
         names.setdefault(finding.field, set()).add(finding.name)
-    bad = {name: (inspection.limits(name), ", ".join(sorted(what))) for name, what in names.items()}
+    bad = {
+        name: (limits_of(inspection.stats[name]), ", ".join(sorted(what)))
+        for name, what in names.items()
+    }
 
     def keep(part: StagedPart, fields: ShardData) -> tuple[ShardData, Sequence[Refusal]]:
         dropped = np.zeros(part.shard.num_samples, dtype=bool)

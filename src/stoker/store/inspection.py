@@ -24,10 +24,8 @@ from stoker.store.fields import PARTS, Array, ShardData
 from stoker.store.manifest import FieldInfo
 from stoker.store.quality import (
     Finding,
-    Limits,
     judge,
     judge_time,
-    limits_of,
     sorted_findings,
 )
 from stoker.store.reader import Store
@@ -52,10 +50,6 @@ class Inspection:
     def refused(self) -> list[Finding]:
         """The findings that the gate does not let pass."""
         return [finding for finding in self.findings if finding.severity == "refuse"]
-
-    def limits(self, field: str) -> Limits:
-        """Return the limits beyond which a row of this field is refused."""
-        return limits_of(self.stats[field])
 
     def lines(self, only_refused: bool = False) -> list[str]:
         """Return one line per finding, for people."""

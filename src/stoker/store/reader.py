@@ -407,7 +407,7 @@ class Store:
             )
         return values, offsets
 
-    def tolerating(self, fields: Iterable[str]) -> Store | None:
+    def tolerating(self, fields: Sequence[str]) -> Store | None:
         """Open this store once more; there, damaged blocks of these ragged fields read as zeros.
 
         `damaged` says which samples they belong to. None for files without checksums: nothing fails in them.
@@ -417,15 +417,15 @@ class Store:
         opened, arguments = self.__reduce__()
         again = opened(*arguments)
         for shard in again.shards:
-            for field in fields:
-                shard.tolerate(f"{field}/values")
+            shard.tolerated = {f"{field}/values": set() for field in fields}
+            shard.forget()  # shards of joined stores may be open
         return again
 
     def damaged(self, field: str) -> set[int]:
         """Return the samples of a ragged field that lie in blocks that failed so far; see `tolerating`."""
         found: set[int] = set()
         for shard, base in zip(self.shards, self._starts, strict=False):
-            for block in shard.bad_blocks(f"{field}/values"):
+            for block in sorted(shard.tolerated.get(f"{field}/values", ())):
                 key = (field, base, block)
                 if key not in self._damaged:
                     offsets = shard.whole(f"{field}/offsets")

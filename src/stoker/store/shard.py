@@ -86,7 +86,9 @@ class Shard:
         self._stamp: Stamp | None = None
         self._arrays: dict[str, StoredArray] | None = None
         self._cached: dict[str, Array] = {}
-        self._tolerated: dict[str, set[tuple[int, int]]] = {}
+        # Datasets whose damaged blocks are read as zeros, each with the byte ranges, within the dataset, of those that
+        # have failed so far. Holds for arrays that are made afterwards (`forget`).
+        self.tolerated: dict[str, set[tuple[int, int]]] = {}
 
     @property
     def arrays(self) -> dict[str, StoredArray]:
@@ -95,20 +97,10 @@ class Shard:
             with self._lock:
                 if (arrays := self._arrays) is None:
                     arrays = self._open()
-                    for dataset, blocks in self._tolerated.items():
+                    for dataset, blocks in self.tolerated.items():
                         arrays[dataset].bad_blocks = blocks
                     self._arrays = arrays
         return arrays
-
-    def tolerate(self, dataset: str) -> None:
-        """Read blocks of a dataset that fail their checksum as zeros; for a shard that no other thread reads yet."""
-        self._tolerated[dataset] = set()
-        if self._arrays is not None:
-            self._arrays[dataset].bad_blocks = self._tolerated[dataset]
-
-    def bad_blocks(self, dataset: str) -> list[tuple[int, int]]:
-        """Return the byte ranges, within the dataset, of the blocks that have failed so far."""
-        return sorted(self._tolerated.get(dataset, ()))
 
     def whole(self, dataset: str) -> Array:
         """Return a small dataset (offsets, ends) entirely, as int64, kept in memory."""
@@ -118,12 +110,6 @@ class Shard:
             values = array.read(0, len(array)).astype(np.int64, copy=False)
             known = self._cached.setdefault(dataset, values)
         return known
-
-    def check(self) -> None:
-        """Read every byte against its checksum; raise at the first that is wrong."""
-        for array in self.arrays.values():
-            for low, high in array.pieces():
-                array.read(low, high)
 
     def check_unchanged(self) -> None:
         """Raise when the file is no longer the one that was opened; nothing is read.
@@ -211,7 +197,9 @@ class Shard:
 
     def _check_copy(self, path: Path) -> None:
         with contextlib.closing(Shard(path, self.info, self._datasets, self._block_bytes)) as copy:
-            copy.check()
+            for array in copy.arrays.values():
+                for low, high in array.pieces():
+                    array.read(low, high)  # against its checksums
 
     def _check_file(self) -> None:
         if self.info is None:
