@@ -73,6 +73,10 @@ class LoaderWork:
         """Sum of the known parts."""
         return float(sum(filter(None, self.parts.values())))
 
+    def share(self, seconds: float | None) -> float:
+        """Return `seconds` as a share of the known parts."""
+        return (seconds or 0.0) / self.total if self.total > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class LoaderFacts:
@@ -123,6 +127,13 @@ class LoaderFacts:
     # there is no such file
     open_hdf5: tuple[str, ...] = ()
     in_order: bool = False  # whether samples come in the order of the dataset
+
+    @property
+    def busy_cores(self) -> float | None:
+        """Number of cores that the job keeps busy; None if not measured."""
+        if self.main_cpu_share is None:
+            return None
+        return sum(self.worker_cpu_shares) + self.main_cpu_share
 
 
 @dataclass(frozen=True)

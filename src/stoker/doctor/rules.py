@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
-from stoker.doctor.cases import Case, Rule, at, busy_cores, rule_name
+from stoker.doctor.cases import Case, Rule, at, rule_name
 from stoker.doctor.findings import Consultation, Finding
 from stoker.doctor.gains import gain_of_steps, hand_over_seconds, load_seconds, split_step, worth
 from stoker.doctor.measurements import LoaderFacts, Measurements
@@ -201,7 +201,7 @@ def _one_word_remedy(case: Case) -> str:
     loader = case.measured.loader
     if loader is None or loader.kind != "torch" or loader.open_hdf5 or loader.is_stream:
         return ""
-    busy = busy_cores(loader)
+    busy = loader.busy_cores
     if (loader.blocked_share or 0.0) >= 0.5:
         return ""  # the disk may not answer more of them at once
     if busy is None or case.cores - busy < _IDLE_CORES:

@@ -8,20 +8,7 @@ because the doctor cannot know how well data will be packed or an augmentation r
 
 from __future__ import annotations
 
-from stoker.doctor.cases import (
-    WORTHWHILE,
-    Case,
-    Rule,
-    at,
-    busiest_line,
-    busy_cores,
-    cpu_words,
-    milliseconds,
-    packed_instead,
-    share_of_work,
-    while_waiting,
-    work_line,
-)
+from stoker.doctor.cases import WORTHWHILE, Case, Rule, at, milliseconds, while_waiting
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     Pace,
@@ -100,11 +87,11 @@ def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
 @while_waiting
 def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Decoding samples keeps every core busy."""
-    part = share_of_work(loader, (loader.work.decode or 0) + (loader.work.other or 0))
+    part = loader.work.share((loader.work.decode or 0) + (loader.work.other or 0))
     if loader.kind == "stoker":
-        part = share_of_work(loader, loader.work.decode)
+        part = loader.work.share(loader.work.decode)
     else:
-        busy = busy_cores(loader)
+        busy = loader.busy_cores
         full = loader.workers >= case.cores or (busy is not None and busy >= case.cores - 0.5)
         if loader.workers == 0 or not full:
             return None
@@ -119,9 +106,9 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         "decoding samples keeps the cores busy",
         [
             case.wait_line(),
-            f"{format_count(loader.workers, 'worker')} on {case.cores} cores{cpu_words(loader)}",
-            work_line(loader),
-            busiest_line(loader),
+            f"{format_count(loader.workers, 'worker')} on {case.cores} cores{case.cpu_words()}",
+            case.work_line(),
+            case.busiest_line(),
             _kept_line(case, loader, pace),
         ],
         "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
@@ -140,7 +127,7 @@ def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Most of loading is waiting for a disk or a network."""
     blocked = loader.blocked_share or 0.0
     if loader.kind == "stoker":
-        blocked = max(blocked, share_of_work(loader, loader.work.read))
+        blocked = max(blocked, loader.work.share(loader.work.read))
     if blocked < 0.5:
         return None
     return case.advise(
@@ -150,8 +137,8 @@ def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             case.wait_line(),
             f"{blocked:.0%} of the loading is waiting, not computing: a disk, a network or a sleep",
             f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
-            work_line(loader),
-            busiest_line(loader),
+            case.work_line(),
+            case.busiest_line(),
         ],
         "Put the data on a local disk in large sequential files (`stoker pack`), so that a batch is one "
         "read instead of one per sample.",
@@ -164,7 +151,7 @@ def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
 @while_waiting
 def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for augmentation of single samples on the CPU."""
-    part = share_of_work(loader, loader.work.transform)
+    part = loader.work.share(loader.work.transform)
     if part < _DOMINANT:
         return None
     return case.advise(
@@ -173,8 +160,8 @@ def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
         [
             case.wait_line(),
             f"transforms are {part:.0%} of the loading",
-            work_line(loader),
-            busiest_line(loader),
+            case.work_line(),
+            case.busiest_line(),
         ],
         "Augment whole batches where they are trained: on the GPU with stoker.augment, on a CPU with one "
         "call per batch.",
@@ -188,7 +175,7 @@ def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
 @while_waiting
 def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for samples to be collated into a batch."""
-    part = share_of_work(loader, loader.work.collate)
+    part = loader.work.share(loader.work.collate)
     if part < _DOMINANT:
         return None
     place = loader.collate_where or "torch's default_collate"
@@ -198,7 +185,7 @@ def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
         [
             case.wait_line(),
             f"collating is {part:.0%} of the loading, in {place}",
-            work_line(loader),
+            case.work_line(),
         ],
         "Give the dataset a `__getitems__` that indexes a whole batch at once, or stack arrays in one "
         "call instead of looping over values.",
@@ -259,7 +246,7 @@ def _stored_otherwise(
     name: str, title: str, evidence: str, remedy: str, residue: float, create: str,
 ) -> Finding | None:  # fmt: skip
     """Advise to store a dataset otherwise; reading a batch of it then takes `residue` seconds."""
-    pack, call = packed_instead(case, loader)
+    pack, call = case.packed_instead()
     read = f"{data.reads_per_batch:.0f} reads and {milliseconds(data.seconds_per_batch)} per batch"
     used = f"{data.bytes_used_per_batch / MB:.2g} MB"
     return case.advise(
@@ -364,7 +351,7 @@ def _hdf5_cause(case: Case, loader: LoaderFacts) -> Hdf5Facts | None:
 
 
 def _hdf5_share(loader: LoaderFacts, data: Hdf5Facts) -> float:
-    return min(1.0, share_of_work(loader, data.seconds_per_batch))
+    return min(1.0, loader.work.share(data.seconds_per_batch))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

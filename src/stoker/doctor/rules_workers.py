@@ -5,18 +5,7 @@ Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
 from __future__ import annotations
 
-from stoker.doctor.cases import (
-    Case,
-    Rule,
-    at,
-    busiest_line,
-    busy_cores,
-    cpu_words,
-    loader_instead,
-    milliseconds,
-    while_waiting,
-    work_line,
-)
+from stoker.doctor.cases import Case, Rule, at, milliseconds, while_waiting
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     COLD_SECONDS,
@@ -49,7 +38,7 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     """Return (suggested number of workers, its gain), both limited by the cores."""
     blocked = loader.blocked_share or 0.0
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
-    busy = busy_cores(loader)
+    busy = loader.busy_cores
     step = pace.step
     # Lower bound of a step: all cores busy with the measured work, less 5 % for the probe's own work and for waking up
     # at each batch.
@@ -80,7 +69,7 @@ def _sharing(loader: LoaderFacts) -> str:
 
 def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, object]:
     if loader.open_hdf5:
-        return {"where": loader.where, "replacement": loader_instead(case, loader)}
+        return {"where": loader.where, "replacement": case.loader_instead()}
     if _sharing(loader):
         return {"where": loader.where}  # more workers alone would repeat samples
     arguments: dict[str, object] = {"num_workers": workers, "persistent_workers": True}
@@ -120,7 +109,7 @@ def _advise_workers(
     return case.advise(
         name,
         title,
-        [case.wait_line(), now, work_line(loader), busiest_line(loader)],
+        [case.wait_line(), now, case.work_line(), case.busiest_line()],
         f"{remedy.format(workers=workers)}{_sharing(loader)}",
         gained,
         **_worker_patch(case, loader, workers),
@@ -141,7 +130,7 @@ def starved_by_loader(case: Case) -> Finding | None:
         "starved-by-loader",
         "too few workers for the step",
         f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
-        f"{case.cores} cores may be used{cpu_words(loader)}",
+        f"{case.cores} cores may be used{case.cpu_words()}",
         f"Raise num_workers from {loader.workers} to {{workers}}.",
     )  # fmt: skip
 
@@ -172,7 +161,7 @@ def _slow_hand_over(case: Case) -> Finding | None:
             [
                 case.wait_line(),
                 f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, {case.cores} cores may be used",
-                work_line(loader),
+                case.work_line(),
             ],
             "Set num_workers=0 in the DataLoader: the training process makes a batch in less time than it waits "
             "for one.",
@@ -191,7 +180,7 @@ def _slow_hand_over(case: Case) -> Finding | None:
         "batches take long from the workers to the step",
         [
             case.wait_line(),
-            work_line(loader),
+            case.work_line(),
             f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
         ],
         "Hand over less: keep values compact until they are on the device, or load whole batches in the "
@@ -217,7 +206,7 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
     return case.advise(
         "starved-by-loader",
         "the step waits for the loader",
-        [case.wait_line(), f"the plan's tier is {tier}", work_line(loader)],
+        [case.wait_line(), f"the plan's tier is {tier}", case.work_line()],
         remedy,
         gain_of_steps(pace.step, (pace.step + half) / 2, half, pace.compute),
         config=config,
