@@ -507,7 +507,7 @@ def test_workers_that_are_suggested_can_be_had(load, compute, cores, blocked):
 @given(seconds, seconds, st.floats(0, 16), seconds, seconds)
 def test_a_gain_is_never_below_one_and_always_in_order(load, compute, lanes, likely, other):
     now = Pace(load, compute, lanes)
-    found = gain(now, now.loading(likely), now.loading(other), now.loading(likely))
+    found = gain(now, now.loading(likely), now.loading(other))
     assert 1 <= found.low <= found.likely <= found.high or found.low >= 1
 
 

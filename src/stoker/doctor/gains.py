@@ -183,9 +183,9 @@ def is_starved(measured: Measurements) -> bool:
     return taken <= 0 or taken / loader.workers >= _EXPLAINED * step.median
 
 
-def gain(now: Pace, likely: Pace, low: Pace, high: Pace) -> Gain:
+def gain(now: Pace, likely: Pace, low: Pace | None = None, high: Pace | None = None) -> Gain:
     """Return the speed-up of `likely` over `now`, with a cautious (`low`) and a hopeful (`high`) case; at least 1."""
-    return gain_of_steps(now.step, low.step, likely.step, high.step)
+    return gain_of_steps(now.step, (low or likely).step, likely.step, (high or likely).step)
 
 
 def gain_of_steps(now: float, low: float, likely: float, high: float) -> Gain:
