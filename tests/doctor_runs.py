@@ -29,7 +29,7 @@ def run_warm(names, steps, folder, crashing=frozenset()) -> dict[str, Measuremen
     def be_warm():
         os.dup2(write, 1)
         os.close(write)
-        forked_scripts.run(words, variables, Path.cwd())
+        forked_scripts.run(words, variables)
 
     process = Forked(words, be_warm)
     os.close(write)

@@ -24,20 +24,19 @@ from stoker.doctor import attach
 START = attach._start
 
 
-def start(command, variables, cwd):
+def start(command, variables):
     """Stand in for `attach._start`."""
     if has_cuda_in_use():
-        return START(command, variables, cwd)
+        return START(command, variables)
     assert command[0] in (sys.executable, "python"), command
-    return Forked(command, lambda: run(command[1:], variables, cwd or Path.cwd()))
+    return Forked(command, lambda: run(command[1:], variables))
 
 
-def run(words, variables, cwd) -> NoReturn:
+def run(words, variables) -> NoReturn:
     """Be the script; end the process."""
     code = 1
     try:
         begin_as_python_does(variables)
-        os.chdir(cwd)
         _enter()
         sys.argv = [*map(str, words)]
         sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

@@ -66,7 +66,7 @@ def forget() -> None:
 
 def _forget() -> None:
     """Secrets that share words would hide each other's."""
-    address._memory.met, address._memory.secrets = {}, ()
+    address._met, address._secrets = {}, ()
 
 
 def assert_hidden(text: str) -> None:
@@ -242,7 +242,7 @@ def test_a_folder_that_looks_like_an_address_is_shown_as_it_is(tmp_path, monkeyp
 def test_the_memory_of_addresses_is_bounded():
     for number in range(2 * address._MOST_ADDRESSES):
         keep_secrets(f"http://u:pw{number}@host/x")
-    assert len(address._memory.met) == address._MOST_ADDRESSES
+    assert len(address._met) == address._MOST_ADDRESSES
     newest, oldest = f"u:pw{number}@", "u:pw0@"
     assert masked(f"{newest} {oldest}") == f"***@ {oldest}"  # prose is searched for the newest only
     assert masked(f"http://{newest}h and http://{oldest}h") == "http://***@h and http://***@h"

@@ -101,7 +101,7 @@ def test_a_config_is_examined_changed_and_measured_again(inside, capsys):
     )
     assert "1. batch-too-small  × " in out
     assert re.search(r"alone, per batch: step .* loader .* host to device n/a", out)
-    assert re.search(r"the loader's work on a batch: read .* decode .* collate", out)
+    assert re.search(r"the loader's work on a batch: reading .* decoding .* collating", out)
     assert "stoker doctor explain batch-too-small" in out
     assert re.search(
         r"samples/s before [\d,]+, predicted [\d,]+ \([\d,]+ to [\d,]+\), after [\d,]+  × [\d.]+",

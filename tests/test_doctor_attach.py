@@ -335,7 +335,7 @@ def test_a_script_of_nine_steps_ends_well(how, tmp_path, capfd):
     """
     path = script(tmp_path, "short", body, LIGHT)
     begin = forked_scripts.start if how == "forked" else attach._start
-    process = begin([sys.executable, str(path)], probe_variables(os.environ, tmp_path), tmp_path)
+    process = begin([sys.executable, str(path)], probe_variables(os.environ, tmp_path))
     assert process.wait(120) == 0
     assert capfd.readouterr() == ("", "")
     assert [one.state["num_steps"] for one in read_folder(tmp_path)] == [8]

@@ -117,7 +117,7 @@ class TestPage:
         for words in (
             "1,600", "× 1.50 (1.20 to 1.90)", "train.py:7", "stoker doctor explain starved-by-loader",
             "waiting for data", "fetching values from the step", "backward pass", "no room",
-            "1,000", "1,450", "× 1.45", "12 ms", "decode", "chunked", "note seen",
+            "1,000", "1,450", "× 1.45", "12 ms", "decoding", "chunked", "note seen",
         ):  # fmt: skip
             assert words in text
         assert text.index("starved-by-loader") < text.index("memory-creep")

@@ -21,7 +21,6 @@ from stoker.store.quality import (
     judge,
     judge_time,
     limits_of,
-    summarise,
 )
 from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.store.row_sketch import RowHashes, hash_rows
@@ -136,7 +135,7 @@ class TestScan:
 
     def test_json_is_small(self):
         text = json.dumps(TableStats.scan(clean(20_000, 30)).to_json(), allow_nan=False)
-        assert len(text) < 100_000
+        assert len(text) < 20_000
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_moments_agree_with_numpy(self, dtype):
@@ -173,9 +172,9 @@ class TestScan:
         assert len(np.unique(sampled)) > 3 * 64 * 64 * 0.5
 
     def test_memory_does_not_grow_with_the_rows(self):
-        few, many = (len(json.dumps(TableStats.scan(clean(n, 3)).to_json()))
-                     for n in (5_000, 80_000))  # fmt: skip
-        assert many < few * 1.1
+        few, many = (TableStats.scan(clean(n, 3)) for n in (5_000, 80_000))
+        assert many.sample.values.nbytes == few.sample.values.nbytes
+        assert many.values.bins.nbytes == few.values.bins.nbytes
 
     def test_merging_different_fields_is_refused(self):
         stats = TableStats.scan(clean(10, 2))
@@ -410,7 +409,7 @@ class TestJudge:
     def test_lines_are_one_line_each_whatever_the_name(self):
         values = clean(300, 2)
         values[2] = np.nan
-        lines = summarise(judge(TableStats.scan(values, ["a\nb\x1b[31m", "x" * 10_000])))
+        lines = list(map(str, judge(TableStats.scan(values, ["a\nb\x1b[31m", "x" * 10_000]))))
         assert len(lines) == 2
         assert lines[0].startswith("refuse nan features['a\\nb\\x1b[31m']: 1 of 300 values")
 

@@ -21,7 +21,6 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -53,19 +52,11 @@ _LEAST_LETTERS = {"login": 8, "token": 16}
 _MOST_ADDRESSES = 32
 
 
-class _Memory:
-    """The addresses with secrets of this process. Both values are replaced whole, so threads may read them.
-
-    Attributes:
-        met: Addresses, the oldest first, each with texts that are never shown and their replacements.
-        secrets: These pairs of all addresses, the longest text first.
-    """
-
-    met: Mapping[str, Mapping[str, str]] = MappingProxyType({})
-    secrets: tuple[tuple[str, str], ...] = ()
-
-
-_memory = _Memory()
+_met: Mapping[str, Mapping[str, str]] = {}
+"""Addresses with secrets of this process, the oldest first, each with texts that are never shown and what to show. This
+and the next value are replaced as a whole, so threads may read them."""
+_secrets: tuple[tuple[str, str], ...] = ()
+"""These pairs of all addresses, the longest text first."""
 
 
 # -- what is a URL -------------------------------------------------------------------------------
@@ -129,7 +120,7 @@ def has_secret(url: str) -> bool:
 
 def masked(text: str) -> str:
     """Return a text without the secrets of the URLs in it."""
-    for secret, instead in _memory.secrets:
+    for secret, instead in _secrets:
         if secret in text:
             text = text.replace(secret, instead)
     if ":/" not in text:
@@ -191,18 +182,19 @@ def keep_secrets(text: str) -> None:
 
     Not for prose: everything after the scheme is taken for the address.
     """
+    global _met, _secrets  # noqa: PLW0603
     match = _ADDRESS.search(text)
-    if match is None or text in _memory.met or not has_secret(text[match.start() :]):
+    if match is None or text in _met or not has_secret(text[match.start() :]):
         return
     found: dict[str, str] = {}
     for scheme, rest in parts(text[match.start() :]):
         if not (scheme in _AZURE and _CONTAINER.match(rest)):
             for secret, instead in _secrets_of(rest):
                 found.update(dict.fromkeys(_forms(secret), instead))
-    newest = list(_memory.met.items())[1 - _MOST_ADDRESSES :]
-    _memory.met = {**dict(newest), text: found}
-    known = {secret: instead for each in _memory.met.values() for secret, instead in each.items()}
-    _memory.secrets = tuple(sorted(known.items(), key=lambda pair: -len(pair[0])))
+    newest = list(_met.items())[1 - _MOST_ADDRESSES :]
+    _met = {**dict(newest), text: found}
+    known = {secret: instead for each in _met.values() for secret, instead in each.items()}
+    _secrets = tuple(sorted(known.items(), key=lambda pair: -len(pair[0])))
 
 
 def _secrets_of(rest: str) -> Iterator[tuple[str, str]]:

@@ -397,6 +397,7 @@ def _temporary_beside(target: Path) -> Iterator[Path]:
     while len(os.fsencode(name)) > 200:  # a name may have 255 bytes
         name = name[:-1]
     temporary = target.with_name(f".{name}.{token}.tmp")
+    # In a user's script no helper process is started for a file: what a kill leaves there, `is_temporary` recognises.
     lifetime.remember(temporary, token, start=lifetime.is_command)
     try:
         yield temporary

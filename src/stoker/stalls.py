@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from stoker.display import printable
@@ -70,17 +71,19 @@ def find_stalled(now: float, busy_at: float) -> list[tuple[str, float]]:
     return sorted(found.items())
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
 class _Watch:
     def __init__(self) -> None:
-        self._tell: Callable[[str], object] = _warn
+        self._tell: Callable[[str], object] = partial(
+            warnings.warn, category=RuntimeWarning, stacklevel=2
+        )
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
-    def start(self, tell: Callable[[str], object] | None) -> None:
+    def start(self, tell: Callable[[str], object] | None = None) -> None:
+        """Watch this process from now on.
+
+        `tell` gets each text, in the watch's thread; the default is `warnings.warn`.
+        """
         self._tell = tell or self._tell
         if self._thread is None:
             self._stop = threading.Event()
@@ -113,6 +116,7 @@ class _Watch:
                 )
 
     def say(self, text: str) -> None:
+        """Tell the user about a wait that the caller knows of, in the same way as the watch."""
         # Where warnings are errors, the thread must not end.
         with contextlib.suppress(Exception):
             self._tell(printable(text))
@@ -121,18 +125,6 @@ class _Watch:
 _watch = _Watch()
 
 
-def start_watch(tell: Callable[[str], object] | None = None) -> None:
-    """Watch this process from now on.
-
-    `tell` gets each text, in the watch's thread; the default is `warnings.warn`.
-    """
-    _watch.start(tell)
-
-
-def say(text: str) -> None:
-    """Tell the user about a wait that the caller knows of, in the same way as the watch."""
-    _watch.say(text)
-
-
+start_watch, say = _watch.start, _watch.say
 atexit.register(_watch.stop)
 os.register_at_fork(after_in_child=_watch.forget)

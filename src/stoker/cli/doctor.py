@@ -306,7 +306,7 @@ def _headline(found: Consultation) -> str:
 def _print_parts(console: Console, measured: Measurements) -> None:
     from stoker.doctor.cases import milliseconds
     from stoker.doctor.findings_page import spread_text
-    from stoker.doctor.gains import split_step, split_work
+    from stoker.doctor.gains import split_step
 
     parts = split_step(measured)
     if not parts:
@@ -326,7 +326,7 @@ def _print_parts(console: Console, measured: Measurements) -> None:
         )
         said = ", ".join(f"{label} {spread_text(spread)}" for label, spread in alone)
         console.print(f"alone, per batch: {said}")
-    work = [] if loader is None else split_work(loader.work)
+    work = [] if loader is None else loader.work.parts.items()
     known = ", ".join(
         f"{words} {milliseconds(value)}" for words, value in work if value is not None
     )

@@ -11,12 +11,10 @@ augmenting and copying, each a few times.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
@@ -37,6 +35,7 @@ from stoker.doctor.measurements import (
     MemoryFacts,
     TimelineSpan,
 )
+from stoker.doctor.probe.clocks import run_delay
 from stoker.doctor.trace import measure_kernels
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
@@ -211,12 +210,12 @@ def _mean(values: Sequence[float]) -> float:
 
 def _phase(rounds: Sequence[_Round], kind: str, batches: int) -> Spread | None:
     """Return the seconds per update of a phase, over all rounds as for steps: one round may have been disturbed."""
-    found = Spread.of(
-        end - start for each in rounds for name, start, end in each.together.phases if name == kind
+    return Spread.of(
+        (end - start) * batches
+        for each in rounds
+        for name, start, end in each.together.phases
+        if name == kind
     )
-    if found is None or batches == 1:
-        return found
-    return Spread(found.median * batches, found.low * batches, found.high * batches, found.count)
 
 
 def _machine_facts(run: Run, copied: Spread | None, batch: Batch) -> MachineFacts:
@@ -398,10 +397,7 @@ def _read(loader: Loader, batch_size: int) -> tuple[float, float, float, tuple[H
 
 def _idle_seconds() -> float:
     """Return the seconds, plus a constant, in which this thread neither ran nor was queued for a core."""
-    queued = 0.0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        queued = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    return time.perf_counter() - time.thread_time() - queued
+    return time.perf_counter() - time.thread_time() - run_delay()
 
 
 def _rows(loader: Loader, start: int, stop: int) -> Iterator[_Rows]:

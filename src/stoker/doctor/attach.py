@@ -62,7 +62,6 @@ def run_script(
     steps: int | None = None,  # end it after this number of optimizer updates, warm-up not counted
     seconds: float | None = None,  # end it after this time
     loader_arguments: Mapping[str, Any] | None = None,  # forced on every DataLoader of the script
-    cwd: str | Path | None = None,
     environment: Mapping[str, str] | None = None,  # None: the environment of this process
 ) -> Attached:
     """Run `command` (such as ["python", "train.py"]) to its end, or for a number of steps or seconds.
@@ -75,7 +74,7 @@ def run_script(
         variables = probe_variables(environment or os.environ, folder, steps, loader_arguments)
         if seconds is not None:
             variables["STOKER_DOCTOR_SECONDS"] = f"{seconds:g}"
-        process = _start(command, variables, cwd)
+        process = _start(command, variables)
         stopped = _watch(process, folder, steps, seconds, terminated)
         code = None if stopped else process.returncode
         ending = describe_ending(code, stopped, seconds)
@@ -136,11 +135,9 @@ def probe_variables(
     return variables
 
 
-def _start(
-    command: Sequence[str], variables: Mapping[str, str], cwd: str | Path | None
-) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(list(command), env=child_environment(variables), cwd=cwd)
+        return subprocess.Popen(list(command), env=child_environment(variables))
     except OSError as error:
         script = Path(command[0]).suffix == ".py"
         raise InputError(
@@ -297,7 +294,11 @@ def cores_worth(cores: int | None) -> float | None:
 
     try:
         alone, together = max(rates(1)), sum(rates(cores))
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (
+        OSError,
+        ValueError,
+        subprocess.SubprocessError,
+    ):  # those that still run end by themselves
         return None
     return min(float(cores), max(1.0, together / max(alone, 1e-9)))
 

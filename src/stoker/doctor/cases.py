@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,11 @@ class Case:
     """The input of a rule."""
 
     measured: Measurements  # all measurements
-    pace: Pace | None  # the pace of the step; None if no step was measured
-    starved: bool  # whether the step waits for data
 
-    @classmethod
-    def of(cls, measured: Measurements) -> Case:
-        """Compute the pace of these measurements."""
-        return cls(measured, pace_of(measured), is_starved(measured))
+    @cached_property
+    def pace(self) -> Pace | None:
+        """The pace of the step; None if no step was measured."""
+        return pace_of(self.measured)
 
     @property
     def on_gpu(self) -> bool:
@@ -45,10 +44,15 @@ class Case:
         return self.measured.machine.cores or 2
 
     @property
+    def loader(self) -> LoaderFacts:
+        """The loader that feeds the step; one of which nothing is known if there is none."""
+        return self.measured.loader or LoaderFacts()
+
+    @property
     def feeding(self) -> tuple[LoaderFacts, Pace] | None:
         """The loader and the pace if the step waits for data; None otherwise."""
         loader = self.measured.loader
-        if not self.starved or self.pace is None or loader is None:
+        if self.pace is None or loader is None or not is_starved(self.measured):
             return None
         return loader, self.pace
 
@@ -66,6 +70,60 @@ class Case:
             f"of a step of {milliseconds(step.median)}, {milliseconds(wait.median)} "
             f"({self.share_of_step(wait.median):.0%}) is waiting for data"
         )
+
+    def work_line(self) -> str | None:
+        """Return a line of evidence with the parts of loading one batch, the largest first; None if none is known."""
+        work = self.loader.work
+        parts = sorted(((s or 0.0, name) for name, s in work.parts.items()), reverse=True)
+        known = [f"{name} {milliseconds(s)}" for s, name in parts if work.share(s) > 0.02]
+        if not known:
+            return None
+        return (
+            f"loading one batch takes {milliseconds(work.total)} of one process: {', '.join(known)}"
+        )
+
+    def busiest_line(self) -> str | None:
+        """Return the line of code in which most loading time was sampled, or the line of the dataset."""
+        loader = self.loader
+        if loader.busiest_line is None or (loader.busiest_share or 0) < 0.25:
+            made = loader.dataset_where
+            return f"the dataset is defined at {made}" if made else None
+        return f"{loader.busiest_share:.0%} of it was spent at {loader.busiest_line}"
+
+    def cpu_words(self) -> str:
+        """Return how busy a worker is, as a clause to append to a line of evidence; "" if unknown."""
+        shares = self.loader.worker_cpu_shares
+        return f"; a worker keeps {sum(shares) / len(shares):.0%} of a core busy" if shares else ""
+
+    def packed_instead(self) -> tuple[str, str]:
+        """Return the command that packs the HDF5 file, and a call of stoker's Loader that reads the store.
+
+        Both are "" where `loader_instead` is.
+        """
+        call = self.loader_instead()
+        if not call:
+            return "", ""
+        file = self.measured.hdf5[0].name.rpartition(":")[0]
+        store = str(Path(file).with_suffix("")) + "-store"
+        pack = command("stoker", "pack", "arrays", file, store)
+        return pack, call.replace(repr(file), repr(store), 1)
+
+    def loader_instead(self) -> str:
+        """Return a call of stoker's Loader that reads the same HDF5 file; "" if no such call is known.
+
+        The datasets must be in one file and have one row per sample.
+        """
+        read = [data.name.rpartition(":") for data in self.measured.hdf5]
+        files = {file for file, _, _ in read}
+        lengths = {data.shape[0] for data in self.measured.hdf5 if data.shape}
+        names = sorted({name.strip("/") for _, _, name in read})
+        flat = all("/" not in name for name in names)
+        if self.loader.kind != "torch" or len(files) != 1 or len(lengths) != 1 or not flat:
+            return ""
+        fields = ", ".join(repr(name) for name in names)
+        taken = f"as_tuple=({fields},)" if len(names) == 1 else f"as_tuple=({fields})"
+        order = ", order='sequential'" if self.loader.in_order else ""
+        return f"stoker.Loader({files.pop()!r}, {self.loader.batch_size or 32}, {taken}{order})"
 
     def finding(
         self,
@@ -136,91 +194,6 @@ def call_lines(calls: Sequence[HostCall]) -> list[str]:
     ]
 
 
-def share_of_work(loader: LoaderFacts, seconds: float | None) -> float:
-    """Return `seconds` as a share of the work on one batch."""
-    total = loader.work.total
-    return (seconds or 0.0) / total if total > 0 else 0.0
-
-
-def blocked_share(loader: LoaderFacts) -> float:
-    """Return the share of loading time spent waiting for a disk or network, not computing; 0 if unknown."""
-    return loader.blocked_share or 0.0
-
-
-def work_line(loader: LoaderFacts) -> str | None:
-    """Return a line of evidence with the parts of loading one batch, the largest first; None if none is known."""
-    parts = {
-        "reading": loader.work.read,
-        "decoding": loader.work.decode,
-        "transforms": loader.work.transform,
-        "collating": loader.work.collate,
-        "copying": loader.work.copy,
-        "other dataset code": loader.work.other,
-    }
-    known = sorted(
-        ((s, name) for name, s in parts.items() if s and share_of_work(loader, s) > 0.02),
-        reverse=True,
-    )
-    if not known:
-        return None
-    listed = ", ".join(f"{name} {milliseconds(seconds)}" for seconds, name in known)
-    return f"loading one batch takes {milliseconds(loader.work.total)} of one process: {listed}"
-
-
-def busiest_line(loader: LoaderFacts) -> str | None:
-    """Return the line of code in which most loading time was sampled, or the line of the dataset."""
-    if loader.busiest_line is None or (loader.busiest_share or 0) < 0.25:
-        return f"the dataset is defined at {loader.dataset_where}" if loader.dataset_where else None
-    return f"{loader.busiest_share:.0%} of it was spent at {loader.busiest_line}"
-
-
-def busy_cores(loader: LoaderFacts) -> float | None:
-    """Return the number of cores that the job keeps busy; None if not measured."""
-    if loader.main_cpu_share is None:
-        return None
-    return sum(loader.worker_cpu_shares) + loader.main_cpu_share
-
-
-def cpu_words(loader: LoaderFacts) -> str:
-    """Return how busy a worker is, as a clause to append to a line of evidence; "" if unknown."""
-    if not loader.worker_cpu_shares:
-        return ""
-    each = sum(loader.worker_cpu_shares) / len(loader.worker_cpu_shares)
-    return f"; a worker keeps {each:.0%} of a core busy"
-
-
 def at(where: str | None) -> str:
     """Return " at file:line", or nothing."""
     return f" at {where}" if where else ""
-
-
-def packed_instead(case: Case, loader: LoaderFacts) -> tuple[str, str]:
-    """Return the command that packs the HDF5 file, and a call of stoker's Loader that reads the store.
-
-    Both are "" where `loader_instead` is.
-    """
-    call = loader_instead(case, loader)
-    if not call:
-        return "", ""
-    file = case.measured.hdf5[0].name.rpartition(":")[0]
-    store = str(Path(file).with_suffix("")) + "-store"
-    pack = command("stoker", "pack", "arrays", file, store)
-    return pack, call.replace(repr(file), repr(store), 1)
-
-
-def loader_instead(case: Case, loader: LoaderFacts) -> str:
-    """Return a call of stoker's Loader that reads the same HDF5 file; "" if no such call is known.
-
-    The datasets must be in one file and have one row per sample.
-    """
-    read = [data.name.rpartition(":") for data in case.measured.hdf5]
-    files = {file for file, _, _ in read}
-    lengths = {data.shape[0] for data in case.measured.hdf5 if data.shape}
-    names = sorted({name.strip("/") for _, _, name in read})
-    flat = all("/" not in name for name in names)
-    if loader.kind != "torch" or len(files) != 1 or len(lengths) != 1 or not flat:
-        return ""
-    fields = ", ".join(repr(name) for name in names)
-    taken = f"as_tuple=({fields},)" if len(names) == 1 else f"as_tuple=({fields})"
-    order = ", order='sequential'" if loader.in_order else ""
-    return f"stoker.Loader({files.pop()!r}, {loader.batch_size or 32}, {taken}{order})"

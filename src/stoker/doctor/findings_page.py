@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from stoker import page
 from stoker.doctor.cases import milliseconds
 from stoker.doctor.findings import Consultation, Finding, Outcome, describe_changes
-from stoker.doctor.gains import StepShare, split_step, split_work
+from stoker.doctor.gains import StepShare, split_step
 from stoker.doctor.measurements import Measurements, TimelineSpan
 from stoker.measure.readings import Spread
 from stoker.page import Html
@@ -212,7 +212,12 @@ def draw_timeline(spans: Sequence[TimelineSpan]) -> Html:
     lanes = list(dict.fromkeys(span.lane for span in spans))
     rows = "".join(_lane(lane, [s for s in spans if s.lane == lane], end) for lane in lanes)
     kinds = [kind for kind in _SPAN_COLOURS if any(span.kind == kind for span in spans)]
-    axis = _time_axis(end)
+    ticks = [tick for tick in round_ticks(0.0, end * 1e3) if tick <= end * 1e3]
+    names = "".join(
+        f'<span style="left:{tick / (end * 1e3) * 100:.2f}%">{page.format_number(tick)}</span>'
+        for tick in ticks
+    )
+    axis = f'<div class="line axis"><div class="pic">{names}</div></div>'
     steps = len({span.step for span in spans})
     told = f"{steps} steps in {milliseconds(end)}."
     return page.join(
@@ -243,30 +248,18 @@ def _lane(lane: str, spans: Sequence[TimelineSpan], end: float) -> str:
         for span in spans
         if span.kind == "wait"
     )
-    return (
-        '<div class="line"><div class="who" style="min-width:0;overflow-wrap:anywhere">'
-        f'{page.name(lane)}</div><div class="how"></div>'
-        f'<svg class="pic" role="img" aria-label="{page.escape(_told(lane, spans))}" '
-        f'viewBox="0 0 100 {_LANE_HEIGHT}" preserveAspectRatio="none" style="height:{_LANE_HEIGHT}px">'
-        f'{marks}<path class="base" d="{edges}"/></svg></div>'
-    )
-
-
-def _told(lane: str, spans: Sequence[TimelineSpan]) -> str:
     totals: dict[str, float] = {}
     for span in spans:
         totals[span.kind] = totals.get(span.kind, 0.0) + span.seconds
     said = ", ".join(f"{kind} {milliseconds(seconds)}" for kind, seconds in totals.items())
-    return page.shorten(f"{lane}: {said}", 400)
-
-
-def _time_axis(end: float) -> str:
-    ticks = [tick for tick in round_ticks(0.0, end * 1e3) if tick <= end * 1e3]
-    names = "".join(
-        f'<span style="left:{tick / (end * 1e3) * 100:.2f}%">{page.format_number(tick)}</span>'
-        for tick in ticks
+    told = page.escape(page.shorten(f"{lane}: {said}", 400))
+    return (
+        '<div class="line"><div class="who" style="min-width:0;overflow-wrap:anywhere">'
+        f'{page.name(lane)}</div><div class="how"></div>'
+        f'<svg class="pic" role="img" aria-label="{told}" '
+        f'viewBox="0 0 100 {_LANE_HEIGHT}" preserveAspectRatio="none" style="height:{_LANE_HEIGHT}px">'
+        f'{marks}<path class="base" d="{edges}"/></svg></div>'
     )
-    return f'<div class="line axis"><div class="pic">{names}</div></div>'
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -332,7 +325,7 @@ def _loader(measured: Measurements) -> Html:
         facts["Where"] = loader.where
     rows = [
         (words, "n/a" if seconds is None else milliseconds(seconds))
-        for words, seconds in split_work(loader.work)
+        for words, seconds in loader.work.parts.items()
     ]
     table = page.table(("work on one batch", "time"), rows, key="loader-table", numeric=(1,))
     return page.join([page.facts(facts), table])

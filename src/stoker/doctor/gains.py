@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from stoker.doctor.findings import Gain
-from stoker.doctor.measurements import LoaderFacts, LoaderWork, MachineFacts, Measurements
+from stoker.doctor.measurements import LoaderFacts, MachineFacts, Measurements
 
 STARVED_SHARE = 0.10
 """Waiting for less than this share of a step is the normal cost of receiving a batch."""
@@ -208,15 +208,6 @@ def suggested_workers(load: float, compute: float, cores: int, blocked_share: fl
     return max(1, min(wanted, room, 64))
 
 
-_LOADER_WORDS = {
-    "read": "read",
-    "decode": "decode",
-    "transform": "transform",
-    "collate": "collate",
-    "copy": "copy",
-    "other": "rest of the dataset's code",
-}
-
 _ORDER = ("wait", "load", "compute", "host")
 _SMALLEST_SHARE = 1e-3
 """Parts below this share of a step are not listed."""
@@ -283,8 +274,3 @@ def _known_parts(measured: Measurements) -> list[StepShare]:
         StepShare("backward pass", backward, "compute"),
         StepShare("optimizer", optimizer, "compute"),
     ]
-
-
-def split_work(work: LoaderWork) -> list[tuple[str, float | None]]:
-    """Return (kind in words, seconds) of the loader's work on one batch; None if it was not measured."""
-    return [(words, getattr(work, name)) for name, words in _LOADER_WORDS.items()]

@@ -10,12 +10,9 @@ optimizer update, "per batch" one batch from the loader. A reading that was not 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from stoker.errors import CorruptError
 from stoker.measure.readings import CREEP_DEVICE_BYTES, CREEP_HOST_BYTES, Spread, creep
@@ -60,9 +57,25 @@ class LoaderWork:
     other: float | None = None  # the rest of the dataset's code
 
     @property
+    def parts(self) -> dict[str, float | None]:
+        """The same by kind of work in words."""
+        return {
+            "reading": self.read,
+            "decoding": self.decode,
+            "transforms": self.transform,
+            "collating": self.collate,
+            "copying": self.copy,
+            "other dataset code": self.other,
+        }
+
+    @property
     def total(self) -> float:
         """Sum of the known parts."""
-        return float(sum(value for value in dataclasses.asdict(self).values() if value is not None))
+        return float(sum(filter(None, self.parts.values())))
+
+    def share(self, seconds: float | None) -> float:
+        """Return `seconds` as a share of the known parts."""
+        return (seconds or 0.0) / self.total if self.total > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,13 @@ class LoaderFacts:
     # there is no such file
     open_hdf5: tuple[str, ...] = ()
     in_order: bool = False  # whether samples come in the order of the dataset
+
+    @property
+    def busy_cores(self) -> float | None:
+        """Number of cores that the job keeps busy; None if not measured."""
+        if self.main_cpu_share is None:
+            return None
+        return sum(self.worker_cpu_shares) + self.main_cpu_share
 
 
 @dataclass(frozen=True)
@@ -306,6 +326,8 @@ class Ablation:
 class Measurements:
     """All input of the rules."""
 
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"extra": "forbid"}  # see `from_json`
+
     subject: str  # the command or the config that was measured, as the user wrote it
     kind: Literal["script", "job"] = "script"  # "script" or "job" (stoker's own, from a config)
     machine: MachineFacts = field(default_factory=MachineFacts)
@@ -388,37 +410,17 @@ class Measurements:
         Raises:
             CorruptError: The document holds something else.
         """
-        apart = ("format_version", "generator")
-        values = {name: value for name, value in document.items() if name not in apart}
+        from pydantic import TypeAdapter, ValidationError  # here: a script is examined without it
+
+        values = {
+            n: value for n, value in document.items() if n not in ("format_version", "generator")
+        }
         try:
-            built: Measurements = build(cls, values)
-        except (TypeError, KeyError, ValueError) as error:
+            return TypeAdapter(cls).validate_python(values)
+        except ValidationError as error:
+            first = error.errors()[0]
             raise CorruptError(
-                f"these are not measurements of the doctor: {error}.",
+                f"these are not measurements of the doctor: {first['loc']}: {first['msg']}.",
                 "what `stoker doctor --json` writes",
                 "measure again with this version",
             ) from error
-        return built
-
-
-# -- plain values to dataclasses -------------------------------------------------------------------
-
-
-_field_types = cache(typing.get_type_hints)
-
-
-def build(kind: Any, value: Any) -> Any:
-    """Convert `value`, made of lists and dicts, to the annotated type `kind`."""
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return build(next(choice for choice in inside if choice is not type(None)), value)
-    if origin is tuple:
-        if inside[-1] is Ellipsis:
-            return tuple(build(inside[0], item) for item in value)
-        return tuple(build(choice, item) for choice, item in zip(inside, value, strict=True))
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        known = _field_types(kind)
-        return kind(**{name: build(known[name], item) for name, item in value.items()})
-    return dict(value) if origin is not None and isinstance(value, Mapping) else value

@@ -31,7 +31,6 @@ from stoker.ownership import temporary_folder
 _RATE = 25
 _FRAME = re.compile(r"(.*) \((.*):(\d+)\)")
 _STACK = re.compile(r"thread \(\S+\): (.*?);(.*) (\d+)")
-_INSTALL = "pip install py-spy"
 
 
 @dataclass(frozen=True)
@@ -134,19 +133,30 @@ def _read_stacks(pid: int, seconds: float) -> tuple[list[str], str]:
     program = shutil.which("py-spy")
     if program is None:
         missing = "py-spy is not installed, which reads the stacks of a running Python"
-        return [], f"{missing}: {_INSTALL}"
+        return [], f"{missing}: pip install py-spy"
     with temporary_folder("stoker-doctor-") as folder:
         raw = folder / "stacks"
-        told = {
-            "--pid": pid,
-            "--duration": max(1, round(seconds)),
-            "--rate": _RATE,
-            "--format": "raw",
-            "--output": raw,
-        }
-        words = [str(word) for option in told.items() for word in option]
+        words = [
+            "--pid",
+            pid,
+            "--duration",
+            max(1, round(seconds)),
+            "--rate",
+            _RATE,
+            "--output",
+            raw,
+        ]
         done = subprocess.run(
-            [program, "record", *words, "--full-filenames", "--idle", "--threads"],
+            [
+                program,
+                "record",
+                *map(str, words),
+                "--format",
+                "raw",
+                "--full-filenames",
+                "--idle",
+                "--threads",
+            ],
             capture_output=True,
             text=True,
             check=False,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stoker.doctor import rules_loading, rules_run, rules_step, rules_workers
-from stoker.doctor.cases import Case, Rule, at, blocked_share, busy_cores, rule_name
+from stoker.doctor.cases import Case, Rule, at, rule_name
 from stoker.doctor.findings import Consultation, Finding
 from stoker.doctor.gains import gain_of_steps, hand_over_seconds, load_seconds, split_step, worth
 from stoker.doctor.measurements import LoaderFacts, Measurements
@@ -56,7 +56,7 @@ def diagnose(measurements: Measurements) -> list[Finding]:
 
 def _judge(measurements: Measurements) -> list[Finding]:
     """Return the findings of all rules, each predicted for its own remedy alone, in the order of `diagnose`."""
-    case = Case.of(measurements)
+    case = Case(measurements)
     found = [finding for rule in RULES if (finding := rule(case)) is not None]
     names = {finding.name for finding in found}
     first = _one_word_remedy(case)
@@ -201,8 +201,8 @@ def _one_word_remedy(case: Case) -> str:
     loader = case.measured.loader
     if loader is None or loader.kind != "torch" or loader.open_hdf5 or loader.is_stream:
         return ""
-    busy = busy_cores(loader)
-    if blocked_share(loader) >= 0.5:
+    busy = loader.busy_cores
+    if (loader.blocked_share or 0.0) >= 0.5:
         return ""  # the disk may not answer more of them at once
     if busy is None or case.cores - busy < _IDLE_CORES:
         return ""

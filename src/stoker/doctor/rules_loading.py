@@ -8,21 +8,7 @@ because the doctor cannot know how well data will be packed or an augmentation r
 
 from __future__ import annotations
 
-from stoker.doctor.cases import (
-    WORTHWHILE,
-    Case,
-    Rule,
-    at,
-    blocked_share,
-    busiest_line,
-    busy_cores,
-    cpu_words,
-    milliseconds,
-    packed_instead,
-    share_of_work,
-    while_waiting,
-    work_line,
-)
+from stoker.doctor.cases import WORTHWHILE, Case, Rule, at, milliseconds, while_waiting
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     Pace,
@@ -101,24 +87,28 @@ def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
 @while_waiting
 def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Decoding samples keeps every core busy."""
-    part = share_of_work(loader, (loader.work.decode or 0) + (loader.work.other or 0))
+    part = loader.work.share((loader.work.decode or 0) + (loader.work.other or 0))
     if loader.kind == "stoker":
-        part = share_of_work(loader, loader.work.decode)
+        part = loader.work.share(loader.work.decode)
     else:
-        busy = busy_cores(loader)
+        busy = loader.busy_cores
         full = loader.workers >= case.cores or (busy is not None and busy >= case.cores - 0.5)
         if loader.workers == 0 or not full:
             return None
-    if part < _DOMINANT or blocked_share(loader) >= 0.5 or _hdf5_cause(case, loader) is not None:
+    if (
+        part < _DOMINANT
+        or (loader.blocked_share or 0.0) >= 0.5
+        or _hdf5_cause(case, loader) is not None
+    ):
         return None
     return case.advise(
         "decode-bound",
         "decoding samples keeps the cores busy",
         [
             case.wait_line(),
-            f"{format_count(loader.workers, 'worker')} on {case.cores} cores{cpu_words(loader)}",
-            work_line(loader),
-            busiest_line(loader),
+            f"{format_count(loader.workers, 'worker')} on {case.cores} cores{case.cpu_words()}",
+            case.work_line(),
+            case.busiest_line(),
             _kept_line(case, loader, pace),
         ],
         "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
@@ -135,9 +125,9 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
 @while_waiting
 def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """Most of loading is waiting for a disk or a network."""
-    blocked = blocked_share(loader)
+    blocked = loader.blocked_share or 0.0
     if loader.kind == "stoker":
-        blocked = max(blocked, share_of_work(loader, loader.work.read))
+        blocked = max(blocked, loader.work.share(loader.work.read))
     if blocked < 0.5:
         return None
     return case.advise(
@@ -147,8 +137,8 @@ def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             case.wait_line(),
             f"{blocked:.0%} of the loading is waiting, not computing: a disk, a network or a sleep",
             f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
-            work_line(loader),
-            busiest_line(loader),
+            case.work_line(),
+            case.busiest_line(),
         ],
         "Put the data on a local disk in large sequential files (`stoker pack`), so that a batch is one "
         "read instead of one per sample.",
@@ -161,7 +151,7 @@ def disk_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
 @while_waiting
 def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for augmentation of single samples on the CPU."""
-    part = share_of_work(loader, loader.work.transform)
+    part = loader.work.share(loader.work.transform)
     if part < _DOMINANT:
         return None
     return case.advise(
@@ -170,8 +160,8 @@ def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
         [
             case.wait_line(),
             f"transforms are {part:.0%} of the loading",
-            work_line(loader),
-            busiest_line(loader),
+            case.work_line(),
+            case.busiest_line(),
         ],
         "Augment whole batches where they are trained: on the GPU with stoker.augment, on a CPU with one "
         "call per batch.",
@@ -185,7 +175,7 @@ def augment_on_cpu(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
 @while_waiting
 def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The step waits for samples to be collated into a batch."""
-    part = share_of_work(loader, loader.work.collate)
+    part = loader.work.share(loader.work.collate)
     if part < _DOMINANT:
         return None
     place = loader.collate_where or "torch's default_collate"
@@ -195,7 +185,7 @@ def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
         [
             case.wait_line(),
             f"collating is {part:.0%} of the loading, in {place}",
-            work_line(loader),
+            case.work_line(),
         ],
         "Give the dataset a `__getitems__` that indexes a whole batch at once, or stack arrays in one "
         "call instead of looping over values.",
@@ -213,28 +203,18 @@ def hdf5_compressed(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
         return None
     plain = data.reads_per_batch * _HDF5_READ_SECONDS
     plain += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
-    pack, call = packed_instead(case, loader)
     asked = max(data.bytes_touched_per_batch, data.bytes_used_per_batch)
     rate = asked / max(data.seconds_per_batch, 1e-9)
-    return case.advise(
+    return _stored_otherwise(
+        case, loader, pace, data,
         "hdf5-compressed",
         "HDF5 data is decompressed at every read",
-        [
-            case.wait_line(),
-            _hdf5_line(data),
-            (
-                f"{data.compression} comes out at {format_bytes(rate)}/s; uncompressed data is read at about "
-                f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s"
-            ),
-        ],
-        f"Store the dataset uncompressed and contiguous (`{pack or 'stoker pack'}`), or with a fast codec in chunks of "
-        "one batch.",
-        _without(loader, pace, _hdf5_share(loader, data), plain),
-        where=loader.where,
-        script=pack
-        or "# where the file is written:\nfile.create_dataset(name, data=values)  # no compression=",
-        replacement=call,
-    )
+        f"{data.compression} comes out at {format_bytes(rate)}/s; uncompressed data is read at about "
+        f"{format_bytes(_HDF5_BYTES_PER_SECOND)}/s",
+        "Store the dataset uncompressed and contiguous (`{pack}`), or with a fast codec in chunks of one batch.",
+        plain,
+        "data=values)  # no compression=",
+    )  # fmt: skip
 
 
 @while_waiting
@@ -249,24 +229,34 @@ def hdf5_chunks(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         fitting += data.bytes_used_per_batch / _HDF5_BYTES_PER_SECOND
     else:
         fitting += data.seconds_per_batch / waste
-    pack, call = packed_instead(case, loader)
-    return case.advise(
+    return _stored_otherwise(
+        case, loader, pace, data,
         "hdf5-chunks",
         "HDF5 chunks do not fit the way they are read",
-        [
-            case.wait_line(),
-            _hdf5_line(data),
-            (
-                f"{waste:.0f} bytes are read for every byte used: chunks of {_shape(data.chunks)} in a dataset "
-                f"of {_shape(data.shape)}"
-            ),
-        ],
-        f"Write the dataset contiguous, or in chunks of whole rows as they are read (`{pack or 'stoker pack'}` does).",
-        _without(loader, pace, _hdf5_share(loader, data), fitting),
+        f"{waste:.0f} bytes are read for every byte used: chunks of {_shape(data.chunks)} in a dataset "
+        f"of {_shape(data.shape)}",
+        "Write the dataset contiguous, or in chunks of whole rows as they are read (`{pack}` does).",
+        fitting,
+        f"data=values, chunks={(1, *data.shape[1:])})",
+    )  # fmt: skip
+
+
+def _stored_otherwise(
+    case: Case, loader: LoaderFacts, pace: Pace, data: Hdf5Facts,
+    name: str, title: str, evidence: str, remedy: str, residue: float, create: str,
+) -> Finding | None:  # fmt: skip
+    """Advise to store a dataset otherwise; reading a batch of it then takes `residue` seconds."""
+    pack, call = case.packed_instead()
+    read = f"{data.reads_per_batch:.0f} reads and {milliseconds(data.seconds_per_batch)} per batch"
+    used = f"{data.bytes_used_per_batch / MB:.2g} MB"
+    return case.advise(
+        name,
+        title,
+        [case.wait_line(), f"{data.name}: {read} for {used}{at(data.where)}", evidence],
+        remedy.format(pack=pack or "stoker pack"),
+        _without(loader, pace, _hdf5_share(loader, data), residue),
         where=loader.where,
-        script=pack
-        or "# where the file is written:\n"
-        f"file.create_dataset(name, data=values, chunks={(1, *data.shape[1:])})",
+        script=pack or f"# where the file is written:\nfile.create_dataset(name, {create}",
         replacement=call,
     )
 
@@ -361,14 +351,7 @@ def _hdf5_cause(case: Case, loader: LoaderFacts) -> Hdf5Facts | None:
 
 
 def _hdf5_share(loader: LoaderFacts, data: Hdf5Facts) -> float:
-    return min(1.0, share_of_work(loader, data.seconds_per_batch))
-
-
-def _hdf5_line(data: Hdf5Facts) -> str:
-    return (
-        f"{data.name}: {data.reads_per_batch:.0f} reads and {milliseconds(data.seconds_per_batch)} per batch "
-        f"for {data.bytes_used_per_batch / MB:.2g} MB{at(data.where)}"
-    )
+    return min(1.0, loader.work.share(data.seconds_per_batch))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

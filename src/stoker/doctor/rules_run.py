@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from typing import Any
 
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import gain, gain_of_steps
-from stoker.doctor.measurements import OperatorFacts
 from stoker.units import KIB, MIB, format_bytes, format_count
 
 _DRIVER_ALLOC_SECONDS = 150e-6
@@ -61,8 +61,7 @@ def gc_each_step(case: Case) -> Finding | None:
         "garbage is collected by hand in every step",
         "Remove gc.collect() from the loop: tensors are freed by reference counts, and the collector runs by "
         "itself.",
-        "# remove gc.collect()",
-        {},
+        script="# remove gc.collect()",
     )
 
 
@@ -74,19 +73,13 @@ def saves_too_often(case: Case) -> Finding | None:
         "saves-too-often",
         "saving checkpoints takes a notable part of the time",
         "Save once per epoch or every few minutes instead.",
-        "if step % 1000 == 0:\n    torch.save(...)",
-        {"training.checkpoint_every_steps": 0},
+        script="if step % 1000 == 0:\n    torch.save(...)",
+        config={"training.checkpoint_every_steps": 0},
     )
 
 
 def _housekeeping(
-    case: Case,
-    call: str,
-    name: str,
-    title: str,
-    remedy: str,
-    script: str,
-    config: dict[str, object],
+    case: Case, call: str, name: str, title: str, remedy: str, **patch: Any
 ) -> Finding | None:
     calls = [one for one in case.measured.host_calls if one.call == call]
     if case.pace is None or not calls:
@@ -98,16 +91,7 @@ def _housekeeping(
     ]
     # All calls in the loop are saved; their work still has to be done occasionally.
     gained = saved(case.pace, seconds, low=0.9, likely=1.0)
-    return case.advise(
-        name,
-        title,
-        evidence,
-        remedy,
-        gained,
-        where=calls[0].where,
-        script=script,
-        config=config,
-    )
+    return case.advise(name, title, evidence, remedy, gained, where=calls[0].where, **patch)
 
 
 def evaluates_each_step(case: Case) -> Finding | None:
@@ -162,17 +146,6 @@ def long_steps(case: Case) -> Finding | None:
     )
 
 
-def _saved_on_gpu(operators: OperatorFacts, double: float) -> float:
-    """Return the seconds by which kernels on float64 are shorter in float32.
-
-    Matrix products use the ratio measured on this GPU: some GPUs have as many units for float64 as for float32, some a
-    64th. The other kernels move half of the bytes.
-    """
-    product = min(double, operators.double_product_seconds or 0.0)
-    times = 2.0 if operators.double_times is None else max(1.0, operators.double_times)
-    return product * (1 - 1 / times) + (double - product) * 0.5
-
-
 def double_precision(case: Case) -> Finding | None:
     """The step computes in float64."""
     operators, pace = case.measured.operators, case.pace
@@ -185,7 +158,11 @@ def double_precision(case: Case) -> Finding | None:
     listed = ", ".join(f"{dtype} {milliseconds(s)}" for dtype, s in products.items() if s > 0)
     floor = replace(pace, device_busy=0.0)
     if case.on_gpu:
-        less = _saved_on_gpu(operators, double)
+        # Matrix products use the ratio measured on this GPU: some GPUs have as many units for float64 as for float32,
+        # some a 64th. The other kernels move half of the bytes.
+        product = min(double, operators.double_product_seconds or 0.0)
+        times = 2.0 if operators.double_times is None else max(1.0, operators.double_times)
+        less = product * (1 - 1 / times) + (double - product) * 0.5
         # Shorter kernels make a step shorter only in proportion to the device's share of it.
         less *= min(1.0, pace.device_busy / max(pace.compute, 1e-9))
         low, high = 0.6 * less, 1.3 * less

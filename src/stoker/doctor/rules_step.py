@@ -5,13 +5,12 @@ Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import Pace, gain, gain_of_steps
-from stoker.doctor.measurements import OPERATOR_SECONDS, HostCall, KernelFacts, LoaderFacts
+from stoker.doctor.measurements import OPERATOR_SECONDS, HostCall, KernelFacts
 from stoker.units import format_bytes
 
 _SHORT_KERNEL_SECONDS = 25e-6
@@ -175,7 +174,7 @@ def batch_too_small(case: Case) -> Finding | None:
         return None
     alone = case.measured.ablation
     if alone and alone.larger_batches:
-        return _measured_batches(case, pace, samples, alone.larger_batches)
+        return None  # sizes were tried: `consultation.weigh` has their result
     fixed_and_growing = _fixed_and_growing(case, pace)
     if samples > _SMALL_BATCH or fixed_and_growing is None:
         return None
@@ -199,8 +198,33 @@ def batch_too_small(case: Case) -> Finding | None:
     low, likely, high = sorted(max(1.0, gained(growing * f)) for f in (3.0, 1.0, 0.3))
     if likely < 1.5:
         return None
-    gains = Gain(low, likely, high)
-    return _batch_finding(case, samples, round(samples * times), gains, fixed / pace.compute)
+    size = round(samples * times)
+    by_hand = case.measured.samples_per_step is None
+    advice = f"Raise the batch size from {samples:.0f} to {size}, and the learning rate with it."
+    script = f"DataLoader(..., batch_size={size})"
+    if by_hand:
+        advice = (
+            f"Give the model {size} samples at once, stacked to one tensor, and raise the learning rate; a game "
+            f"or a simulation: run {size} at once."
+        )
+        script = f"x = torch.stack(samples[at : at + {size}])  # then model(x)"
+    told = "the model is called with one row at a time, in a step" if by_hand else ""
+    made_at = case.measured.between[0].where if by_hand and case.measured.between else None
+    return case.finding(
+        "batch-too-small",
+        "the batch is too small to be worth a step",
+        [
+            f"{told or f'{samples:.0f} samples per step'} of {milliseconds(pace.step)}",
+            f"{fixed / pace.compute:.0%} of the computing does not depend on how many",
+            f"a step with {size} samples is expected to give {likely:.1f} times the samples per second",
+        ],
+        advice,
+        Gain(low, likely, high),
+        loader_arguments={} if by_hand else {"batch_size": size},
+        where=case.measured.loader.where if case.measured.loader else made_at,
+        script=script,
+        config={"training.batch_size": size},
+    )
 
 
 def _growing_load(case: Case, pace: Pace, samples: float) -> float:
@@ -212,17 +236,14 @@ def _growing_load(case: Case, pace: Pace, samples: float) -> float:
         growing = max(0.0, loader.alone_seconds.median - _FETCH_SECONDS)
     else:
         per_batch = samples / loader.batches_per_step
-        growing = loader.sample_seconds.median * per_batch + _growing_collate(loader, per_batch)
+        growing = loader.sample_seconds.median * per_batch
+        collate = loader.work.collate or 0.0
+        if loader.collate_where is None:  # torch's own has a fixed cost; a user's grows as a whole
+            called = collate * per_batch / (per_batch + _COLLATE_CALLS)
+            copied = (loader.batch_bytes or 0) / _COLLATE_BYTES_PER_SECOND
+            collate = max(called, min(collate, copied))
+        growing += collate
     return min(pace.load, growing * loader.batches_per_step)
-
-
-def _growing_collate(loader: LoaderFacts, samples: float) -> float:
-    """Return the seconds of collating that grow with the samples: all of them for a collate function of the user's."""
-    collate = loader.work.collate or 0.0
-    if loader.collate_where is not None:
-        return collate
-    called = collate * samples / (samples + _COLLATE_CALLS)
-    return max(called, min(collate, (loader.batch_bytes or 0) / _COLLATE_BYTES_PER_SECOND))
 
 
 def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
@@ -242,68 +263,6 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
     if growing > pace.compute or pace.compute - growing > calling:
         return None  # the device has enough to do, or calling operators does not explain the fixed part
     return pace.compute - growing, growing
-
-
-def _measured_batches(
-    case: Case, pace: Pace, samples: float, tried: Sequence[tuple[int, float]]
-) -> Finding | None:
-    """Return the finding based on measured steps with larger batches; None if they gain little."""
-
-    def rate(size: int, seconds: float) -> float:
-        times = size / samples
-        grown = replace(pace.loading(pace.load * times), compute=seconds)
-        return size / grown.step
-
-    now = samples / pace.step
-    best_size, best_seconds = max(tried, key=lambda one: rate(*one))
-    if best_size <= samples:
-        return None
-    # The smallest size whose rate is within 5 % of the best: a larger one would only cost memory.
-    best = rate(best_size, best_seconds)
-    size, seconds = min(
-        (one for one in tried if rate(*one) >= 0.95 * best and one[0] > samples),
-        key=lambda one: one[0],
-    )
-    factor = rate(size, seconds) / now
-    if factor < 1.25:
-        return None
-    return _batch_finding(
-        case, samples, size, Gain(1 + 0.85 * (factor - 1), factor, 1 + 1.1 * (factor - 1)), None
-    )
-
-
-def _batch_finding(
-    case: Case, samples: float, size: int, gained: Gain, fixed_share: float | None
-) -> Finding:
-    step = f" of {milliseconds(case.pace.step)}" if case.pace else ""
-    by_hand = case.measured.samples_per_step is None
-    told = "the model is called with one row at a time, in a step" if by_hand else ""
-    advice = f"Raise the batch size from {samples:.0f} to {size}, and the learning rate with it."
-    script = f"DataLoader(..., batch_size={size})"
-    if by_hand:
-        advice = (
-            f"Give the model {size} samples at once, stacked to one tensor, and raise the learning rate; a game "
-            f"or a simulation: run {size} at once."
-        )
-        script = f"x = torch.stack(samples[at : at + {size}])  # then model(x)"
-    made_at = case.measured.between[0].where if by_hand and case.measured.between else None
-    return case.finding(
-        "batch-too-small",
-        "the batch is too small to be worth a step",
-        [
-            f"{told or f'{samples:.0f} samples per step'}{step}",
-            f"{fixed_share:.0%} of the computing does not depend on how many"
-            if fixed_share
-            else None,
-            f"a step with {size} samples is expected to give {gained.likely:.1f} times the samples per second",
-        ],
-        advice,
-        gained,
-        loader_arguments={} if by_hand else {"batch_size": size},
-        where=case.measured.loader.where if case.measured.loader else made_at,
-        script=script,
-        config={"training.batch_size": size},
-    )
 
 
 def _fetched_for_python(case: Case) -> list[HostCall]:

@@ -5,19 +5,7 @@ Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
 from __future__ import annotations
 
-from stoker.doctor.cases import (
-    Case,
-    Rule,
-    at,
-    blocked_share,
-    busiest_line,
-    busy_cores,
-    cpu_words,
-    loader_instead,
-    milliseconds,
-    while_waiting,
-    work_line,
-)
+from stoker.doctor.cases import Case, Rule, at, milliseconds, while_waiting
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     COLD_SECONDS,
@@ -48,9 +36,9 @@ _SHARE_OUT = (
 
 def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gain]:
     """Return (suggested number of workers, its gain), both limited by the cores."""
-    blocked = blocked_share(loader)
+    blocked = loader.blocked_share or 0.0
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
-    busy = busy_cores(loader)
+    busy = loader.busy_cores
     step = pace.step
     # Lower bound of a step: all cores busy with the measured work, less 5 % for the probe's own work and for waking up
     # at each batch.
@@ -81,7 +69,7 @@ def _sharing(loader: LoaderFacts) -> str:
 
 def _worker_patch(case: Case, loader: LoaderFacts, workers: int) -> dict[str, object]:
     if loader.open_hdf5:
-        return {"where": loader.where, "replacement": loader_instead(case, loader)}
+        return {"where": loader.where, "replacement": case.loader_instead()}
     if _sharing(loader):
         return {"where": loader.where}  # more workers alone would repeat samples
     arguments: dict[str, object] = {"num_workers": workers, "persistent_workers": True}
@@ -100,20 +88,29 @@ def no_workers(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
     """The training process loads its own data while cores are idle."""
     if loader.kind != "torch" or loader.workers > 0:
         return None
-    if case.cores < 2 and blocked_share(loader) < 0.5:
+    if case.cores < 2 and (loader.blocked_share or 0.0) < 0.5:
         return None
-    workers, gained = _more_workers(case, loader, pace)
-    return case.advise(
+    return _advise_workers(
+        case, loader, pace,
         "no-workers",
         "the training process loads its own data",
-        [
-            case.wait_line(),
-            f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
-            work_line(loader),
-            busiest_line(loader),
-        ],
-        f"Set num_workers={workers} in the DataLoader, so that the next batches are made while this one "
-        f"trains.{_sharing(loader)}",
+        f"the DataLoader{at(loader.where)} has num_workers=0, and {case.cores} cores may be used",
+        "Set num_workers={workers} in the DataLoader, so that the next batches are made while this one trains.",
+    )  # fmt: skip
+
+
+def _advise_workers(
+    case: Case, loader: LoaderFacts, pace: Pace, name: str, title: str, now: str, remedy: str
+) -> Finding | None:
+    """Advise more workers; None if the present ones are as many as there may be."""
+    workers, gained = _more_workers(case, loader, pace)
+    if workers <= loader.workers:
+        return None
+    return case.advise(
+        name,
+        title,
+        [case.wait_line(), now, case.work_line(), case.busiest_line()],
+        f"{remedy.format(workers=workers)}{_sharing(loader)}",
         gained,
         **_worker_patch(case, loader, workers),
     )
@@ -128,25 +125,14 @@ def starved_by_loader(case: Case) -> Finding | None:
         return _starved_stoker(case, loader, pace)
     if loader.workers == 0:
         return None
-    workers, gained = _more_workers(case, loader, pace)
-    if workers <= loader.workers:
-        return None
-    return case.advise(
+    return _advise_workers(
+        case, loader, pace,
         "starved-by-loader",
         "too few workers for the step",
-        [
-            case.wait_line(),
-            (
-                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
-                f"{case.cores} cores may be used{cpu_words(loader)}"
-            ),
-            work_line(loader),
-            busiest_line(loader),
-        ],
-        f"Raise num_workers from {loader.workers} to {workers}.{_sharing(loader)}",
-        gained,
-        **_worker_patch(case, loader, workers),
-    )
+        f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, "
+        f"{case.cores} cores may be used{case.cpu_words()}",
+        f"Raise num_workers from {loader.workers} to {{workers}}.",
+    )  # fmt: skip
 
 
 def _slow_hand_over(case: Case) -> Finding | None:
@@ -169,43 +155,38 @@ def _slow_hand_over(case: Case) -> Finding | None:
             max(part - cold, least * part)
             for part, least in ((pace.load, _LEAST_LOAD), (pace.compute, _LEAST_COMPUTE))
         )
-        return _too_many_workers(case, loader, step + again, warm)
+        return case.advise(
+            "starved-by-loader",
+            "samples are cheaper to make than to get from workers",
+            [
+                case.wait_line(),
+                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, {case.cores} cores may be used",
+                case.work_line(),
+            ],
+            "Set num_workers=0 in the DataLoader: the training process makes a batch in less time than it waits "
+            "for one.",
+            gain_of_steps(step + again, (step + again + warm) / 2, warm, 0.9 * warm),
+            # torch refuses the last two without workers.
+            loader_arguments={
+                "num_workers": 0,
+                "persistent_workers": False,
+                "prefetch_factor": None,
+            },
+            where=loader.where,
+            script="DataLoader(..., num_workers=0), without persistent_workers and prefetch_factor",
+        )
     return case.advise(
         "starved-by-loader",
         "batches take long from the workers to the step",
         [
             case.wait_line(),
-            work_line(loader),
+            case.work_line(),
             f"a batch holds {format_bytes(loader.batch_bytes)}" if loader.batch_bytes else None,
         ],
         "Hand over less: keep values compact until they are on the device, or load whole batches in the "
         "training process from memory (stoker's Loader does both).",
         gain_of_steps(step, step, step - wait.median / 2, pace.compute),
         where=loader.where,
-    )
-
-
-def _too_many_workers(case: Case, loader: LoaderFacts, step: float, alone: float) -> Finding | None:
-    """Making a batch takes less time than getting it from a worker."""
-    # torch refuses the last two without workers.
-    arguments = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
-    return case.advise(
-        "starved-by-loader",
-        "samples are cheaper to make than to get from workers",
-        [
-            case.wait_line(),
-            (
-                f"the DataLoader{at(loader.where)} has num_workers={loader.workers}, {case.cores} cores may "
-                "be used"
-            ),
-            work_line(loader),
-        ],
-        "Set num_workers=0 in the DataLoader: the training process makes a batch in less time than it waits "
-        "for one.",
-        gain_of_steps(step, (step + alone) / 2, alone, 0.9 * alone),
-        loader_arguments=arguments,
-        where=loader.where,
-        script="DataLoader(..., num_workers=0), without persistent_workers and prefetch_factor",
     )
 
 
@@ -225,7 +206,7 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
     return case.advise(
         "starved-by-loader",
         "the step waits for the loader",
-        [case.wait_line(), f"the plan's tier is {tier}", work_line(loader)],
+        [case.wait_line(), f"the plan's tier is {tier}", case.work_line()],
         remedy,
         gain_of_steps(pace.step, (pace.step + half) / 2, half, pace.compute),
         config=config,

@@ -46,25 +46,18 @@ def treat_script(
     arguments: Mapping[str, Any] = found.patch.loader_arguments
     again = run_script(command, steps=steps, seconds=seconds, loader_arguments=arguments)
     words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    num_steps, failure = again.measurements.steps, ""
+    if again.exit_code or again.stopped in ("interrupt", "termination") or not num_steps:
+        failure = describe_ending(again.exit_code, again.stopped, seconds, "the second run")
+        after = f"after {format_count(num_steps, 'step')} that counted"
+        failure += f" {after}" if num_steps else " before its first step: nothing was measured"
     return Outcome(
         found,
         f"DataLoader({words})",
         consultation.measurements.samples_per_second,
         again.measurements.samples_per_second,
-        _describe_failure(again, seconds),
+        failure,
     )
-
-
-def _describe_failure(again: Attached, seconds: float | None) -> str:
-    """Return how the second run failed; "" if it ended normally and steps were measured."""
-    num_steps = again.measurements.steps
-    ended_well = not again.exit_code and again.stopped not in ("interrupt", "termination")
-    if ended_well and num_steps:
-        return ""
-    ending = describe_ending(again.exit_code, again.stopped, seconds, "the second run")
-    if num_steps:
-        return f"{ending} after {format_count(num_steps, 'step')} that counted"
-    return f"{ending} before its first step: nothing was measured"
 
 
 # -- suggested edits ---------------------------------------------------------------------------------

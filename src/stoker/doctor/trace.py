@@ -93,18 +93,23 @@ def record(run: Run, plan: Schedule, out: Path | None = None) -> Trace:
     if out is not None:
         _export(profiler, out)
     began = plan.wait + plan.warmup
+    kernels = [
+        (event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.name.startswith(_NO_KERNEL)
+    ]
     return Trace(
         plan.active,
         marks[began + plan.active][0] - marks[began][1],
         _operations(profiler.key_averages()),
-        find_kernels(_intervals(profiler.events()), plan.active) if on_gpu else None,
+        find_kernels(kernels, plan.active),
     )
 
 
-def measure_kernels(run: Run, warm_up: int, steps: int = 8) -> KernelFacts | None:
+def measure_kernels(run: Run, warm_up: int) -> KernelFacts | None:
     """Return the facts of the device's kernels in a few steps; None if the profiler sees no kernel."""
     try:
-        return record(run, Schedule(warm_up, 2, steps)).kernels
+        return record(run, Schedule(warm_up, 2, 8)).kernels
     except NonFiniteError:  # already reported by the examination
         return None
 
@@ -156,15 +161,6 @@ def _operations(averages: Iterable[Any]) -> tuple[Operation, ...]:
         if not item.key.startswith("ProfilerStep")
     ]
     return tuple(sorted(found, key=lambda item: (-item.device_seconds, -item.cpu_seconds)))
-
-
-def _intervals(events: Iterable[Any]) -> list[tuple[float, float]]:
-    """Return begin and end of every kernel, in seconds."""
-    return [
-        (event.time_range.start / 1e6, event.time_range.end / 1e6)
-        for event in events
-        if event.device_type.name == "CUDA" and not event.name.startswith(_NO_KERNEL)
-    ]
 
 
 def find_kernels(intervals: Sequence[tuple[float, float]], num_steps: int) -> KernelFacts | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,14 +75,13 @@ def measure(
     processes: Sequence[Process],
     subject: str,
     machine: MachineFacts,
-    notes: Iterable[str] = (),
     ending: str = "",
 ) -> Measurements:
     """Return the measurements of a script; `ending` describes how it ended, such as "it finished"."""
     main = main_process(processes)
     if main is None:
         why = _why_no_step(processes, ending)
-        return Measurements(subject, machine=machine, notes=(*notes, why))
+        return Measurements(subject, machine=machine, notes=(why,))
     seen = Training(main, processes)
     state, rows, plain = seen.state, seen.rows, seen.plain
     torch, profile = state["torch"], state["profile"]
@@ -143,7 +142,6 @@ def measure(
         timeline=_timeline(seen),
         unjudged=tuple(_why_unjudged(seen, step, unjudged)),
         notes=(
-            *notes,
             *_notes(seen),
             *_notes_elsewhere(seen, elsewhere),
             *(

@@ -7,9 +7,8 @@ only read. Costs: one read and one write of every shard, in parallel; fitting re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from stoker.report import Progress
 from stoker.store.fields import Dense, ShardData
 from stoker.store.inspection import Inspection
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, Manifest, ShardInfo
-from stoker.store.quality import Limits, bad_rows
+from stoker.store.quality import bad_rows, limits_of
 from stoker.store.reader import Store, assemble_store
-from stoker.store.repairs import FittedRepair, apply_repairs, fit_repairs, parse_repair
+from stoker.store.repairs import apply_repairs, fit_repairs, parse_repair
 from stoker.store.shard import load_shard, write_shard
 from stoker.strict_json import exact_text, parse_json
 
@@ -99,7 +98,18 @@ def change_stage(
 ) -> tuple[Stage, list[Refusal]]:
     """Write a changed copy of every shard into `folder`; return them, and refusals for what was left out."""
     progress.start(label, stage.num_samples, "samples")
-    work: Callable[[StagedPart, Poison], StagedPart] = partial(_change_part, stage, change, folder)
+    source = stage.folder  # `work` is pickled: without the list of all parts
+
+    def work(part: StagedPart, _poison: Poison) -> StagedPart:
+        with open_stage(Stage(source, [part])) as store:
+            fields, refused = change(part, load_shard(store.shards[0], part.fields))
+        return replace(
+            part,
+            shard=write_shard(folder / part.shard.file, fields, part.label),
+            fields={name: FieldInfo.of(data) for name, data in fields.items()},
+            refused=(*part.refused, *refused),
+        )
+
     done: dict[int, StagedPart] = {}
     for index, part in workers.run(work, stage.parts):
         done[index] = part
@@ -108,19 +118,6 @@ def change_stage(
     pairs = zip(stage.parts, parts, strict=True)
     left_out = [refusal for old, new in pairs for refusal in new.refused[len(old.refused) :]]
     return Stage(folder, parts), left_out
-
-
-def _change_part(
-    stage: Stage, change: Change, folder: Path, part: StagedPart, _poison: Poison
-) -> StagedPart:
-    with open_stage(Stage(stage.folder, [part])) as store:
-        fields, refused = change(part, load_shard(store.shards[0], part.fields))
-    return replace(
-        part,
-        shard=write_shard(folder / part.shard.file, fields, part.label),
-        fields={name: FieldInfo.of(data) for name, data in fields.items()},
-        refused=(*part.refused, *refused),
-    )
 
 
 # -- repairs -------------------------------------------------------------------------------
@@ -153,22 +150,15 @@ def fit_stage(
         if len(rows) > limit:
             rows = rows[np.linspace(0, len(rows) - 1, limit).astype(np.int64)]
         sample = store.gather(name, rows)
-    fitted = fit_repairs([parse_repair(repair) for repair in repairs], sample, columns)
-    change = partial(_repair_part, name, fitted, columns)
-    return change, {name: [repair.to_json() for repair in fitted]}
+    fitted = fit_repairs(list(map(parse_repair, repairs)), sample, columns)
 
+    def repair(_part: StagedPart, fields: ShardData) -> tuple[ShardData, Sequence[Refusal]]:
+        data = fields[name]
+        assert isinstance(data, Dense)
+        values = apply_repairs(data.values, fitted, columns).astype(data.values.dtype)
+        return {**fields, name: Dense(values, data.columns)}, ()
 
-def _repair_part(
-    name: str,
-    fitted: Sequence[FittedRepair],
-    columns: Sequence[str],
-    _part: StagedPart,
-    fields: ShardData,
-) -> tuple[ShardData, Sequence[Refusal]]:
-    data = fields[name]
-    assert isinstance(data, Dense)
-    values = apply_repairs(data.values, fitted, columns).astype(data.values.dtype)
-    return {**fields, name: Dense(values, data.columns)}, ()
+    return repair, {name: [each.to_json() for each in fitted]}
 
 
 # -- quarantine ----------------------------------------------------------------------------
@@ -182,26 +172,27 @@ def quarantine(inspection: Inspection) -> Change:
     names: dict[str, set[str]] = {}
     for finding in inspection.refused:
         names.setdefault(finding.field, set()).add(finding.name)
-    bad = {name: (inspection.limits(name), ", ".join(sorted(what))) for name, what in names.items()}
-    return partial(_keep_part, bad)
+    bad = {
+        name: (limits_of(inspection.stats[name]), ", ".join(sorted(what)))
+        for name, what in names.items()
+    }
 
+    def keep(part: StagedPart, fields: ShardData) -> tuple[ShardData, Sequence[Refusal]]:
+        dropped = np.zeros(part.shard.num_samples, dtype=bool)
+        reasons: dict[int, str] = {}
+        for name, (limits, what) in bad.items():
+            touched = fields[name].touching(bad_rows(fields[name].values, limits))
+            for row in np.flatnonzero(touched & ~dropped):
+                reasons[int(row)] = f"{name}: {what}"
+            dropped |= touched
+        gone = {each.line for each in part.refused if each.unit == "row" and each.line is not None}
+        total = part.shard.num_samples + len(gone)
+        rows = [row for row in range(part.first_row, part.first_row + total) if row not in gone]
+        file = part.file or part.label
+        refused = [
+            Refusal(file, rows[row], why, "row", kind=f"quality gate: {why}")
+            for row, why in sorted(reasons.items())
+        ]
+        return {name: data.keep(~dropped) for name, data in fields.items()}, refused
 
-def _keep_part(
-    bad: Mapping[str, tuple[Limits, str]], part: StagedPart, fields: ShardData
-) -> tuple[ShardData, Sequence[Refusal]]:
-    dropped = np.zeros(part.shard.num_samples, dtype=bool)
-    reasons: dict[int, str] = {}
-    for name, (limits, what) in bad.items():
-        touched = fields[name].touching(bad_rows(fields[name].values, limits))
-        for row in np.flatnonzero(touched & ~dropped):
-            reasons[int(row)] = f"{name}: {what}"
-        dropped |= touched
-    gone = {each.line for each in part.refused if each.unit == "row" and each.line is not None}
-    total = part.shard.num_samples + len(gone)
-    rows = [row for row in range(part.first_row, part.first_row + total) if row not in gone]
-    file = part.file or part.label
-    refused = [
-        Refusal(file, rows[row], why, "row", kind=f"quality gate: {why}")
-        for row, why in sorted(reasons.items())
-    ]
-    return {name: data.keep(~dropped) for name, data in fields.items()}, refused
+    return keep

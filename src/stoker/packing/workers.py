@@ -37,6 +37,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pickle import UnpicklingError
 from typing import IO, Any, Protocol, Self, TypeVar
 
 import cloudpickle
@@ -54,7 +55,6 @@ _NOTES = "STOKER_NOTES"
 """Environment variable: the descriptor of the file in which the current row is noted."""
 _ALIVE = "STOKER_ALIVE"
 """Environment variable: a file that exists while the pack runs; "" if observing the parent is enough."""
-_LENGTH = struct.Struct("<Q")
 _ROW = struct.Struct("<q")
 _BETWEEN_ROWS = -1
 
@@ -140,7 +140,7 @@ class Workers:
                 idle = _Process(self.jobs, self._alive)
                 self._processes.append(idle)
             item = waiting.popleft()
-            idle.give(item, cloudpickle.dumps((code, item, poison[item.index], self.limit_seconds)))
+            idle.give(item, (code, item, poison[item.index], self.limit_seconds))
 
     def _ready(self) -> list[_Process]:
         """Wait until a worker has answered or died, and return those that have; name one that was stopped."""
@@ -216,16 +216,17 @@ class _Process:
         self._orders: IO[bytes] = self._child.stdin
         self.answers: IO[bytes] = self._child.stdout
 
-    def give(self, item: Any, order: bytes) -> None:
+    def give(self, item: Any, order: tuple[Any, ...]) -> None:
         self.item = item
+        message = cloudpickle.dumps(order)
         with contextlib.suppress(BrokenPipeError):  # it died; `take` will notice
-            send(self._orders, order)
+            self._orders.write(message)
+            self._orders.flush()
 
     def take(self) -> tuple[Any, tuple[bool, Any] | None]:
         """Return the item and its outcome; None as outcome when the worker died."""
         item, self.item = self.item, None
-        message = receive(self.answers)
-        return item, None if message is None else cloudpickle.loads(message)
+        return item, receive(self.answers)
 
     def say_if_stopped(self) -> None:
         """Tell the user, once, that the process was stopped (SIGSTOP, Ctrl-Z) and how to continue it."""
@@ -249,23 +250,12 @@ class _Process:
         return status, row
 
 
-# -- messages --------------------------------------------------------------------------------------
-
-
-def send(file: IO[bytes], message: bytes) -> None:
-    """Write one message."""
-    file.write(_LENGTH.pack(len(message)) + message)
-    file.flush()
-
-
-def receive(file: IO[bytes]) -> bytes | None:
-    """Return the next message; None if the other side has ended."""
-    header = file.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
+def receive(file: IO[bytes]) -> Any:
+    """Return the next message, which is whole; None if the other side has ended, even in the middle of one."""
+    try:
+        return cloudpickle.load(file)
+    except (EOFError, UnpicklingError):
         return None
-    (length,) = _LENGTH.unpack(header)
-    message = file.read(length)
-    return message if len(message) == length else None
 
 
 # -- the current row -------------------------------------------------------------------------------
@@ -315,8 +305,8 @@ def serve() -> None:
         threading.Thread(target=_end_without, args=(alive,), daemon=True).start()
     stalls.start_watch(lambda text: sys.stderr.write(f"warning: {text}\n"))
     known: tuple[bytes, Any] = (b"", None)
-    while (message := receive(sys.stdin.buffer)) is not None:
-        code, item, poison, limit_seconds = cloudpickle.loads(message)
+    while (order := receive(sys.stdin.buffer)) is not None:
+        code, item, poison, limit_seconds = order
         if code != known[0]:
             known = (code, cloudpickle.loads(code))
         _guard = partial(note_row, int(os.environ[_NOTES]), limit_seconds)
@@ -328,17 +318,14 @@ def serve() -> None:
             error.add_note(f"while working on {item.label!r}")
             outcome = (False, error)
         _guard(None)
-        send(answers, _as_message(outcome))
-
-
-def _as_message(outcome: tuple[bool, Any]) -> bytes:
-    try:
-        message: bytes = cloudpickle.dumps(outcome)
-        cloudpickle.loads(message)
-    except Exception as error:  # noqa: BLE001  pickling runs user code
-        lost = f"{type(outcome[1]).__name__}: {outcome[1]} (which cannot be pickled: {error})."
-        message = cloudpickle.dumps((False, StokerError(lost)))
-    return message
+        try:
+            message = cloudpickle.dumps(outcome)
+            cloudpickle.loads(message)  # the parent will do the same
+        except Exception as error:  # noqa: BLE001  pickling runs user code
+            lost = f"{type(outcome[1]).__name__}: {outcome[1]} (which cannot be pickled: {error})."
+            message = cloudpickle.dumps((False, StokerError(lost)))
+        answers.write(message)
+        answers.flush()
 
 
 def _end_without(alive: str) -> None:

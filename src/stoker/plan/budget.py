@@ -84,7 +84,10 @@ class Question:
 
     def rest(self, batch: int) -> tuple[PlanLine, ...]:
         """Return the lines of everything that the device holds beside the data."""
-        device = (*self._model_lines(batch), self._batch_line(batch))
+        each, count = self.facts.sample_bytes, min(batch, self.facts.num_samples)
+        why = f"one in use, one being built: 2 x {count:,} x {format_bytes(each)}"
+        batches = PlanLine(self.where, "batches", 2 * count * each, why)
+        device = (*self._model_lines(batch), batches)
         if self.gpu is None:
             return (*device, *self.host())
         reserve = min(_CONTEXT_BYTES, self.cap // 16)
@@ -109,11 +112,6 @@ class Question:
         count = min(batch, self.facts.num_samples)
         text = f"{format_count(count, 'sample')} x {format_bytes(each)}, {why}"
         yield PlanLine(here, "activations", count * each, text)
-
-    def _batch_line(self, batch: int) -> PlanLine:
-        each, count = self.facts.sample_bytes, min(batch, self.facts.num_samples)
-        why = f"one in use, one being built: 2 x {count:,} x {format_bytes(each)}"
-        return PlanLine(self.where, "batches", 2 * count * each, why)
 
     def host(self) -> tuple[PlanLine, ...]:
         """Return the lines of RAM that every tier needs, without the staging memory."""

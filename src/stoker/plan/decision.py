@@ -213,7 +213,10 @@ def _choose(question: Question, asked: int | None) -> tuple[Tier, int, str]:
     least = min(_SMALLEST_BATCH, num_samples)
     tier = question.best(least)
     if tier is None:
-        return "streamed", _shrink(question, least), "the most that fits: memory is very short"
+        for size in (*_ladder(least), 4, 2, 1):
+            if size <= least and question.fits("streamed", size):
+                return "streamed", size, "the most that fits: memory is very short"
+        raise _does_not_fit(question, 1)
     fitting = [size for size in _ladder(top) if size >= least and question.best(size) == tier]
     # Without a given model, the memory beside the data is reserved for one: keep all of it.
     share = question.share if question.model is None else question.fallback
@@ -236,14 +239,6 @@ def _batch_reason(question: Question, tier: Tier, batch: int, top: int) -> str:
     if batch == _SMALLEST_BATCH:
         return "the smallest that is chosen without being asked for"
     return f"{BATCH_PER_GB} per GiB of free GPU memory, in steps of 32"
-
-
-def _shrink(question: Question, asked: int) -> int:
-    """Return the largest batch size that can be streamed; raise if not even one sample can."""
-    for size in (*_ladder(asked), 4, 2, 1):
-        if size <= asked and question.fits("streamed", size):
-            return size
-    raise _does_not_fit(question, 1)
 
 
 def _does_not_fit(question: Question, batch: int) -> DoesNotFitError:
@@ -291,7 +286,10 @@ def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
             "what is free now, less what the model will take",
             f"data_bytes={fits} (chunk_size_gb={fits / GIB:.2g} of a ChunkDataLoader)",
         )
-    least = _least_data_bytes(question, batch)
+    one = facts.chunk_bytes(min(batch, facts.num_samples))
+    sizes = (times * one for times in (2, 3, 4, 6, 8, 16))
+    fitting = (size for size in sizes if replace(question, data_bytes=size).ring(batch) is not None)
+    least = next(fitting, facts.device_bytes)
     return DoesNotFitError(
         f"{format_bytes(question.budget(batch))} is asked for data, and all of it is "
         f"{format_bytes(facts.device_bytes)} ({facts.num_samples:,} samples).",
@@ -299,15 +297,6 @@ def _told_does_not_fit(question: Question, batch: int) -> DoesNotFitError:
         f"data_bytes={least} (chunk_size_gb={math.ceil(1000 * least / GIB) / 1000:g} of a ChunkDataLoader), "
         "or a smaller batch_size",
     )
-
-
-def _least_data_bytes(question: Question, batch: int) -> int:
-    """Return an amount of memory for data into which chunks of at least one batch fit."""
-    for times in (2, 3, 4, 6, 8, 16):
-        size = times * question.facts.chunk_bytes(min(batch, question.facts.num_samples))
-        if replace(question, data_bytes=size).ring(batch) is not None:
-            return size
-    return question.facts.device_bytes
 
 
 # -- writing it down -------------------------------------------------------------------------
@@ -388,13 +377,13 @@ def _data_lines(facts: StoreFacts, here: Where, plan: Plan) -> Iterator[PlanLine
             yield PlanLine(here, f"data: {field.name}", field.device_bytes, _field_reason(field))
     elif plan.num_slots:
         what = f"{plan.num_slots} slots x {format_bytes(plan.slot_bytes)}"
-        halo = " with the rows before their first windows" if _has_series(facts) else ""
+        halo = (
+            " with the rows before their first windows"
+            if any(field.kind == "series" for field in facts.fields)
+            else ""
+        )
         why = f"{what}: up to {plan.chunk_rows:,} samples each{halo}; one trains, the next loads"
         yield PlanLine(here, "ring slots", plan.num_slots * plan.slot_bytes, why)
-
-
-def _has_series(facts: StoreFacts) -> bool:
-    return any(field.kind == "series" for field in facts.fields)
 
 
 def _field_reason(field: FieldFacts) -> str:

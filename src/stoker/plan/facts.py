@@ -9,6 +9,7 @@ sample and gives exact facts (`stoker.loader.columns.column_facts`); the arithme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -88,11 +89,6 @@ class StoreFacts:
     def index_bytes(self) -> int:
         """Bytes of offsets and window ends in RAM, and of two numbers per sample for the order."""
         return sum(field.index_bytes for field in self.fields) + 16 * self.num_samples
-
-    @cached_property
-    def materialised(self) -> tuple[str, ...]:
-        """Dense float fields of shape (n, T, F), which look like windows written out."""
-        return tuple(field.name for field in self.fields if field.series_bytes is not None)
 
     def chunk_bytes(self, num_positions: int) -> int:
         """Return the bytes of one ring slot if no chunk has more than `num_positions` samples."""
@@ -186,8 +182,8 @@ def _field_facts(
         )  # fmt: skip
     stored = sum(shard.rows[f"{name}/values"] for shard in shards)
     rate = _densest(shards, f"{name}/values")
-    each = _round_up(_UNEVEN * rate * row_bytes)
-    num_rows = min(stored, _round_up(rate * num_samples))
+    each = math.ceil(_UNEVEN * rate * row_bytes)
+    num_rows = min(stored, math.ceil(rate * num_samples))
     return FieldFacts(
         name, "ragged", num_rows, row_bytes,
         device_bytes=num_rows * row_bytes,
@@ -207,7 +203,7 @@ def _series_facts(
         name, "series", num_rows, row_bytes,
         device_bytes=num_rows * padded,
         sample_bytes=window * padded,
-        position_bytes=_round_up(_UNEVEN * rate * padded),
+        position_bytes=math.ceil(_UNEVEN * rate * padded),
         # A chunk begins in one shard and may end in another: one halo for each.
         halo_bytes=min(2, max(1, len(shards))) * window * padded,
         index_bytes=8 * num_samples, window=window,
@@ -225,10 +221,6 @@ def _series_form(info: FieldInfo, num_samples: int, row_bytes: int) -> int | Non
         return None
     steps = info.shape[0]
     return (num_samples + steps - 1) * (row_bytes // steps + 1)
-
-
-def _round_up(value: float) -> int:
-    return int(np.ceil(value))
 
 
 @dataclass(frozen=True)

@@ -384,11 +384,8 @@ class StoredArray:
             out[:] = data[begin - low : end - low]
 
     def _written_to(self) -> StoreError:
-        return StoreError(
-            f"{self.location.file} was written to while it was read: other samples would follow.",
-            "a file that stays as it is while a job reads it",
-            "write to another file; a run that was saved goes on with --resume over the old data",
-        )
+        how = "was written to while it was read"
+        return changed_data(self.location.file, how, "write to another file")
 
     def _bad_block(self, block: int, low: int, high: int) -> CorruptError:
         assert self.location.offset is not None
@@ -484,6 +481,15 @@ class StoredArray:
                     location.file, location.dataset, what, "readable HDF5 data"
                 ) from error
         self._check_unwritten()  # there are no checksums, and h5py keeps what it has read
+
+
+def changed_data(what: Path, how: str, fix: str) -> StoreError:
+    """Return the error for data that changed under a job that reads it."""
+    return StoreError(
+        f"{what} {how}: other samples would follow.",
+        "data that stays as it is while a job reads it",
+        f"{fix}; a run that was saved goes on with --resume over the old data",
+    )
 
 
 def split_range(begin: int, end: int, piece: int) -> Iterator[tuple[int, int]]:

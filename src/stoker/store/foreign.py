@@ -15,11 +15,11 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.display import command
+from stoker.ownership import free_name
 from stoker.strict_json import parse_json
 
 _HEAD_BYTES = 16 << 10
@@ -56,11 +56,7 @@ def name_kind(path: Path) -> Foreign | None:
 def unused_beside(path: Path, suffix: str) -> str:
     """Return a path beside a file, with another suffix, that no other file has: what is typed must replace none."""
     made = path.with_suffix(suffix)
-    for number in count(2):
-        if not made.exists():
-            break
-        made = path.with_name(f"{path.stem}-{number}{suffix}")
-    return str(made)
+    return str(free_name(made) if made.exists() else made)
 
 
 def _read_head(path: Path) -> bytes:

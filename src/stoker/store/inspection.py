@@ -24,12 +24,9 @@ from stoker.store.fields import PARTS, Array, ShardData
 from stoker.store.manifest import FieldInfo
 from stoker.store.quality import (
     Finding,
-    Limits,
     judge,
     judge_time,
-    limits_of,
     sorted_findings,
-    summarise,
 )
 from stoker.store.reader import Store
 from stoker.store.table_stats import TableStats
@@ -54,13 +51,9 @@ class Inspection:
         """The findings that the gate does not let pass."""
         return [finding for finding in self.findings if finding.severity == "refuse"]
 
-    def limits(self, field: str) -> Limits:
-        """Return the limits beyond which a row of this field is refused."""
-        return limits_of(self.stats[field])
-
     def lines(self, only_refused: bool = False) -> list[str]:
         """Return one line per finding, for people."""
-        return summarise(self.refused if only_refused else self.findings)
+        return list(map(str, sorted_findings(self.refused if only_refused else self.findings)))
 
     def summary(self) -> dict[str, Any]:
         """Return what the manifest records of it."""

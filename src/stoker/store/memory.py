@@ -43,11 +43,6 @@ class _MemoryFile:
         """Nothing can be read ahead."""
 
 
-def _stored(name: str, values: Array) -> StoredArray:
-    location = Location(_NOWHERE, name, values.shape, values.dtype, "contiguous", offset=0)
-    return StoredArray(cast(OpenFile, _MemoryFile(values)), location, None, BLOCK_BYTES)
-
-
 def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
     """Return a store over fields in memory, all with the same number of samples; messages call it `name`."""
     datasets = {
@@ -66,7 +61,12 @@ def memory_store(fields: Mapping[str, FieldData], name: str) -> Store:
     manifest = Manifest(num_samples=num_samples, fields=described, shards=[info])
 
     def make() -> dict[str, StoredArray]:
-        return {dataset: _stored(dataset, values) for dataset, values in datasets.items()}
+        made = {}
+        for dataset, values in datasets.items():
+            place = Location(_NOWHERE, dataset, values.shape, values.dtype, "contiguous", offset=0)
+            file = cast(OpenFile, _MemoryFile(values))
+            made[dataset] = StoredArray(file, place, None, BLOCK_BYTES)
+        return made
 
     shard = Shard(_NOWHERE, None, {}, BLOCK_BYTES, make=make)
     store = Store(_NOWHERE, manifest, [shard], None, (), name)

@@ -189,8 +189,16 @@ def select(
     num_samples = lengths[taken[0]]
     hints = own is None and not chosen.is_explicit
     for name, rows in inside.items():
-        if name not in taken:
-            aside[name] = _why_aside(name, rows, num_samples, prefix, chosen, hints)
+        short = name.removeprefix(prefix)
+        if name in taken:
+            continue
+        why = f"has {rows} rows, not {num_samples}"
+        if rows == num_samples:
+            why = "was not chosen" if chosen.fields else "is not of the samples' own groups"
+        hint = ""
+        if rows != num_samples and hints and "/" in short:
+            hint = f" (group={name.rpartition('/')[0]!r} loads it)"
+        aside[name] = f"dataset {short!r} {why}: left aside{hint}"
     shard = ShardInfo(
         file=path.name,
         label=path.name,
@@ -226,16 +234,32 @@ def choose(
     by_length: dict[int, list[str]] = {}
     for name, rows in lengths.items():
         by_length.setdefault(rows, []).append(name)
+
+    def unclear(why: str, fix: str = "") -> StoreError:
+        """Return the error that lists the candidates, those with most bytes first."""
+        order = sorted(by_length, key=lambda rows: -sum(sizes[name] for name in by_length[rows]))
+        listed = [
+            f"{rows:,} rows: {first_names([name.removeprefix(prefix) for name in by_length[rows]])}"
+            for rows in order[:_MOST_LENGTHS]
+        ]
+        if len(order) > len(listed):
+            listed.append(f"and {len(order) - len(listed)} other lengths")
+        groups = {name.removeprefix(prefix).partition("/")[0] for name in sizes if "/" in name}
+        if not fix:
+            fix = _advice(path, chosen, "rows", order[0])
+            if len(groups) > 1 and chosen.group is None:
+                fix += f", or {_advice(path, chosen, 'group', min(groups))}"
+        allowed = f"one first dimension; here are {'; '.join(listed)}"
+        return StoreError(f"{path}: {why}.", allowed, fix)
+
     if chosen.fields:
         return _chosen_fields(path, lengths, chosen, prefix)
     if chosen.rows is not None:
         if chosen.rows not in by_length:
-            raise _unclear(
-                path, f"no array has {chosen.rows} rows", by_length, sizes, prefix, chosen
-            )
+            raise unclear(f"no array has {chosen.rows} rows")
         return by_length[chosen.rows]
     if foreign is not None:
-        raise _unclear(path, foreign.why, by_length, sizes, prefix, chosen, foreign.fix)
+        raise unclear(foreign.why, foreign.fix)
     if own is not None and own.num_rows in by_length:
         same = by_length[own.num_rows]
         return [name for name in same if name.startswith(own.prefixes)]
@@ -246,9 +270,9 @@ def choose(
         share = sum(sizes[name] for name in by_length[longest]) / max(1, sum(sizes.values()))
         if share < _CLEAR_SHARE:
             why = "its arrays have different numbers of rows, and which counts samples is not clear"
-            raise _unclear(path, why, by_length, sizes, prefix, chosen)
+            raise unclear(why)
     if longest == 1:
-        raise _unclear(path, "its arrays have one row each", by_length, sizes, prefix, chosen)
+        raise unclear("its arrays have one row each")
     return by_length[longest]
 
 
@@ -286,31 +310,6 @@ def _chosen_fields(
     return [known[name] for name in dict.fromkeys(chosen.fields)]
 
 
-def _unclear(
-    path: Path,
-    why: str,
-    by_length: Mapping[int, Sequence[str]],
-    sizes: Mapping[str, int],
-    prefix: str,
-    chosen: Selection,
-    fix: str = "",
-) -> StoreError:
-    """Return the error that lists the candidates, those with most bytes first."""
-    order = sorted(by_length, key=lambda rows: -sum(sizes[name] for name in by_length[rows]))
-    listed = [
-        f"{rows:,} rows: {first_names([name.removeprefix(prefix) for name in by_length[rows]])}"
-        for rows in order[:_MOST_LENGTHS]
-    ]
-    if len(order) > len(listed):
-        listed.append(f"and {len(order) - len(listed)} other lengths")
-    groups = {name.removeprefix(prefix).partition("/")[0] for name in sizes if "/" in name}
-    if not fix:
-        fix = _advice(path, chosen, "rows", order[0])
-        if len(groups) > 1 and chosen.group is None:
-            fix += f", or {_advice(path, chosen, 'group', min(groups))}"
-    return StoreError(f"{path}: {why}.", f"one first dimension; here are {'; '.join(listed)}", fix)
-
-
 def _advice(path: Path, chosen: Selection, option: str, value: object) -> str:
     """Return a choice to type: in Python where `open_store` takes the file, and in a shell."""
     group = () if chosen.group is None else ("--group", chosen.group)
@@ -319,19 +318,6 @@ def _advice(path: Path, chosen: Selection, option: str, value: object) -> str:
     if path.suffix.lower() in (".npz", ".npy"):
         return shell
     return f"{option}={value!r}, or {shell}"
-
-
-def _why_aside(
-    name: str, rows: int, num_samples: int, prefix: str, chosen: Selection, hints: bool
-) -> str:
-    short = name.removeprefix(prefix)
-    if rows == num_samples:
-        why = "was not chosen" if chosen.fields else "is not of the samples' own groups"
-        return f"dataset {short!r} {why}: left aside"
-    hint = ""
-    if hints and "/" in short:
-        hint = f" (group={(prefix + short).rpartition('/')[0]!r} loads it)"
-    return f"dataset {short!r} has {rows} rows, not {num_samples}: left aside{hint}"
 
 
 def group_prefix(path: Path, group: str, names: Mapping[str, int]) -> str:

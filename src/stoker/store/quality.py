@@ -125,11 +125,6 @@ def _clip(share: float) -> str:
     return f"clip:{edge:g},{1 - edge:g}"
 
 
-def summarise(findings: Iterable[Finding]) -> list[str]:
-    """Return one line per finding, the most severe first."""
-    return [str(finding) for finding in sorted_findings(findings)]
-
-
 def sorted_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings, the most severe first, then by field and column."""
     rank = {severity: index for index, severity in enumerate(SEVERITIES)}

@@ -27,7 +27,7 @@ from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
 from stoker.stalls import Waiting
-from stoker.store.arrays import Stamp, StoredArray, Task
+from stoker.store.arrays import Stamp, StoredArray, Task, changed_data
 from stoker.store.fields import Array, offsets_of
 from stoker.store.manifest import MANIFEST_NAME, FieldInfo, Manifest, find_store, read_manifest
 from stoker.store.plain import Selection, describe_plain_file
@@ -97,11 +97,8 @@ def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
         store.close()
-        raise StoreError(
-            f"{folder} was packed again while a job reads it: other samples would follow.",
-            "a store that stays as it is while a job reads it",
-            "pack into another folder, and start the job again",
-        )
+        how = "was packed again while a job reads it"
+        raise changed_data(folder, how, "pack into another folder")
     return store
 
 
@@ -321,7 +318,7 @@ class Store:
                 (a pinned tensor's `.numpy()` for instance).
         """
         self._check_range(start, stop)
-        out = self._buffer(field, "dense", stop - start, out)
+        out = self._buffer(field, stop - start, out)
         tasks: list[Task] = []
         for number, low, high in self._spans(start, stop):
             base = self._starts[number]
@@ -342,7 +339,7 @@ class Store:
             raise InputError(
                 f"indices from {wanted.min()} to {wanted.max()}.", f"0 to {self.num_samples - 1}"
             )
-        out = self._buffer(field, "dense", len(wanted), out)
+        out = self._buffer(field, len(wanted), out)
         numbers = np.searchsorted(self._starts, wanted, side="right") - 1
 
         def gather_from(number: int, where: Array) -> None:
@@ -410,7 +407,7 @@ class Store:
             )
         return values, offsets
 
-    def tolerating(self, fields: Iterable[str]) -> Store | None:
+    def tolerating(self, fields: Sequence[str]) -> Store | None:
         """Open this store once more; there, damaged blocks of these ragged fields read as zeros.
 
         `damaged` says which samples they belong to. None for files without checksums: nothing fails in them.
@@ -420,15 +417,15 @@ class Store:
         opened, arguments = self.__reduce__()
         again = opened(*arguments)
         for shard in again.shards:
-            for field in fields:
-                shard.tolerate(f"{field}/values")
+            shard.tolerated = {f"{field}/values": set() for field in fields}
+            shard.forget()  # shards of joined stores may be open
         return again
 
     def damaged(self, field: str) -> set[int]:
         """Return the samples of a ragged field that lie in blocks that failed so far; see `tolerating`."""
         found: set[int] = set()
         for shard, base in zip(self.shards, self._starts, strict=False):
-            for block in shard.bad_blocks(f"{field}/values"):
+            for block in sorted(shard.tolerated.get(f"{field}/values", ())):
                 key = (field, base, block)
                 if key not in self._damaged:
                     offsets = shard.whole(f"{field}/offsets")
@@ -575,8 +572,8 @@ class Store:
             raise InputError(given, known or "no fields", command("stoker", "inspect", self.path))
         return info
 
-    def _buffer(self, field: str, kind: str, rows: int, out: Array | None) -> Array:
-        info = self._field(field, kind)
+    def _buffer(self, field: str, rows: int, out: Array | None) -> Array:
+        info = self._field(field, "dense")
         dtype = np.dtype(info.dtype).newbyteorder("=")
         shape = (rows, *info.shape)
         if out is None:

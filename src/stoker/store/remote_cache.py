@@ -36,7 +36,6 @@ from stoker.units import format_bytes, format_count, parse_bytes, parse_share
 ORIGIN_NAME = "remote.json"
 _ORIGIN_BYTES = 1 << 16
 _KIND = "cache"
-_PART = ".part"
 _NO_HOME = Path("/dev/null/home-folder-unknown")
 _DEFAULT_LIMIT = "50%"
 _ROOM_SECONDS = 20.0
@@ -123,10 +122,10 @@ class Cache:
         for origin in self.root.glob(f"*/*/{ORIGIN_NAME}"):
             if not self.owns(origin.parent):
                 continue
-            for path in _named_copies(origin.parent):
+            for path, promised in _named_copies(origin.parent):
                 with contextlib.suppress(FileNotFoundError):
                     state = path.stat(follow_symlinks=False)
-                    found.append((state.st_mtime, max(state.st_size, _promised_bytes(path)), path))
+                    found.append((state.st_mtime, max(state.st_size, promised), path))
         return sorted(found)
 
     def make_room(self, part: Path, num_bytes: int, release: Callable[[], bool]) -> None:
@@ -193,25 +192,20 @@ def read_origin(version: Path) -> dict[str, str]:
     return found if all(isinstance(value, str) for value in found.values()) else {}
 
 
-def _named_copies(version: Path) -> list[Path]:
-    """Return the files of a version's folder that its sealed manifest names, and their parts."""
+def _named_copies(version: Path) -> list[tuple[Path, int]]:
+    """Return the files of a version's folder that its sealed manifest names, and their parts, with their full size."""
     try:
         shards = read_manifest(version).shards
     except StoreError:
         return []
     wholes = [(version / shard.file, shard.size_bytes) for shard in shards]
-    found = [path for whole, size in wholes for path in (whole, part_of(whole, size))]
-    return [path for path in found if path.is_file() and not path.is_symlink()]
+    found = [(path, size) for whole, size in wholes for path in (whole, part_of(whole, size))]
+    return [(path, size) for path, size in found if path.is_file() and not path.is_symlink()]
 
 
 def part_of(whole: Path, size: int) -> Path:
     """Return the file that a copy is fetched into; its name promises its size."""
-    return whole.with_name(f"{whole.name}.{size}{_PART}")
-
-
-def _promised_bytes(path: Path) -> int:
-    stem, _, promised = path.stem.rpartition(".")
-    return int(promised) if stem and path.suffix == _PART and promised.isdigit() else 0
+    return whole.with_name(f"{whole.name}.{size}.part")
 
 
 def make_folder(folder: Path, private: bool = False) -> None:

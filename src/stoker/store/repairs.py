@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,25 +51,17 @@ def escape_name(name: str) -> str:
     return re.sub(r"([\\,])", r"\\\1", name)
 
 
-def _escape_ratio_name(name: str) -> str:
-    return re.sub(r"([\\,@/:=])", r"\\\1", name)
-
-
 def _unescape(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
 
 
 def _split(text: str, mark: str, times: int = -1) -> list[str]:
     """Split at `mark` where no backslash stands before it; keeps the backslashes."""
-    parts, start, index = [], 0, 0
-    while index < len(text):
-        if text[index] == "\\":
-            index += 1
-        elif text[index] == mark and times != 0:
-            parts.append(text[start:index])
-            start, times = index + 1, times - 1
-        index += 1
-    return [*parts, text[start:]]
+    marks = [
+        match.start() for match in re.finditer(r"\\.|" + mark, text, re.DOTALL) if match[0] == mark
+    ]
+    cuts = [-1, *(marks if times < 0 else marks[:times]), len(text)]
+    return [text[first + 1 : last] for first, last in pairwise(cuts)]
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,9 @@ class RepairSpec:
         numbers = ",".join(repr(number) for number in self.numbers)
         columns = self.columns or ()
         if self.name == "min-denominator":
-            ratio, numerator, denominator = (_escape_ratio_name(column) for column in columns)
+            ratio, numerator, denominator = (
+                re.sub(r"([\\,@/:=])", r"\\\1", column) for column in columns
+            )
             ratio = f"\\{ratio}" if ratio.strip() == "min" else ratio
             return f"{self.name}:{ratio}={numerator}/{denominator},min={numbers}"
         if self.name == "asinh" and numbers:
@@ -110,7 +105,13 @@ def parse_repair(text: str) -> RepairSpec:
             ", ".join(REPAIRS),
             f"--repair {quoted(nearest(name, REPAIRS) or 'clip')}",
         )
-    columns = _parse_columns(text, rest[0]) if rest else None
+    columns = None
+    if rest:
+        columns = tuple(_unescape(name) for name in _split(rest[0], ","))
+        if not all(columns):
+            raise _refusal(text, "a column name after '@' is empty.")
+        if len(set(columns)) < len(columns):
+            raise _refusal(text, "a column is named twice after '@'.")
     if name == "min-denominator":
         if columns is not None:
             raise _refusal(text, "min-denominator names its columns itself; it takes no '@'.")
@@ -142,15 +143,6 @@ def _refusal(text: str, why: str) -> InputError:
     return InputError(
         f"cannot read the repair {text!r}: {why}", example, f"--repair {quoted(typed)}"
     )
-
-
-def _parse_columns(text: str, names: str) -> tuple[str, ...]:
-    columns = tuple(_unescape(name) for name in _split(names, ","))
-    if not all(columns):
-        raise _refusal(text, "a column name after '@' is empty.")
-    if len(set(columns)) < len(columns):
-        raise _refusal(text, "a column is named twice after '@'.")
-    return columns
 
 
 def _parse_number(text: str, number: str) -> float:

@@ -15,29 +15,18 @@ rows, so a count of duplicates becomes an estimate instead of a refusal to answe
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from stoker.store.fields import Array
 
-Json = Any
-
 FIRST_ROWS = 5
 MAX_HASHES = 2**23
 SAMPLE_VALUES = 2**20
 # Below this width a Python call per row (0.3 µs) costs more than mixing whole columns at once.
 _WIDE_ROW_BYTES = 384
-
-
-def pack_array(array: Array) -> Json:
-    """Return an array as JSON, bit for bit."""
-    array = np.ascontiguousarray(array)
-    data = base64.b64encode(array.tobytes()).decode("ascii")
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": data}
 
 
 def scramble(words: Array, seed: int = 1) -> Array:
@@ -119,19 +108,6 @@ class RowSample:
         kept = kept[np.argsort(rows[kept], kind="stable")]
         return RowSample(limit, rows[kept], values[kept])
 
-    def shrink(self, limit: int) -> RowSample:
-        """Return the sample with at most `limit` rows: what scanning with that limit gives."""
-        empty = RowSample(limit, self.rows[:0], self.values[:0])
-        return self.merge(empty)
-
-    def to_json(self) -> Json:
-        """Return the sample as JSON."""
-        return {
-            "limit": self.limit,
-            "rows": pack_array(self.rows),
-            "values": pack_array(self.values),
-        }
-
 
 def _smallest(priority: Array, limit: int) -> Array:
     if len(priority) <= limit:
@@ -195,16 +171,6 @@ class RowHashes:
             np.insert(rows, at[~known], more_rows[~known]),
             min(self.cap, other.cap),
         )
-
-    def to_json(self) -> Json:
-        """Return counts and first rows, without the hashes themselves."""
-        return {
-            "tallies": self.tallies.tolist(),
-            "level": self.level,
-            "num_distinct": self.num_distinct,
-            "repeats": list(self.repeats),
-            "cap": self.cap,
-        }
 
 
 def _tally(hashes: Array) -> Array:

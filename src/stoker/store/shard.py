@@ -23,7 +23,7 @@ import xxhash
 
 from stoker.errors import CorruptError, InputError, StoreError, unwritable
 from stoker.ownership import always, writing
-from stoker.store.arrays import OpenFile, Stamp, StoredArray
+from stoker.store.arrays import OpenFile, Stamp, StoredArray, changed_data
 from stoker.store.fields import Array, Dense, FieldData, Ragged, Series, ShardData, attribute_of
 from stoker.store.hdf5 import Location, check_bounds, find_node, locate, named_damage, open_hdf5
 from stoker.store.manifest import BLOCK_BYTES, FieldInfo, ShardInfo
@@ -86,7 +86,9 @@ class Shard:
         self._stamp: Stamp | None = None
         self._arrays: dict[str, StoredArray] | None = None
         self._cached: dict[str, Array] = {}
-        self._tolerated: dict[str, set[tuple[int, int]]] = {}
+        # Datasets whose damaged blocks are read as zeros, each with the byte ranges, within the dataset, of those that
+        # have failed so far. Holds for arrays that are made afterwards (`forget`).
+        self.tolerated: dict[str, set[tuple[int, int]]] = {}
 
     @property
     def arrays(self) -> dict[str, StoredArray]:
@@ -95,20 +97,10 @@ class Shard:
             with self._lock:
                 if (arrays := self._arrays) is None:
                     arrays = self._open()
-                    for dataset, blocks in self._tolerated.items():
+                    for dataset, blocks in self.tolerated.items():
                         arrays[dataset].bad_blocks = blocks
                     self._arrays = arrays
         return arrays
-
-    def tolerate(self, dataset: str) -> None:
-        """Read blocks of a dataset that fail their checksum as zeros; for a shard that no other thread reads yet."""
-        self._tolerated[dataset] = set()
-        if self._arrays is not None:
-            self._arrays[dataset].bad_blocks = self._tolerated[dataset]
-
-    def bad_blocks(self, dataset: str) -> list[tuple[int, int]]:
-        """Return the byte ranges, within the dataset, of the blocks that have failed so far."""
-        return sorted(self._tolerated.get(dataset, ()))
 
     def whole(self, dataset: str) -> Array:
         """Return a small dataset (offsets, ends) entirely, as int64, kept in memory."""
@@ -118,12 +110,6 @@ class Shard:
             values = array.read(0, len(array)).astype(np.int64, copy=False)
             known = self._cached.setdefault(dataset, values)
         return known
-
-    def check(self) -> None:
-        """Read every byte against its checksum; raise at the first that is wrong."""
-        for array in self.arrays.values():
-            for low, high in array.pieces():
-                array.read(low, high)
 
     def check_unchanged(self) -> None:
         """Raise when the file is no longer the one that was opened; nothing is read.
@@ -140,11 +126,8 @@ class Shard:
             raise self._changed("replaced" if now.inode != self._stamp.inode else "written to")
 
     def _changed(self, how: str) -> StoreError:
-        return StoreError(
-            f"{self.path} has changed since it was opened ({how}): other samples would follow.",
-            "a store that stays as it is while a job reads it",
-            "pack into another folder; a run that was saved goes on with --resume over the old data",
-        )
+        how = f"has changed since it was opened ({how})"
+        return changed_data(self.path, how, "pack into another folder")
 
     def release(self) -> bool:
         """Let go of the file without disturbing reads under way; False if it is not open, or being opened.
@@ -214,7 +197,9 @@ class Shard:
 
     def _check_copy(self, path: Path) -> None:
         with contextlib.closing(Shard(path, self.info, self._datasets, self._block_bytes)) as copy:
-            copy.check()
+            for array in copy.arrays.values():
+                for low, high in array.pieces():
+                    array.read(low, high)  # against its checksums
 
     def _check_file(self) -> None:
         if self.info is None:

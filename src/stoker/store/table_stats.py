@@ -19,7 +19,7 @@ import numpy as np
 
 from stoker.errors import InputError
 from stoker.store.fields import Array
-from stoker.store.row_sketch import FIRST_ROWS, SAMPLE_VALUES, RowHashes, RowSample
+from stoker.store.row_sketch import FIRST_ROWS, RowHashes, RowSample
 from stoker.strict_json import finite
 
 Json = Any
@@ -30,41 +30,29 @@ _CHUNK_BYTES = 2**25
 _CHUNK_ROWS = 2**19
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a field becomes a table: names of the columns, and how many values of one column a row has (`inner`)."""
+def _layout(values: Array, columns: Sequence[str] | None) -> tuple[tuple[str, ...], int]:
+    """Return the names of the columns of `values`, and how many values of one column a row has.
 
-    columns: tuple[str, ...]
-    inner: int
-
-    @classmethod
-    def of(cls, values: Array, columns: Sequence[str] | None) -> Layout:
-        """Decide what the columns of `values` are.
-
-        Names for the last axis make it the columns, pooled over the axes between. Without names
-        every position is a column, unless there are more than 4,096: these become one column,
-        "all". Windows `(n, time, features)` too wide for that keep their features apart.
-        """
-        shape = values.shape[1:]
-        size = math.prod(shape)
-        if columns is not None:
-            if shape and len(columns) == shape[-1]:
-                return cls(tuple(columns), size // len(columns) if len(columns) else 0)
-            if len(columns) != size:
-                raise InputError(
-                    f"{len(columns)} column names for values of shape {values.shape}.",
-                    f"one name for each of {shape[-1] if shape else 1} columns",
-                )
-            return cls(tuple(columns), 1)
-        if size <= MAX_COLUMNS:
-            return cls(tuple(str(index) for index in range(size)), 1)
-        if len(shape) == 2 and shape[1] <= MAX_COLUMNS:
-            return cls(tuple(str(index) for index in range(shape[1])), shape[0])
-        return cls(("all",), size)
-
-    def table(self, values: Array) -> Array:
-        """Return `values` as `(n, inner, columns)`."""
-        return values.reshape(len(values), self.inner, len(self.columns))
+    Names for the last axis make it the columns, pooled over the axes between. Without names
+    every position is a column, unless there are more than 4,096: these become one column,
+    "all". Windows `(n, time, features)` too wide for that keep their features apart.
+    """
+    shape = values.shape[1:]
+    size = math.prod(shape)
+    if columns is not None:
+        if shape and len(columns) == shape[-1]:
+            return tuple(columns), size // len(columns) if len(columns) else 0
+        if len(columns) != size:
+            raise InputError(
+                f"{len(columns)} column names for values of shape {values.shape}.",
+                f"one name for each of {shape[-1] if shape else 1} columns",
+            )
+        return tuple(columns), 1
+    if size <= MAX_COLUMNS:
+        return tuple(map(str, range(size))), 1
+    if len(shape) == 2 and shape[1] <= MAX_COLUMNS:
+        return tuple(map(str, range(shape[1]))), shape[0]
+    return ("all",), size
 
 
 def checked_values(values: Array) -> Array:
@@ -97,7 +85,7 @@ class TableStats:
         columns: Names of its columns; `("all",)` when pooled.
         dtype: Of the values scanned, such as "float32".
         num_rows: Rows seen.
-        inner: Values of one column per row (see `Layout`).
+        inner: Values of one column per row.
         values: Counts, moments and magnitudes per column.
         sample: Rows to take quantiles and pictures from.
         hashes: Distinct rows; None when a row is a single value.
@@ -121,26 +109,23 @@ class TableStats:
         first_row: int = 0,
         field: str = "features",
     ) -> TableStats:
-        """Scan `values` `(n, ...)` once; see `Layout.of` for what becomes a column. `columns` name the last axis.
+        """Scan `values` `(n, ...)` once; see `_layout` for what becomes a column. `columns` name the last axis.
 
         `first_row` is the number of row 0, so that parts report rows of the whole; `field` is for the findings.
         """
         values = checked_values(values)
-        layout = Layout.of(values, columns)
-        scan = BlockScan(len(layout.columns), max(1, layout.inner), values.dtype)
-        sample = RowSample.take(layout.table(values[:0]), first_row)
-        is_single = layout.inner * len(layout.columns) <= 1
-        hashes = None if is_single else RowHashes.take(values[:0], first_row)
+        columns, inner = _layout(values, columns)
+        width = len(columns)
+        scan = BlockScan(width, max(1, inner), values.dtype)
+        sample = RowSample.take(values[:0].reshape(0, inner, width), first_row)
+        hashes = None if inner * width <= 1 else RowHashes.take(values[:0], first_row)
         for start, rows in row_chunks(values):
-            table = layout.table(rows)
-            flat = table.reshape(len(rows) * layout.inner, len(layout.columns))
-            scan.add(flat, first_row + start)
+            table = rows.reshape(len(rows), inner, width)
+            scan.add(table.reshape(len(rows) * inner, width), first_row + start)
             sample = sample.merge(RowSample.take(table, first_row + start))
             hashes = hashes and hashes.merge(RowHashes.take(rows, first_row + start))
-        return cls(
-            field, layout.columns, values.dtype.newbyteorder("=").name, len(values),
-            layout.inner, scan.stats, sample, hashes,
-        )  # fmt: skip
+        dtype = values.dtype.newbyteorder("=").name
+        return cls(field, columns, dtype, len(values), inner, scan.stats, sample, hashes)
 
     def merge(self, other: TableStats) -> TableStats:
         """Return the statistics of both; associative, whatever the order of the parts."""
@@ -198,9 +183,7 @@ class TableStats:
         return int(np.searchsorted(running, (running[-1] + 1) // 2))
 
     def to_json(self) -> Json:
-        """Return the statistics as JSON, without the row hashes and most of the sample: for people and programs."""
-        width = max(1, self.sample.values[:1].size)
-        sample = self.sample.shrink(max(64, min(256, SAMPLE_VALUES // 16 // width)))
+        """Return the statistics as JSON, without the sketches of rows: for people and programs."""
         return {
             "field": self.field,
             "columns": list(self.columns),
@@ -208,8 +191,7 @@ class TableStats:
             "num_rows": self.num_rows,
             "inner": self.inner,
             "values": self.values.to_json(),
-            "sample": sample.to_json(),
-            "hashes": self.hashes.to_json() if self.hashes else None,
+            "num_duplicates": self.hashes and self.hashes.num_duplicates,
         }
 
 

@@ -26,14 +26,8 @@ fetches, is not. A gap up to the second belongs to the loop if the fetches befor
 was being prepared."""
 _LOOP_CALLS = 3
 _SCALAR_SECONDS = 1e-4
-_SCALARS = {
-    "item": "item",
-    "__bool__": "bool",
-    "__float__": "float",
-    "__int__": "int",
-    "tolist": "tolist",
-}
-_DEVICE_ONLY = {"numpy": "numpy", "nonzero": "nonzero"}
+_SCALARS = ("item", "tolist", "__bool__", "__float__", "__int__")
+_DEVICE_ONLY = ("numpy", "nonzero")
 _COLLECTIVES = (
     "all_reduce", "barrier", "broadcast", "reduce", "all_gather", "all_gather_into_tensor",
 )  # fmt: skip
@@ -54,10 +48,10 @@ def install(torch: Any) -> None:
         f"{folder}/_tensor_str",
     )
     tensor = torch.Tensor
-    for name, call in _SCALARS.items():
-        hooks.replace(tensor, name, partial(_reading, call=call))
-    for name, call in _DEVICE_ONLY.items():
-        hooks.replace(tensor, name, partial(_fetching, call=call))
+    for name in _SCALARS:
+        hooks.replace(tensor, name, partial(_reading, call=name.strip("_")))
+    for name in _DEVICE_ONLY:
+        hooks.replace(tensor, name, partial(_fetching, call=name))
     for name in ("cpu", "to", "cuda"):
         hooks.replace(tensor, name, partial(_moving, name=name))
     for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):

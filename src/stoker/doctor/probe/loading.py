@@ -162,6 +162,8 @@ def _timed_epoch_start(original: Any) -> Any:
         with recorder.guarded("epoch start"):
             facts = _facts(self)
         began, delay = time.perf_counter(), clocks.run_delay()
+        # Workers that are started meanwhile learn from it which loader they work for, forked or spawned. If the script
+        # fails to start them, the variable is as before.
         before = os.environ.get(_LOADER_VARIABLE)
         os.environ[_LOADER_VARIABLE] = str(facts["number"] if facts else -1)
         try:
@@ -416,6 +418,7 @@ def _as_worker(original: Any) -> Any:
         with recorder.guarded("worker"):
             seen.reset("worker")
             seen.loader_id = int(os.environ.get(_LOADER_VARIABLE, "-1"))
+            # By its name: its place among the arguments differs between versions of torch.
             arguments = inspect.signature(original).bind(*args, **kwargs).arguments
             seen.worker_id = int(arguments.get("worker_id", -1))
             seen.first_cpu = (time.process_time(), time.perf_counter())

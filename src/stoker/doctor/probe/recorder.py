@@ -428,7 +428,9 @@ class Recorder:
     def flush(self) -> None:
         """Write what is new. Never raises."""
         with guarded("flush"), self.lock:
-            if self.pid != os.getpid():
+            if (
+                self.pid != os.getpid()
+            ):  # a child that was forked in C: Python's fork handlers did not run
                 return
             self._last_flush = time.perf_counter()
             rows = self.rows[self.num_written :]
@@ -560,6 +562,7 @@ def begin(folder: str) -> None:
     os.register_at_fork(after_in_child=_after_fork)
     original = os._exit
 
+    # Python ends forked processes, such as workers, by `os._exit`, which calls no `atexit` function.
     def _exit(code: int) -> None:
         finish()
         original(code)

@@ -52,41 +52,23 @@ _MODEL = (
 )
 """Parts of paths that classify what the training thread is doing."""
 
-_LIBRARIES = (
-    ("read", ("h5py", "fsspec")),
-    (
-        "transform",
-        (
-            *("torchvision/transforms", "albumentations", "kornia", "torchaudio/transforms"),
-            *("PIL/ImageFilter", "PIL/ImageEnhance", "PIL/ImageOps"),
-        ),
-    ),
-    (
-        "decode",
-        (
-            *("PIL", "imageio", "gzip.py", "lzma.py", "bz2.py", "zipfile.py", "tarfile.py"),
-            *("json", "pickle.py"),
-        ),
-    ),
-)
-_WORDS = (
-    (
-        "transform",
-        (
-            r"transforms?|augment\w*|jitter|flip|rotate|rotation|crop|resize|blur|warp|affine|normali[sz]e"
-            r"|preprocess\w*|noise|mixup|cutmix|erase"
-        ),
-    ),
-    (
-        "decode",
-        r"decode\w*|decompress\w*|imread|imdecode|parse\w*|unpack\w*|loads|frombuffer|inflate|decoder",
-    ),
-    ("read", r"read\w*|open|load|pread|preadv|fetch|download|seek|recv|get_object|memmap|mmap"),
-)
-_NAMES = tuple((kind, re.compile(rf"(?:^|_)(?:{words})(?:$|_)", re.I)) for kind, words in _WORDS)
-_SOURCE = tuple(
-    (kind, re.compile(rf"(?:\b|_)(?:{words})(?:_\w*)?\s*\(", re.I)) for kind, words in _WORDS
-)
+_LIBRARIES = {
+    "read": "h5py fsspec",
+    "transform": "torchvision/transforms albumentations kornia torchaudio/transforms "
+    "PIL/ImageFilter PIL/ImageEnhance PIL/ImageOps",
+    "decode": "PIL imageio gzip.py lzma.py bz2.py zipfile.py tarfile.py json pickle.py",
+}
+"""Kind of work to parts of paths; the first kind that fits decides."""
+_WORDS = {
+    "transform": r"transforms?|augment\w*|jitter|flip|rotate|rotation|crop|resize|blur|warp|affine|normali[sz]e"
+    r"|preprocess\w*|noise|mixup|cutmix|erase",
+    "decode": r"decode\w*|decompress\w*|imread|imdecode|parse\w*|unpack\w*|loads|frombuffer|inflate|decoder",
+    "read": r"read\w*|open|load|pread|preadv|fetch|download|seek|recv|get_object|memmap|mmap",
+}
+_NAMES = {kind: re.compile(rf"(?:^|_)(?:{words})(?:$|_)", re.I) for kind, words in _WORDS.items()}
+_SOURCE = {
+    kind: re.compile(rf"(?:\b|_)(?:{words})(?:_\w*)?\s*\(", re.I) for kind, words in _WORDS.items()
+}
 
 _DATA_NAMES = re.compile(
     r"(?:^|_)(?:batch(?:es)?|loaders?|datasets?|samples?|prefetch\w*)(?:$|_)", re.I
@@ -290,16 +272,16 @@ def kind_of(code: Any, lineno: int) -> str:
 def _classify(code: Any, lineno: int) -> str:
     # The library is the most reliable sign, then the function's name, then the words on its line of source.
     filename = code.co_filename.replace(os.sep, "/")
-    for kind, parts in _LIBRARIES:
-        if any(f"/{part}" in filename for part in parts):
+    for kind, parts in _LIBRARIES.items():
+        if any(f"/{part}" in filename for part in parts.split()):
             return kind
-    for kind, words in _NAMES:
+    for kind, words in _NAMES.items():
         if words.search(code.co_name):
             return kind
     if places.is_foreign(code.co_filename):
         return ""  # words in a library's source say little about the user's data
     source = linecache.getline(code.co_filename, lineno)
-    for kind, words in _SOURCE:
+    for kind, words in _SOURCE.items():
         if words.search(source):
             return kind
     return ""
