@@ -379,6 +379,12 @@ PYTHON: dict[str, list[Case]] = {
         Case("plan_store_lanes(plain, 2)", SERIES, at="plan_store_lanes(plain, 2)"),
         Case("select_samples(plain, 'train')", SERIES, at="select_samples(plain, 'train')"),
         Case(
+            "select_samples('store', 'train')",
+            SERIES,
+            at="select_samples('store', 'train')",
+            then="no field 'split'",
+        ),
+        Case(
             "select_samples(floats, 'train')",
             SERIES + "; floats = write_store(Path('f'), [{'split': Dense(np.zeros(9, 'f4'))}])",
             at="select_samples(floats, 'train')",
@@ -517,6 +523,11 @@ def place(loader):
         *_refused(
             TRAINING + "; x = torch.ones(9, 3); three = Loader((x, x, x[:, :2]), 4, 'cpu')",
             "Trainer(model, three, None, criterion, optimizer)",
+        ),
+        Case(
+            "Trainer(model, pairs, criterion, optimizer)",
+            TRAINING + "; train_loader = pairs",
+            at="Trainer(model, pairs, criterion, optimizer)",
         ),
         Case(
             "Trainer(model, pairs, None, torch.nn.L1Loss(reduction='sum'), optimizer, config={'gradient_accumulation_steps': 2})",
@@ -891,6 +902,21 @@ def place(loader):
     ],
     "config": [
         Case("parse_config('data: 3')", "from stoker.config import parse_config", at="data: 3"),
+        Case(
+            "resolve('tabular')",
+            "from stoker.config import load_config, resolve; Path('my.yaml').touch()",
+            at="resolve('tabular')",
+        ),
+        Case(
+            "load_config('tabular', overrides='training.lr=1')",
+            "from stoker.config import load_config",
+            at="overrides='training.lr=1'",
+        ),
+        Case(
+            "load_config({})",
+            "from stoker.config import load_config; Path('my.yaml').touch()",
+            at="load_config({})",
+        ),
         *(
             Case(wrong, "from stoker import TrainSettings")
             for wrong in (

@@ -88,6 +88,8 @@ UNTYPED: dict[str, str] = {
     "store/remote.py: 'STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT=20GB for less of this one'": "needs a disk without room or write permission",
     "store/remote.py: 'STOKER_CACHE_LIMIT=200GB, or fewer processes'": "needs other processes that empty the cache meanwhile",
     "store/remote_cache.py: f\"{command('fuser', part)} names it\"": "needs a second process that holds a copy for minutes",
+    "store/remote_fetch.py: command('pip', 'install', module)": "would install packages into the environment of the tests",
+    "cli/pack.py: command(files[-1], *files[:-1])": "are the words of two arguments; test_meant.py gives them in the wrong order",
     "store/remote_fetch.py: f'{_ENCODE}, which prints a password as it is to be written'": "asks for a password at a terminal",
     "store/zarr.py: install_command('zarr') if folder.needs_numcodecs else command('python3', '-c', code)": "needs numcodecs or zarr, which the tests do not install",
     "store/zarr.py: look_in(path.parent, '-l')": "needs a folder that changes while it is read; test_seams_of_files.py has one",

@@ -144,6 +144,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the process that runs the commands of all workers, where there are any."""
+    # At exit Python collects what is not frozen; nanobind would report all of triton as leaked, after the summary.
+    config.add_cleanup(gc.unfreeze)
     if config.option.workers or "PYTEST_XDIST_WORKER" in os.environ:
         # Several workers share the cores: threads of torch's that wait for each other cost more than they
         # give, also in the processes that tests start.

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -309,6 +310,24 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(place, run, m
     root = PACKAGE.parents[1]
     assert f"[{extra}]" in said if extra else f"pip install -e {root}" in said
     assert "pip install -e" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"dir_info": {}, "url": "file:///a%20b"}', "'stoker[vision] @ file:///a%20b'"),
+        ('{"vcs_info": {}, "url": "https://t:s@h/s.git"}', "git+https://***@h/s.git"),
+        (None, "pip install 'stoker[vision]'"),
+        ("[]", "pip install 'stoker[vision]'"),
+    ],
+)
+def test_an_installed_wheel_is_installed_again_from_where_it_came(
+    tmp_path, monkeypatch, text, what
+):
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "lib/stoker/errors.py"))
+    found = SimpleNamespace(read_text=lambda name: text)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
+    assert what in errors.install_command("vision")
 
 
 def test_extras_are_those_of_the_project():

@@ -41,7 +41,7 @@ def test_help_names_every_verb_and_every_verb_has_help():
     groups = {
         "Data": ["pack", "inspect", "verify", "plan", "augment"],
         "Training": ["train", "tune", "predict", "export", "config"],
-        "Why it is slow, and how it goes": ["doctor", "monitor", "report", "machine", "demo"],
+        "Diagnosis and monitoring": ["doctor", "monitor", "report", "machine", "demo"],
     }
     panels = dict(re.findall(r"─ ([\w ,]+) ─+╮\n(.*?)╰", shown.stdout, re.DOTALL))
     assert {name: re.findall(r"^│ (\w+)", panels[name], re.MULTILINE) for name in groups} == groups

@@ -266,7 +266,7 @@ def test_after_ctrl_c_the_script_is_not_run_again(inside, capsys, monkeypatch):
         (["--config", "c.yaml", "--html", "no/where.html"], ["there is no folder no", "mkdir -p no"]),
         (["--config", "c.yaml", "--out", "store"], ["store is a folder"]),
         (["--json", "--", "python", "x.py"], ["stdout is the script's own", "--out doctor.json"]),
-        (["--set", "a=1", "--", "python", "x.py"], ["are for a config", "behind --"]),
+        (["--set", "a=1", "--", "python", "x.py"], ["are for a config", "after --"]),
         (["--", "no-such-program-anywhere"], ["no-such-program-anywhere"]),
     ],
 )  # fmt: skip

@@ -228,7 +228,7 @@ def test_a_worker_that_gets_another_store_than_its_parent_says_so(numbers, tmp_p
         with pickle.loads(sent) as same:
             assert same.num_samples == 15
         pack(NumbersSource(numbers, option="b"), out, ONE)
-        with pytest.raises(StoreError, match="was packed anew while a job reads it"):
+        with pytest.raises(StoreError, match="was packed again while a job reads it"):
             pickle.loads(sent)
 
 

@@ -158,7 +158,7 @@ def test_a_changed_library_builds_again_says_why_and_is_no_longer_the_pickled_on
     shutil.copy(write_library(tmp_path / "other", SMALL[:4])[0], library[0])
     assert len(LazyMassSpecDataset(*library, **options)) == 4
     assert any("again:" in line for line in lines)
-    with pytest.raises(StoreError, match="was built anew since this dataset was opened"):
+    with pytest.raises(StoreError, match="was built again since this dataset was opened"):
         pickle.loads(text)
 
 

@@ -97,11 +97,11 @@ def test_a_file_trains_a_model_of_ones_own(tmp_path):
     assert list((tmp_path / "run").glob("step-*.pt"))
     notes = trainer.history.notes
     assert f"AdamW, learning rate 0.0008: training.lr ({file}:1:12)" in notes
-    said = f"training.batch_size ({file}:1:33): not the Trainer's to do"
+    said = f"training.batch_size ({file}:1:33): no effect on a Trainer"
     assert any(note.startswith(said) for note in notes)
 
 
-def test_what_is_given_in_python_comes_before_the_file(tmp_path):
+def test_what_is_given_in_python_comes_before_the_file(tmp_path, capsys):
     file = tmp_path / "my.yaml"
     file.write_text(f"training: {{lr: 8e-4}}\nrun: {{dir: {tmp_path}/a}}\n")
     model = torch.nn.Linear(3, 1)
@@ -109,11 +109,13 @@ def test_what_is_given_in_python_comes_before_the_file(tmp_path):
     trainer = Trainer.from_config(
         file, model, BATCHES, None, torch.nn.MSELoss(), slow, device="cpu", run_dir=tmp_path / "b"
     )
+    capsys.readouterr()
     trainer.fit()
+    assert "but the optimizer was made with" in "".join(capsys.readouterr())
     assert trainer.optimizer is slow
     assert (tmp_path / "b" / "run.jsonl").exists()
     assert not (tmp_path / "a").exists()
-    assert any("the optimizer's counts" in note for note in trainer.history.notes)
+    assert any("but the optimizer was made with" in note for note in trainer.history.notes)
 
 
 def test_a_file_with_mistakes_names_their_lines(tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stoker
 from browser import browse, check_widths
 from stoker.doctor.findings import Consultation, Finding, Gain, Outcome, Patch
 from stoker.doctor.findings_page import draw_timeline, findings_page, gain_text, spread_text
@@ -40,6 +42,18 @@ def spans(lane="main", steps=4):
         yield TimelineSpan(number, lane, "forward", at + 0.002, 0.003)
         yield TimelineSpan(number, lane, "backward", at + 0.005, 0.004)
         yield TimelineSpan(number, "worker 0", "load", at, 0.009)
+
+
+def test_every_class_in_the_markup_has_a_style():
+    package = Path(stoker.__file__).parent
+    styled = set(re.findall(r"\.([a-z][\w-]*)", (package / "page/_style.py").read_text()))
+    named = {}
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        if "stoker.page" in text or "stoker import page" in text or path.parent.name == "page":
+            for each in re.findall(r'<[^>]*?class=(?:"([^"{}]*)|(\w+))', text):
+                named |= dict.fromkeys("".join(each).split(), path.name)
+    assert {name: file for name, file in named.items() if name not in styled} == {}
 
 
 def a_finding(name="starved-by-loader", word="seen", **more):

@@ -118,7 +118,7 @@ def test_the_page_says_what_was_left_out_and_what_changed(tmp_path):
     assert "the same" in since  # the code
     assert "0.95" in since
     assert run.num_sessions == 1
-    for title in ("Is it worth having", "Since the last run", "Data"):
+    for title in ("Evaluation", "Since the last run", "Data"):
         assert f"<h2>{title}</h2>" in page
 
 

@@ -143,7 +143,7 @@ def test_any_loader_resumed_in_the_middle_repeats_and_loses_nothing(tmp_path, ki
     elif kind in ("stream", "list"):
         assert f"the first {done % per_epoch} batches of the epoch are read again" in said[0]
     else:
-        assert f"goes on behind the first {done % per_epoch} batches of the epoch" in said[0]
+        assert f"continues after the first {done % per_epoch} batches of the epoch" in said[0]
         left = len(whole.losses) - done
         assert len(loader.dataset.asked) <= left * 5, "nothing was loaded to be left out"
 

@@ -25,6 +25,7 @@ from stoker.sources.images.source import ImagesSource
         ("ok.yml", "ok.yaml"),
         ("$PLACE/pumps.csv", "pumps.csv"),
         ("nope.pt", None),  # near note.txt, which is no checkpoint
+        ("nowhere.yaml", None),  # its ending alone makes it like ok.yaml
         ("pumps.csv", None),  # it is there: what is wrong is something else
         ("nowhere/pumps.csv", None),
     ],
@@ -72,6 +73,19 @@ def test_no_name_is_too_odd_to_look_for(name):
         (["help"], "stoker --help"),
         (["version"], "stoker --version"),
         (["init"], "stoker config init --help"),
+        (["schema"], "stoker config schema"),
+        (["pack", "series", "x.h5", "out"], "stoker pack series x.h5 out --window 64"),
+        (["pack", "table", "-a.csv", "out"], "stoker pack table ./-a.csv out"),
+        (["pack", "table", "out", "a b.csv"], "'a b.csv' out"),
+        (["inspect", "a b.csv", "--repair", "clip"], "stoker pack table --help: that verb has --repair"),
+        (["inspect", "a b.csv", "--html", "page.pdf"], "--html page.html"),
+        (["report", "first", "--out", "page.png"], "--out page.html"),
+        (["train", "--recipe", "tabular"], "stoker train --config tabular"),
+        (["predict", "best.pt", "x.h5"], "stoker predict best.pt x.h5 predictions.csv"),
+        (["predict", "x.h5", "best.pt", "o.csv"], "stoker predict best.pt x.h5 o.csv"),
+        (["explain", "no-workers"], "stoker doctor explain no-workers"),
+        (["table", "a b.csv", "out"], "stoker pack table 'a b.csv' out"),
+        (["check", "ok.yaml"], "stoker config check ok.yaml"),
         (["info", "x.h5"], "stoker inspect x.h5"),
         (["evaluate", "best.pt", "store"], "stoker predict best.pt store"),
         (["train.py", "--lr", "1"], "stoker doctor -- python train.py --lr 1"),
@@ -79,6 +93,9 @@ def test_no_name_is_too_odd_to_look_for(name):
         (["x.h5"], "stoker inspect x.h5"),
         (["first"], "stoker report first"),
         (["nonsense"], None),
+        ([], None),
+        (["tune", "--seconds-per-try", "x", "--store", "folder"], None),
+        (["augment", "preview", "folder"], "stoker augment preview folder preview.png"),
         (["x" * 5000], None),
     ],
 )  # fmt: skip
@@ -87,6 +104,7 @@ def test_words_that_a_verb_does_not_take_are_answered(words, advice, tmp_path, m
     monkeypatch.setattr("sys.argv", ["stoker", *words])
     Path("ok.yaml").touch()
     Path("a b.csv").touch()
+    Path("-a.csv").touch()
     Path("folder").mkdir()
     for name in ("x.h5", "train.py", "first/run.jsonl"):
         Path(name).parent.mkdir(exist_ok=True)

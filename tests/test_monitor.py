@@ -221,7 +221,7 @@ def test_without_nvml_the_rest_is_written(tmp_path):
     lines = read_run_log(log.path)
     assert lines[1].values["gpus"] == []
     assert [line.values["text"] for line in lines if line.event == "note"] == [
-        "start NVML: Unknown Error"
+        "no GPU readings, NVML cannot be started: Unknown Error"
     ]
 
 
@@ -385,13 +385,13 @@ def test_a_run_is_followed_from_before_it_begins_to_its_end(tmp_path):
     with RunLock(tmp_path):
         write_run(tmp_path, epochs=2, finished=False, rate=1000.0, wait_share=0.25)
         now = follower.look()
-        assert (now.state, now.pid) == ("going", os.getpid())
+        assert (now.state, now.pid) == ("running", os.getpid())
         assert (now.epoch, now.num_epochs) == (2, 2)
         assert now.samples_per_second == 1000.0
         assert now.wait_share == 0.25
         assert now.age_seconds is not None
         assert now.age_seconds > 0
-    assert follower.look().state == "not going"
+    assert follower.look().state == "not running"
     with RunLog(tmp_path / TELEMETRY_NAME) as log:
         log.write("end", {"ended": "terminated"})
     assert follower.look().state == "terminated"

@@ -177,7 +177,7 @@ def test_going_on_with_other_ranks_is_the_same_training(folder, two, three):
         np.testing.assert_allclose(
             found["gone on"]["weights"], expected["weights"], rtol=0, atol=5e-6
         )
-    assert any("2 ranks had saved and 3 go on" in note for note in three[0]["gone on"]["notes"])
+    assert any("2 ranks had saved and 3 continue" in note for note in three[0]["gone on"]["notes"])
 
 
 def test_a_value_that_breaks_one_rank_is_named_on_all(two):

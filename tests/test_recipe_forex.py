@@ -630,11 +630,11 @@ def test_options_are_read_strictly(store):
         ({"layers": True}, "'layers'.*True"),
         ({"dropout": "1e-1"}, "'dropout'"),
         ({"gaps": "fill"}, "mask, flag, ignore"),
-        ({"loss_weights": [1, 2]}, "a list of 4 of a number"),
+        ({"loss_weights": [1, 2]}, "a list of 4 numbers"),
         ({"heads": 3}, "a divisor of d_model"),
         ({"dropout": 1.0}, "below 1"),
         ({"loss_weights": [0, 0, 0, 0]}, "not all 0"),
-        ({"timeframes": "M5"}, "a list of a text or null"),
+        ({"timeframes": "M5"}, "a list of texts or null"),
     ):
         with pytest.raises(InputError, match=words):
             read(wrong)

@@ -95,7 +95,7 @@ def test_pretrained_weights_keep_all_but_the_last_layer(tmp_path, ending):
     note = load_weights(fresh, path)
     assert torch.equal(fresh.stem[0].weight, trained.stem[0].weight)
     assert torch.equal(fresh.head.weight, before)
-    assert "head.bias, head.weight begin anew" in note
+    assert "head.bias, head.weight start from random values" in note
 
 
 def test_weights_of_another_network_and_pickles_are_refused(tmp_path):

@@ -343,7 +343,7 @@ def test_inputs_that_cannot_be_found_are_named(classes, series):
     assert find_inputs(series, "M5", "targets").num_columns == 4  # and the gap flag
     with pytest.raises(InputError, match="'nothing' is no input"):
         make_job(classes, field="nothing")
-    with pytest.raises(InputError, match="target_field"):
+    with pytest.raises(InputError, match="Try: target_field='targets'"):
         make_job(classes, target_field="label")
 
 
@@ -540,7 +540,7 @@ def test_options_are_read_strictly():
     for wrong, words in (
         ({"lr": 1e-3}, "no option 'lr'"),
         ({"output_bound_mode": "hard"}, "soft, clamp"),
-        ({"class_weights": "some"}, "none, balanced or a list of a number"),
+        ({"class_weights": "some"}, "none, balanced or a list of numbers"),
         ({"output_bound": "10"}, "a number or null"),
         ({"output_bound": 0}, "above 0"),
         ({"hidden": [8, 0]}, "widths of 1 or more"),

@@ -950,6 +950,10 @@ def test_the_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(ImportError, match=r"\[remote\]"):
         open_store("http://127.0.0.1:1/store")
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # no extra of stoker's brings it
+    with pytest.raises(ImportError, match="needs the package 's3fs'") as caught:
+        open_store("s3://bucket/store")
+    assert caught.value.fix == "pip install s3fs"
 
 
 def test_the_page_runs_and_its_messages_are_those_of_the_code(served, capsys):

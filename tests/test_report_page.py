@@ -149,10 +149,10 @@ class TestReading:
         write_run(tmp_path, epochs=3, finished=False)
         with RunLock(tmp_path):
             run = read_run(tmp_path, now=Clock(BEGAN + 105))
-            assert run.state == "going"
+            assert run.state == "running"
             assert (
                 run.told
-                == f"Still going: process {os.getpid()} on {os.uname().nodename}, last heard of 6.00 s ago."
+                == f"Still running: process {os.getpid()} on {os.uname().nodename}, last heard of 6.00 s ago."
             )
             text, _ = page_of(tmp_path)
             assert "Make the page again later." in text
@@ -201,7 +201,7 @@ class TestReading:
         assert run.state == state
         assert words in run.told
         assert RunFollower(tmp_path).look().state == (
-            str(RunEnd.by(error)) if error else "not going"
+            str(RunEnd.by(error)) if error else "not running"
         )
         assert error is None or str(RunEnd.by(error)) in [event.text for event in run.events]
         with RunLog(tmp_path / LOG_NAME) as log:
@@ -590,7 +590,7 @@ class TestDocs:
         rows = re.findall(r"^\| ([A-Z][\w ,]+) \| ", self.PAGE, re.MULTILINE)
         told = [title for row in rows for title in row.split(", ")]
         # Only of a run of `stoker train`; test_evaluation_page.py has one.
-        recipe_only = ["Is it worth having", "Since the last run", "Data"]
+        recipe_only = ["Evaluation", "Since the last run", "Data"]
         assert [title for title in told if title not in titles] == recipe_only
         assert titles == [title for title in told if title not in recipe_only]
 

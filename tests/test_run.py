@@ -149,7 +149,7 @@ def test_a_run_that_is_interrupted_in_its_evaluation_is_not_done(stores, tmp_pat
     told = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         run_recipe(settings, device="cpu", progress=told)
-    assert told.lines[-1].startswith("Still going")
+    assert told.lines[-1].startswith("Still running")
     found = read_run(tmp_path / "run")
     assert found.state == "stopped"
     assert "2 epochs finished, its evaluation is not. `--resume` goes on." in found.told

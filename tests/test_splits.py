@@ -67,6 +67,8 @@ def test_a_split_field_of_another_kind_is_refused(tmp_path, split):
 
 
 def test_unknown_names_and_numbers_are_refused(tmp_path):
+    with pytest.raises(InputError, match="was given a path"):
+        select_samples("a.h5", "train")
     for name in ("purged", "validation", "TRAIN", ""):
         with pytest.raises(InputError, match="'train', 'val', 'test'"):
             samples_of(np.zeros(3, np.uint8), name)

@@ -35,6 +35,7 @@ def test_validation_may_be_left_out() -> None:
         ({"criterion": None}, "no criterion was given"),
         ({"criterion": nn.MSELoss}, r"the class MSELoss[\s\S]*MSELoss\(\)"),
         ({"criterion": "mse"}, "a criterion that is a str"),
+        ({"criterion": torch.optim.SGD([torch.zeros(1)])}, "the criterion is an optimizer, SGD"),
         ({"optimizer": None}, "no optimizer was given"),
         ({"optimizer": torch.optim.SGD}, "an optimizer that is a type"),
     ],

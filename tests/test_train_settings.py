@@ -53,7 +53,9 @@ def test_a_yaml_file_reaches_a_trainer_with_ones_own_model(tmp_path):
     )  # fmt: skip
     assert len(trainer.fit().epochs) == 3
     assert not any("training.lr" in note for note in trainer.history.notes)
-    said = f"training.lr ({file}:1:71) says 0.0008, and the optimizer was made with 0.1: the optimizer's counts"
+    said = (
+        f"training.lr ({file}:1:71) is 0.0008, but the optimizer was made with 0.1, which is used"
+    )
     assert said in make_trainer(settings).history.notes
 
 
@@ -67,7 +69,9 @@ def test_a_mapping_with_the_names_of_a_section():
     trainer = make_trainer(section)
     assert trainer.settings.gradient_accumulation_steps == 4
     assert (trainer.settings.precision, trainer.settings.capture) == ("auto", "off")
-    assert any(note.startswith("batch_size: not the Trainer's") for note in trainer.history.notes)
+    assert any(
+        note.startswith("batch_size: no effect on a Trainer") for note in trainer.history.notes
+    )
     assert TrainSettings.of({"accumulation_steps": 4}) == TrainSettings(accumulation_steps=4)
 
 

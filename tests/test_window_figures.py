@@ -62,7 +62,7 @@ def test_prices_are_drawn_back_from_what_is_stored(tmp_path, bars):
     np.testing.assert_allclose(drawn.close[24:], first["targets"], atol=2e-6)
     facts = sample_facts(samples)
     assert facts["open against the close before"].split()[0] == "0.00"
-    assert facts["targets are the bars behind t"] == "in 23 of 23 windows"
+    assert facts["targets are the bars after t"] == "in 23 of 23 windows"
     assert WARNING not in facts
     section = samples_section(samples)
     assert section is not None
@@ -76,7 +76,7 @@ def test_raw_bars_show_the_same_as_the_store(tmp_path, bars):
     options = ("--windows", "M5=24", "--horizon", "6", "--json")
     raw = json.loads(invoke("inspect", tmp_path / "AB_M5.csv", *options).stdout)["facts"]
     stored = json.loads(invoke("inspect", tmp_path / "s", "--json").stdout)["facts"]
-    for name in ("windows", "features", "t", "targets are the bars behind t"):
+    for name in ("windows", "features", "t", "targets are the bars after t"):
         assert raw[name] == stored[name]
 
 
@@ -134,7 +134,7 @@ def test_every_pack_ends_with_a_page_in_the_store(tmp_path, bars):
     done = invoke(*words)
     assert done.exit_code == 0, done.stdout
     assert f"samples as the model gets them: {out / PAGE_NAME}" in done.stdout
-    assert "targets are the bars behind t: in 23 of 23 windows" in done.stdout
+    assert "targets are the bars after t: in 23 of 23 windows" in done.stdout
     text = (out / PAGE_NAME).read_text()
     assert "<polyline" in text
     # The page belongs to the store: the next pack replaces both.

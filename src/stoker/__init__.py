@@ -92,7 +92,11 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first asked for."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'stoker' has no attribute {name!r}")
+        import sys
+
+        # With its object, Python adds the nearest name of `__dir__` to the message.
+        here = sys.modules[__name__]
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}", name=name, obj=here)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

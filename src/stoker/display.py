@@ -123,7 +123,9 @@ def meant_path(missing: Path) -> Path | None:
         and (PurePath(name).suffix == missing.suffix or PurePath(name).stem == missing.stem)
     ]
     near = nearest(missing.name, alike)
-    return missing.with_name(near) if near else None
+    # Compared by the whole names, an ending alone makes short names alike: nowhere.csv and out.csv.
+    is_alike = near and nearest(missing.stem, [PurePath(near).stem])
+    return missing.with_name(near) if near and is_alike else None
 
 
 def look_for(missing: Path, *options: str) -> str:

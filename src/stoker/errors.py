@@ -24,6 +24,7 @@ from pathlib import Path
 
 from stoker.address import as_url, shown
 from stoker.display import command, look_for, printable, quoted, secret_hint
+from stoker.strict_json import parse_json
 
 EXIT_DONE = 0
 EXIT_OURS = 1
@@ -160,16 +161,28 @@ _NEEDED = frozenset(
 
 
 def install_command(extra: str = "") -> str:
-    """Return the command that installs stoker with an extra; in a checkout, from the checkout."""
+    """Return the command that installs stoker with an extra, from where it was installed: a checkout, or a wheel."""
     behind = f"[{extra}]" if extra else ""
     root = Path(__file__).resolve().parents[2]
     if not (root / "pyproject.toml").is_file() or root / "src" not in Path(__file__).parents:
-        return command("pip", "install", f"stoker{behind}")
+        origin = _installed_from()
+        return command("pip", "install", f"stoker{behind}" + (f" @ {origin}" if origin else ""))
     try:
         place = "." if Path.cwd() == root else str(root)
     except OSError:  # the working folder is gone
         place = str(root)
     return command("pip", "install", "-e", f"{place}{behind}")
+
+
+def _installed_from() -> str:
+    """Return the URL of the folder, wheel or repository that pip installed stoker from; "" for an index."""
+    from importlib import metadata  # 15 ms
+
+    try:
+        told = parse_json(metadata.distribution("stoker").read_text("direct_url.json") or "{}")
+        return shown(f"git+{told['url']}" if "vcs_info" in told else told["url"])
+    except (ImportError, OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def missing_package(error: ImportError) -> MissingExtraError | None:

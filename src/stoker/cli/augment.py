@@ -52,8 +52,8 @@ def preview(
         columns: The original and its draws.
         preset: standard (the default), minimal or strong.
         config: Config file whose gpu_augmentation to show.
-        seed: Of the draws.
-        epoch: Whose draws to show.
+        seed: Seed of the draws.
+        epoch: Epoch whose draws to show.
         size: HEIGHTxWIDTH to resize to; by default at most 384.
         ignore_index: Class of pixels to ignore; fills corners.
     """

@@ -83,7 +83,7 @@ class Chosen:
     """Which arrays of a file.
 
     Attributes:
-        fields: Arrays of an HDF5 or .npz file, by commas.
+        fields: Arrays of an HDF5 or .npz file, separated by commas.
         group: Group of an HDF5 or .npz file that holds the arrays.
         rows: Only arrays with this many rows, of an HDF5 or .npz file.
     """
@@ -116,9 +116,9 @@ class Text:
     """How text files are written.
 
     Attributes:
-        sep: Between cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].
+        sep: Separator of cells: a character, or comma, semicolon, tab, bar, whitespace [default: found].
         decimal: Decimal sign, . or , [default: found].
-        encoding: Of text files, such as cp1252 [default: found].
+        encoding: Encoding of text files, such as cp1252 [default: found].
         header: Whether the first line names the columns [default: found, or asked].
     """
 
@@ -300,12 +300,12 @@ class Masks:
     """Which mask belongs to a picture, and what its values mean.
 
     Attributes:
-        mask_suffix: What mask names have behind the image's: _L for x_L.png.
-        image_suffix: What image names have behind the part they share.
-        mask_prefix: What mask names have before the image's.
+        mask_suffix: Text that mask names have after the name of the image: _L for x_L.png.
+        image_suffix: Text that image names have after the part that masks share.
+        mask_prefix: Text that mask names have before the name of the image.
         mask_map: Class of mask values or colours: 255=1, 0-127=0, #ff0000=2, other=255; or keep. Repeatable.
         mask_colors: Table of colours: r, g, b and a name a line.
-        class_names: Names of the classes 0, 1, 2, ... of masks, by commas.
+        class_names: Names of the classes 0, 1, 2, ... of masks, separated by commas.
         mask_orientation: Masks without EXIF beside images with: image (turned like it), upright, or auto by
             size.
     """

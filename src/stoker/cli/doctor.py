@@ -29,6 +29,7 @@ from stoker.cli.options import (
     SetOption,
     StoreOption,
     require_output,
+    require_page,
     verb,
 )
 from stoker.cli.terminal import (
@@ -74,8 +75,8 @@ class Examination:
     """How long to measure, and what to write.
 
     Attributes:
-        steps: Measure so many steps; a script is ended after them.
-        seconds: A script: end it after so long. A config: the most for each measurement.
+        steps: Measure this many steps; a script is stopped after them.
+        seconds: A script: stop it after this time. A config: upper limit of each measurement.
         apply: Write the changed config, or a patch for a script, and measure again.
         force: Let --apply replace FILE.
         html: Write a page for a browser.
@@ -118,7 +119,7 @@ def doctor(
 ) -> None:
     """Find out why a training job is slow, what would help, and by how much.
 
-    Give a config of stoker's own, or any command behind two dashes: it runs unmodified. `stoker doctor compare A.json
+    Give a config of stoker's own, or any command after two dashes: it runs unmodified. `stoker doctor compare A.json
     B.json` compares two results of --out, for CI; `stoker doctor explain NAME` prints what a finding means.
 
     Options:
@@ -145,6 +146,7 @@ def doctor(
         )
         raise InputError(given, "--config FILE, or -- and a command", _BOTH_FORMS)
     read = [config, *map(Path, command or ())]
+    require_page(how.html, "--html")
     require_output(how.html, "--html", read)
     require_output(how.out, "--out", read)
     require_output(how.apply, "--apply", read, force=how.force)
@@ -152,7 +154,7 @@ def doctor(
         if overrides or any(given is not None for given in (store, device, how.trace)):
             raise InputError(
                 "--set, --store, --device and --trace are for a config, and a command was given.",
-                "a command with options of its own, behind --",
+                "a command with options of its own, after --",
                 "stoker doctor -- python train.py",
             )
         if as_json and how.out is None:

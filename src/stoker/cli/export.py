@@ -48,7 +48,7 @@ def export(
         out: OUT.onnx: a graph; OUT.safetensors: weights; with --int8, OUT.pt: a checkpoint.
         opset: Version of ONNX's operators, 18 to 23.
         batch: Samples per call: a number, or dynamic for any. With --int8: per measured pass, 64.
-        size: Of images: HEIGHTxWIDTH.
+        size: Size of images, HEIGHTxWIDTH.
         repairs: Make the repairs of the training store inside the graph, or leave them to the caller.
         int8: Write an int8 checkpoint for CPUs, and measure what that changes.
         store: With --int8: store folder, HDF5 file or URL to measure on.

@@ -22,7 +22,7 @@ from stoker.cli.data_options import (
     refuse_given,
     split_names,
 )
-from stoker.cli.options import JsonOption, require_output, verb
+from stoker.cli.options import JsonOption, require_output, require_page, verb
 from stoker.cli.terminal import Bar, make_console, print_json
 from stoker.display import command, printable
 from stoker.errors import EXIT_REFUSED, InputError, RefusalList, count_refused
@@ -88,6 +88,7 @@ def inspect(
     if kind not in (None, "table", "bars"):
         raise InputError(f"--as is {kind!r}.", "table or bars", "--as table")
     chosen = arrays.selection()
+    require_page(html, "--html")
     require_output(html, "--html", [path])
     # First of all, so that a run's folder is refused: its plots and predictions would be taken for data.
     if (error := run_error(path)) is not None:

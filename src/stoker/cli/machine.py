@@ -77,7 +77,7 @@ def _rows(found: Machine) -> Iterator[tuple[str, str]]:
     yield "python", f"{found.python} on {found.os}"
     for who in ("gpu", "cpu"):
         choice = recommended_workers(found, who)
-        yield f"workers, {who} augments", f"{choice.value}: {choice.reason}"
+        yield f"workers ({who.upper()} augments)", f"{choice.value}: {choice.reason}"
 
 
 def _gpu_rows(gpu: Gpu) -> Iterator[tuple[str, str]]:

@@ -82,7 +82,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_DATA, _TRAINING, _LOOKING = "Data", "Training", "Why it is slow, and how it goes"
+_DATA, _TRAINING, _LOOKING = "Data", "Training", "Diagnosis and monitoring"
 app.add_typer(pack.app, name="pack", rich_help_panel=_DATA)
 app.command("inspect", rich_help_panel=_DATA)(inspect.inspect)
 app.command("verify", rich_help_panel=_DATA)(verify.verify)

@@ -40,6 +40,13 @@ _OPTIONS = {
     "--store": "data dataset",
     "--run-dir": "output-dir save-dir out-dir logdir",
     "--gpus": "nproc-per-node devices num-gpus",
+    "--config": "recipe cfg configuration config-file yaml",
+}
+_OUTPUTS = {
+    "pack": "store",
+    "predict": "predictions.csv",
+    "export": "model.onnx",
+    "augment": "preview.png",
 }
 
 
@@ -50,13 +57,18 @@ def _by_word(words: Mapping[str, str]) -> dict[str, str]:
 def advise(whole: Any, error: Any, typed: Sequence[str]) -> str:
     """Return what to type instead of words that a verb does not take; "" if unknown."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
-    if context is None:
+    kind = type(error).__name__
+    if context is None or not typed or kind in ("NoArgsIsHelpError", "BadParameter"):
         return ""
     if option is not None:
         return _for_option(whole, context, option, typed)
     lacks = getattr(getattr(error, "param", None), "opts", None)
-    better = _for_words(context, typed)
-    if not better and lacks and "Missing" in type(error).__name__:
+    if kind == "MissingParameter" and lacks and lacks[0] == "out" and typed[0] in _OUTPUTS:
+        return command("stoker", *typed, _OUTPUTS[typed[0]])
+    better = _for_words(whole, context, typed)
+    if not better and lacks and kind == "MissingParameter":
+        if lacks[0] == "--window":  # the only one that is no file
+            return command("stoker", *typed, lacks[0], 64)
         better = _with_option(lacks[0], typed)
     return better
 
@@ -66,6 +78,9 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
     from stoker.config.options import LAYOUTS, SYNONYMS
     from stoker.config.tree import key_schemas
 
+    dashed = [word for word in typed if word.startswith("-") and _exists(word)]
+    if dashed:  # a file, not an option
+        return command("stoker", *(f"./{word}" if word in dashed else word for word in typed))
     known = {name for each in context.command.params for name in each.opts}
     name = option.lstrip("-").replace("-", "_")
     last = [each.name for each in context.command.params if each.param_type_name == "argument"]
@@ -85,17 +100,19 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
         value = typed[at].partition("=")[2] or next(iter(typed[at + 1 :]), "VALUE")
         return f"--set {quoted(f'{key}={value}')} instead of {option}"
     verbs = [path for path, one in _verbs(whole) if any(option in each.opts for each in one.params)]
-    verbs.sort(key=lambda path: path[0] != typed[0])  # of the same group first
+    kind = next((_kind_of(Path(word)) for word in typed if _exists(word)), "")
+    # Those of the same group first, and that for the kind of file.
+    verbs.sort(key=lambda path: (path[0] != typed[0], path[-1] != kind))
     help_of = command("stoker", *verbs[0], "--help") if verbs else ""
     return help_of and f"{help_of}: that verb has {option}"
 
 
-def _for_words(context: Any, typed: Sequence[str]) -> str:
+def _for_words(whole: Any, context: Any, typed: Sequence[str]) -> str:
     """Return the verb, the kind or the option that was meant by an unknown word."""
     here = [word for word in typed if _exists(word)]
     depth = len(context.command_path.split())
     if depth == 1:
-        return _for_verb(typed, here)
+        return _for_verb(whole, typed, here)
     known = {name for each in context.command.params for name in each.opts}
     if "--config" in known:
         return _for_training(typed, here)
@@ -107,14 +124,21 @@ def _for_words(context: Any, typed: Sequence[str]) -> str:
     return ""
 
 
-def _for_verb(typed: Sequence[str], here: Sequence[str]) -> str:
+def _for_verb(whole: Any, typed: Sequence[str], here: Sequence[str]) -> str:
     word, rest = typed[0], typed[1:]
     if word in ("help", "version"):
         return command("stoker", *rest[: word == "help"], f"--{word}")
     if word in ("init", "new", "create"):
         return command("stoker", "config", "init", *(rest or ["--help"]))
+    if Path(next(iter(rest), "")).suffix in (".yaml", ".yml") and word in ("check", "validate"):
+        return command("stoker", "config", "check", *rest)
     if verb := _by_word(_VERBS).get(word.lower()):
         return command("stoker", verb, *rest)
+    if word in ("compare", "explain"):
+        return command("stoker", "doctor", *typed)
+    for words, _ in _verbs(whole):
+        if words[-1] == word:  # a verb below another one, such as `schema`
+            return command("stoker", *words, *rest)
     if here[:1] != [word]:
         return ""
     path = Path(word)

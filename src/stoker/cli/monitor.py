@@ -275,7 +275,7 @@ def _run_lines(run: RunNow, history: History) -> Iterator[tuple[str, str]]:
     epoch = f"{known(run.epoch)}{of}"
     losses = f"loss {known(run.loss, '.4g')}, validation {known(run.val_loss, '.4g')}"
     yield "", f"epoch {epoch}, step {known(run.step, ',')}, {losses}"
-    if run.epoch is not None and run.num_epochs and run.state == "going":
+    if run.epoch is not None and run.num_epochs and run.state == "running":
         left = run.seconds_left
         words = "after the first epoch" if left is None else format_seconds(left)
         yield "", f"{bar((run.epoch - 1) / run.num_epochs)} time left: {words}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import mimetypes
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -115,6 +116,16 @@ StoreArgument = Annotated[Path, typer.Argument(help="Store folder, HDF5 file or 
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cuda, cuda:1 or cpu; by default the GPU, if any.")
 ]
+
+
+def require_page(path: Path | None, option: str) -> None:
+    """Refuse a page whose name is that of another format."""
+    if path is not None and mimetypes.guess_type(path.name)[0] not in (None, "text/html"):
+        raise InputError(
+            f"{option}: {path} has the ending of another format.",
+            "a page, which ends in .html",
+            f"{option} {quoted(path.with_suffix('.html'))}",
+        )
 
 
 def require_output(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def arrays(
 
     Options:
         files: .npy, .npz or .h5 files, then OUT.
-        names: Field names, by commas, in the files' order.
+        names: Field names, separated by commas, in the order of the files.
     """
     from stoker.sources.arrays import ArraysSource
 
@@ -238,7 +239,7 @@ def series(
         files: .npy, .npz, .h5, CSV, Parquet, or any file and --dtype; then OUT.
         window: Rows of a window.
         dtype: Type of raw numbers, such as uint16, or uint8 for bytes of a text.
-        columns: Columns of a table, by commas, or one array.
+        columns: Columns of a table, separated by commas, or one array.
         time_column: Column of times, stored with gaps.
         name: Name of the field.
     """
@@ -258,12 +259,12 @@ class Library:
         msp: Spectrum library: MSP, MSL, MGF, MassBank, SDF with peaks, mzML, gzipped or not; or a folder.
         mol_dir: Folder or zip of MOL files, or one SDF.
         max_mz: Highest bin: max_mz + 1 bins at read time.
-        max_samples: Stop after so many records.
+        max_samples: Stop after this many records.
         structures: mol: MOL files only; smiles: the record's SMILES or InChI; auto: MOL, else these; none.
         rounding: How an m/z finds its bin: nearest (halves up) or floor.
         row_limit_seconds: Time limit of one molecule.
         split: Shares of train, validation, test; by compound.
-        seed: Of the split.
+        seed: Seed of the split.
         spectra: Kinds to take: ei, msms, ms1, all; auto refuses a library that mixes them.
         without_spectra: Keep records without peaks, for prediction.
     """
@@ -302,6 +303,12 @@ def _split_out(files: list[Word]) -> tuple[tuple[Word, ...], Path]:
             f"only {files[0]} was given.",
             "input files, then the store's folder",
             command(files[0], "store/"),
+        )
+    if Path(files[-1]).is_file() and not any(map(os.path.exists, files[:-1])):
+        raise InputError(
+            f"{files[-1]} is a file, and {files[0]} does not exist.",
+            "input files, then the store's folder",
+            command(files[-1], *files[:-1]),
         )
     return tuple(files[:-1]), Path(files[-1])
 

@@ -35,7 +35,7 @@ class Budget:
         gpu_memory: Free GPU memory, such as 16GB, or none; by default this machine's.
         ram: Free RAM, such as 32GB; by default this machine's.
         batch_size: Samples per batch; by default chosen.
-        parameters: Of the model, such as 1.8M.
+        parameters: Parameters of the model, such as 1.8M.
         activations: Bytes per sample, such as 2MB; by default estimated.
         ranks_per_host: Processes with a GPU each that share this machine's RAM.
         optimizer: sgd, momentum, rmsprop, adagrad, adam, adamw.

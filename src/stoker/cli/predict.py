@@ -16,6 +16,8 @@ import typer
 from stoker.cli.data_options import Text, refuse_given
 from stoker.cli.options import DeviceOption, JsonOption, verb
 from stoker.cli.terminal import Bar, echo, make_console, print_evaluation, print_json
+from stoker.display import command
+from stoker.errors import InputError
 from stoker.units import format_bytes, format_count, format_seconds
 
 CheckpointArgument = Annotated[
@@ -35,7 +37,7 @@ def predict(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the model's answer for every sample of a store, or every row of raw input, under its own key.
+    """Write the model's prediction for every sample of a store, or every row of raw input, with its key.
 
     Options:
         given: Raw files, or a folder of them, like those that were packed for training; or a store.
@@ -46,6 +48,12 @@ def predict(
     from stoker.recipes.answers import is_store, predict_file
     from stoker.recipes.inference import load_trained
 
+    if given.suffix in (".pt", ".safetensors") and checkpoint.suffix not in (".pt", ".safetensors"):
+        raise InputError(
+            f"the checkpoint is {checkpoint}, and INPUT is {given}.",
+            "first the checkpoint, then INPUT",
+            command("stoker", "predict", given, checkpoint, out),
+        )
     if given.exists() and is_store(given):
         refuse_given(text, given)
     trained = load_trained(checkpoint)

@@ -20,7 +20,7 @@ def quantize(context: typer.Context) -> NoReturn:
     """Now an option of `stoker export`."""
     raise InputError(
         "`stoker quantize` is now `stoker export --int8`.",
-        "the same arguments behind the new words",
+        "the same arguments after the new words",
         command("stoker", "export", *context.args, "--int8"),
     )
 
@@ -40,7 +40,7 @@ def migrate_config(context: typer.Context) -> NoReturn:
     """Now a verb below `stoker config`."""
     raise InputError(
         "`stoker migrate-config` is now `stoker config migrate`.",
-        "the same arguments behind the new words",
+        "the same arguments after the new words",
         command("stoker", "config", "migrate", *context.args),
     )
 

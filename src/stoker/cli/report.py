@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import JsonOption, verb
+from stoker.cli.options import JsonOption, require_page, verb
 from stoker.cli.terminal import echo, print_json
 from stoker.errors import unwritable
 from stoker.ownership import write_text
@@ -40,6 +40,7 @@ def report(
     from stoker.runs.record import compare
     from stoker.runs.run_page import run_page, verdict, with_unique_names
 
+    require_page(out, "--out")
     records = with_unique_names([read_run(path) for path in runs])
     target = out or (records[0].folder / PAGE_NAME if len(records) == 1 else Path(PAGE_NAME))
     try:

@@ -288,7 +288,7 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
         names = list(made.confusion.names)
         counts = made.confusion.counts
         rows_of = ([who, *map(str, row)] for who, row in zip(names, counts, strict=True))
-        console.print(make_table("confusion: true class by answer", ("", *names), rows_of))
+        console.print(make_table("confusion matrix", ("true \\ predicted", *names), rows_of))
     if made.importance:
         top = list(made.importance.items())[:_MOST_INPUTS]
         told = ", ".join(f"{who} {loss:.3g}" for who, loss in top)

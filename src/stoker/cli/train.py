@@ -64,10 +64,10 @@ def train(
         run_dir: Instead of the config's run.dir.
         msp: Recipes of mass spectra: pack this library into the store first.
         mol_dir: With --msp: folder or zip of MOL files, or one SDF.
-        resume: Go on from the run's latest checkpoint.
-        folds: Walk forward: train so many times, each time on the past of another test span.
-        gpus: Train on so many GPUs of this machine; with --device cpu, in so many processes.
-        max_restarts: With --gpus: go on so often after a process was lost.
+        resume: Continue from the run's latest checkpoint.
+        folds: Walk-forward evaluation: train this many times, each time on the past of another test span.
+        gpus: Train on this many GPUs of this machine; with --device cpu, in this many processes.
+        max_restarts: With --gpus: restart at most this often after a process was lost.
     """
     from stoker.recipes import run as runs
     from stoker.recipes.walk_forward import walk_forward

@@ -19,6 +19,7 @@ from stoker.cli.options import (
     SetOption,
     StoreOption,
     require_output,
+    require_page,
     verb,
 )
 from stoker.cli.terminal import Bar, make_console, make_table, print_commands, print_json
@@ -64,6 +65,7 @@ def tune(
             "stoker tune --config tabular --store STORE --out tuned.yaml",
         )
     require_output(out, "--out", [config], force=force)
+    require_page(html, "--html")
     require_output(html, "--html", [config])
 
     from stoker.doctor.job_config import JobConfig

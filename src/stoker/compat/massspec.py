@@ -166,7 +166,7 @@ class LazyMassSpecDataset(torch_data.Dataset[Item]):
         self._open(*options)
         if identity != self._identity:
             raise StoreError(
-                f"{self.store.path} was built anew since this dataset was opened.",
+                f"{self.store.path} was built again since this dataset was opened.",
                 "the store that was there",
                 "open the dataset again, and give each one a cache_dir of its own",
             )

@@ -35,7 +35,7 @@ from stoker.config.yaml_lines import (
     read_yaml,
 )
 from stoker.display import command, look_for, nearest, printable, quoted
-from stoker.errors import ConfigError, refuse_special
+from stoker.errors import ConfigError, InputError, refuse_special
 from stoker.strict_json import exact_text
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -80,6 +80,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: With every problem of the file and the overrides.
     """
+    if not isinstance(path, str | Path):
+        raise InputError(
+            f"load_config was given a {type(path).__name__}.",
+            "the path of a YAML file, or the name of a shipped one; a Trainer takes a mapping as its config",
+            "load_config('my.yaml')",
+        )
+    if isinstance(overrides, str):
+        raise InputError(
+            f"overrides is the text {overrides!r}.", "a list of texts", f"overrides=[{overrides!r}]"
+        )
     config, problems = check_config(path, overrides)
     if config is None:
         raise as_error(problems)

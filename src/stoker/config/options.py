@@ -273,10 +273,10 @@ class TrainOptions:
         nonfinite: What to do about a loss that is not finite. stop: end and name the batch; skip: leave the update out;
             rollback: go back to the epoch's start and leave the batch out.
         read_every: Steps between two reads of losses from the device; fewer make the loop wait.
-        seed: Of all generators. null: they are left as they are.
-        max_steps: Train on so many batches in the whole run, at most; it may end within an epoch.
-        patience: End the run after so many epochs without a better monitored metric. 0: never.
-        min_delta: By how much an epoch must be better to count for patience.
+        seed: Seed of all generators. null: they are left as they are.
+        max_steps: Train on at most this many batches in the whole run; it may end within an epoch.
+        patience: End the run after this many epochs without a better monitored metric. 0: never.
+        min_delta: Smallest improvement of the metric that counts for patience. null: any.
         keep_last: Newest checkpoints that are kept, besides the best.
         checkpoint_every_epochs: Save after every n epochs, and at the end. 0: only when a signal ends the run.
         checkpoint_every_steps: Save after every n batches within an epoch. 0: never.
@@ -320,14 +320,14 @@ class JobOptions(TrainOptions):
     """The training step, and the job around it.
 
     Attributes:
-        seed: Of weights, splits, shuffling, dropout and augmentation.
+        seed: Seed of weights, splits, shuffling, dropout and augmentation.
         batch_size: Samples in one step, over all GPUs together. Unless written, the recipe's own.
         lr: Step size of the optimizer. Unless written, the recipe's own.
         use_amp: Train in 16-bit where it is safe (automatic mixed precision).
         use_gpu_augmentation: Augment on the GPU, as the section gpu_augmentation says. Unless written, the recipe
             decides: those of images do.
         parallel: With several ranks: the whole model on each (ddp), or a part of it where it does not fit (fsdp).
-        stall_seconds: With several ranks: end all when none has moved for so long.
+        stall_seconds: With several ranks: end all of them when none has made a step for this time.
         init_gain: Gain of the Xavier initialisation. null: the model's own.
         output_bound: Keep outputs within plus or minus this. null: unbounded.
         output_bound_mode: soft: bound * tanh(x / bound), which keeps a gradient everywhere; clamp: a hard cut, whose

@@ -27,7 +27,7 @@ from stoker.config.options import (
 )
 from stoker.config.tree import ROOMS, Config, default_of
 from stoker.config.yaml_lines import Place, Problem
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, InputError
 from stoker.strict_json import exact_text
 
 AUGMENT = "gpu_augmentation"
@@ -428,6 +428,12 @@ def resolve(config: Config) -> Settings:
     Raises:
         ConfigError: Written keys contradict each other; it names them and their lines.
     """
+    if not isinstance(config, Config):
+        raise InputError(
+            f"resolve was given a {type(config).__name__}.",
+            "a Config, as load_config returns it",
+            "resolve(load_config('my.yaml'))",
+        )
     answers = _answer_all(config)
     if answers.clashes:
         raise as_error([problem for _, problem in answers.clashes])

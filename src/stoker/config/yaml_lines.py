@@ -116,7 +116,7 @@ class Document:
 
 
 INIT = "stoker config init RECIPE my.yaml"  # advice for a file that is no config at all
-_LOOK = "check quotes, indents, and that a space stands behind each colon"
+_LOOK = "check quotes, indentation, and the space after each colon"
 
 
 def decode(raw: bytes, file: str) -> str | Problem:

@@ -202,7 +202,7 @@ def _try(run: Run, job: JobConfig, proposal: Alternative, patience: Patience) ->
     return replace(proposal, samples_per_second=rate, failure=failure)
 
 
-# -- judging ---------------------------------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------
 
 _WORDS = {
     "launch-bound": (

@@ -205,7 +205,7 @@ def allocator_retries(case: Case) -> Finding | None:
             f"allocated at the end: {format_bytes(case.measured.memory.device_bytes)}",
         ],
         "Make the batch a little smaller, or accumulate gradients over two: each flush waits for the device "
-        "and asks the driver for everything anew.",
+        "and asks the driver for everything again.",
         saved(case.pace, seconds, low=0.2, likely=0.8),
         config={"training.gradient_accumulation_steps": 2},
     )

@@ -5,7 +5,7 @@ Enters: an `Accelerator`, and a Loader or what makes one. Leaves: a loader that 
 `capture`, which is `stoker.capture` for prepared models. Costs nothing beside `AdaptedLoader`.
 
 Accelerate wraps torch's DataLoader and passes all other loaders on unchanged. This loader reports to the `Accelerator`
-what Accelerate's wrapper would: when the last batch of an epoch is out (so that a short window of accumulated
+what Accelerate's wrapper would: when the last batch of an epoch is out (so that a short group of accumulated
 gradients still ends in an update), how many samples it holds (so that `gather_for_metrics` counts correctly),
 and how to leave out the first batches of an epoch (`skip_first_batches`) without loading them.
 """

@@ -293,11 +293,6 @@ class OomLadderCallback(_StandIn):
         self._remembered = remembered
         self._update: Update | None = None
 
-    @property
-    def window(self) -> Update | None:
-        """The update in progress, with its memory level; None before the first step, or if the callback is off."""
-        return self._update
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace Lightning's factory of closures, if this trainer is supported."""
         require_adapted(trainer)

@@ -278,7 +278,7 @@ def check_names(
     """
     is_list = isinstance(names, Sequence) and not isinstance(names, str)
     if not is_list or not names or not all(isinstance(name, str) for name in names):
-        typed = (names,) if isinstance(names, str) else tuple(example)
+        typed = (names,) if isinstance(names, str) else tuple(known or example)
         raise InputError(f"as_tuple is {names!r}.", "names of fields", f"as_tuple={typed}")
     unknown = [name for name in names if known is not None and name not in known]
     if known is not None and unknown:

@@ -154,9 +154,8 @@ class Loader(Habits):
         self._closed = False
         check_keywords(others, _KEYWORDS, batch_size)
         start_watch()
-        self.store, form, self._owns_store, self._mixture = open_data(
-            store, group, rows, as_tuple if fields is None else fields
-        )
+        named = as_tuple if fields is None and isinstance(as_tuple, Sequence) else fields
+        self.store, form, self._owns_store, self._mixture = open_data(store, group, rows, named)
         if on_broken != "stop" and self._mixture is None:
             self._tolerate_damage()
         self.device = usable_device(device)

@@ -12,6 +12,7 @@ split by the same code as in `stoker pack`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -39,6 +40,12 @@ def select_samples(store: Store, split: SplitName | None = None) -> Array:
         store: Store with a dense field `split`; it may be missing if `split` is None.
         split: "train", "val" or "test"; None selects all samples except the purged ones.
     """
+    if isinstance(store, str | Path):
+        raise InputError(
+            f"select_samples was given a path, {str(store)!r}.",
+            "an open store",
+            "select_samples(stoker.open_store('store'), 'train')",
+        )
     if "split" not in store.fields:
         if split is None:
             return np.arange(store.num_samples)

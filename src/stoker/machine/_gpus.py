@@ -116,7 +116,10 @@ class GpuReader:
             except ImportError:
                 self.notes.append("no GPU readings: the package nvidia-ml-py is not installed")
                 return self
-        self._started = self._ask("start NVML", "nvmlInit", failed=_FAILED) is not _FAILED
+        self._started = (
+            self._ask("no GPU readings, NVML cannot be started", "nvmlInit", failed=_FAILED)
+            is not _FAILED
+        )
         if not self._started:
             return self
         self.driver = _text(self._ask("driver version", "nvmlSystemGetDriverVersion"))

@@ -131,9 +131,9 @@ def window_facts(
                 "bars do not open where the bar before closed: the close may be another column"
             )
     if compared:
-        facts["targets are the bars behind t"] = f"in {matching} of {compared} windows"
+        facts["targets are the bars after t"] = f"in {matching} of {compared} windows"
         if matching < compared:
-            warnings.append("targets are not the bars behind t: the labels may be shifted")
+            warnings.append("targets are not the bars after t: the labels may be shifted")
     return facts | ({WARNING: "; ".join(warnings)} if warnings else {})
 
 
@@ -234,7 +234,7 @@ def _candles(bars: _Bars, length: int, targets: Array | None) -> Html:
         points += [(moment + (k + 0.5) * step, float(value)) for k, value in enumerate(targets)]
         line = " ".join(f"{x:.1f},{down(value):.1f}" for x, value in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="var(--c0)" stroke-width="2"/>')
-    label = "prices against the close at t, the dashed line; the target is the line behind it"
+    label = "prices against the close at t, the dashed line; the target is the line after it"
     ends = f"{100 * bottom:+.2g} % to {100 * top:+.2g} % of the close at t"
     return _drawn("".join(parts), label, ends)
 

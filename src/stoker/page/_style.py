@@ -73,6 +73,15 @@ figcaption .ends{display:flex;justify-content:space-between;gap:8px}
 figcaption p{margin:6px 0 0}
 svg{display:block;width:100%}
 .bar{fill:var(--bar)}.bar.marked{fill:var(--refuse)}
+.bars{margin:0 0 6px;font-size:.85rem}
+.bars .line{display:grid;grid-template:"who pic how"/17rem minmax(0,1fr) 6rem;gap:0 14px;
+align-items:center;min-height:28px}
+.bars .who{grid-area:who;line-height:1.3}.bars .pic{grid-area:pic;height:20px}
+.bars .how{grid-area:how;text-align:right;font-variant-numeric:tabular-nums}
+.bars .axis .pic{position:relative;color:var(--quiet);font-size:.75rem}
+.bars .axis span{position:absolute;transform:translateX(-50%)}
+.bars .axis span:first-child{transform:none}
+.bars .axis span:last-child{transform:translateX(-100%)}
 ul{margin:0 0 12px;padding-left:1.3em;max-width:90ch;overflow-wrap:anywhere}li{margin:2px 0}
 td ul{margin:0;padding-left:1.1em}
 details{margin:0 0 14px}summary{overflow-wrap:anywhere;cursor:pointer;padding:4px 0;color:var(--note)}
@@ -120,6 +129,7 @@ vector-effect:non-scaling-stroke}.limit.dashed{stroke-dasharray:8 3}
 .base{stroke:var(--line);stroke-width:1;vector-effect:non-scaling-stroke;fill:none}
 @media (max-width:520px){header,main{padding-left:14px;padding-right:14px}header{padding-top:24px}
 h1{font-size:1.35rem}th,td{padding:7px 10px}
+.bars .line{grid-template:"who how" "pic pic"/minmax(0,1fr) auto;padding:3px 0}.bars .pic{height:14px}
 .stack thead{display:none}.stack,.stack tbody,.stack tr,.stack td{display:block;width:auto}
 .stack tr{padding:10px 12px;border-bottom:1px solid var(--line)}.stack tr:last-child{border:0}
 .stack td,.stack td.wide{border:0;padding:2px 0;min-width:0}.stack td.number{text-align:left}

@@ -165,7 +165,7 @@ def reliability(probabilities: Array, labels: Array) -> tuple[Curve, float]:
         "model": list(zip(said.tolist(), was.tolist(), strict=True)),
         "perfectly calibrated": [(0.0, 0.0), (1.0, 1.0)],
     }
-    return Curve("Calibration", "probability of the answer", "share that was right", lines), error
+    return Curve("Calibration", "predicted probability", "share correct", lines), error
 
 
 def class_examples(

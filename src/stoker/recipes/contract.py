@@ -85,7 +85,7 @@ class Job:
         make_schedule: Optimizer and number of updates in the run to a scheduler that is stepped after
             every update; None keeps the rate.
         fields: Fields of the store to load; None is all but text.
-        order: Of the training samples.
+        order: Order of the training samples.
         lanes: For `order="lanes"`.
         plan_lanes: With `lanes`: samples of another split to lanes for them; None where there are too few.
         augmentation: For the training images, if any.
@@ -345,11 +345,11 @@ class Port:
     scaler: RobustScale | None = None  # range of the training values
     name: str = ""  # name in the graph; empty: the key, with "_" for special characters
 
-    def draw(self, sizes: Mapping[str, int], dice: torch.Generator) -> Tensor:
+    def draw(self, sizes: Mapping[str, int], generator: torch.Generator) -> Tensor:
         """Return random example values of this shape and type."""
         shape = [sizes[size] if isinstance(size, str) else size for size in self.shape]
         if self.below is None:
-            values = torch.randn(shape, generator=dice)
+            values = torch.randn(shape, generator=generator)
             if self.scaler is not None:
                 # A series has one column more in the model than in the store: its gap flag.
                 center, scale = (
@@ -358,7 +358,7 @@ class Port:
                 values = (center + scale * values).to(self.dtype)
             return values
         top = sizes[self.below] if isinstance(self.below, str) else self.below
-        return (torch.rand(shape, generator=dice) * top).to(self.dtype)
+        return (torch.rand(shape, generator=generator) * top).to(self.dtype)
 
 
 @dataclass(frozen=True)

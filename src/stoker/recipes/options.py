@@ -172,8 +172,8 @@ def spell_type(hint: Any) -> str:
         return ", ".join(map(str, get_args(hint)))
     if origin is tuple:
         inner = get_args(hint)
-        if inner[-1] is Ellipsis:
-            return f"a list of {spell_type(inner[0])}"
-        return f"a list of {len(inner)} of {spell_type(inner[0])}"
+        many = {int: "whole numbers", float: "numbers", str: "texts"}
+        named = many.get(inner[0], spell_type(inner[0]))
+        return f"a list of {named}" if inner[-1] is Ellipsis else f"a list of {len(inner)} {named}"
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     return names.get(hint, "null")

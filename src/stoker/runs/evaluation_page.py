@@ -28,6 +28,7 @@ _WORTH_WORDS = {
     "worse": "not worth training",
     "unknown": "nothing to compare with",
 }
+_SHOWN = {"answer": "prediction"}  # names of pictures in run logs, and on the page
 _MOST_GROUPS = 60
 _MOST_CONFUSED = 30
 _MOST_INPUTS = 15
@@ -93,8 +94,8 @@ def _confusion(made: Confusion, key: str) -> Html:
     table = page.figures_table(header, rows, key=f"{key}-confusion")
     is_cut = len(names) < len(made.names)
     cut = f" The first {len(names)} of {len(made.names)} classes." if is_cut else ""
-    told = f"Answers stand in the columns; cells are shaded by their share of the row.{cut}"
-    return page.join([Html("<h3>Confusion</h3>"), table, page.paragraph(told, quiet=True)])
+    told = f"Columns are predicted classes; cells are shaded by their share of the row.{cut}"
+    return page.join([Html("<h3>Confusion matrix</h3>"), table, page.paragraph(told, quiet=True)])
 
 
 def _group(kind: str, rows: Mapping[str, Mapping[str, float]], key: str) -> Html:
@@ -149,7 +150,9 @@ def _importance(made: Evaluation) -> Html:
         f"<tr><td class=label>{page.name(name)}</td><td class=number>{_meter(loss, max(0.0, loss / most))}</td></tr>"
         for name, loss in top
     )
-    title = f"Inputs: {page.escape(metric_words(made.compared_by[0]))} lost when permuted"
+    title = (
+        f"Importance of inputs: {page.escape(metric_words(made.compared_by[0]))} lost when permuted"
+    )
     return Html(
         f"<h3>{title}</h3><div class=scroll><table class=tight><tbody>{items}</tbody></table></div>"
     )
@@ -157,7 +160,7 @@ def _importance(made: Evaluation) -> Html:
 
 def _examples(examples: Sequence[Example], key: str) -> Iterable[Html]:
     for number, example in enumerate(examples):
-        told = f"truth: {page.name(example.truth)}<br>answer: {page.name(example.answer)}"
+        told = f"true: {page.name(example.truth)}<br>predicted: {page.name(example.answer)}"
         caption = Html(told if example.truth or example.answer else "")
         picture = _picture(example, f"{key}-example-{number}")
         yield page.figure(page.name(example.key), picture, caption)
@@ -169,7 +172,9 @@ def _picture(example: Example, key: str) -> Html:
         several = len(example.pictures) > 1
         shown = [
             f'<span><img alt="{page.escape(name)}" src="{url}">{page.escape(name) if several else ""}</span>'
-            for name, url in example.pictures.items()
+            for name, url in (
+                (_SHOWN.get(name, name), url) for name, url in example.pictures.items()
+            )
             if _PICTURE.fullmatch(url)
         ]
         return Html(f'<div class="pictures">{"".join(shown)}</div>')

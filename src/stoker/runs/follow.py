@@ -27,8 +27,8 @@ class RunNow:
     """The state of a run. None: unknown, or not yet known."""
 
     folder: Path  # of the run
-    # "waiting" before its first line, "going", or how it ended: "done", "terminated", "interrupted", "failed: ...";
-    # "not going" where its log does not say
+    # "waiting" before its first line, "running", or how it ended: "done", "terminated", "interrupted", "failed: ...";
+    # "not running" where its log does not say
     state: str = "waiting"
     pid: int | None = None  # the process that works on it, on this host
     age_seconds: float | None = None  # since the last line of its logs
@@ -125,10 +125,10 @@ class RunFollower:
                 self._ended = "done"
         holder = lock_holder(self.folder)
         going = is_going(holder, self._age())
-        stopped = "waiting" if self._last_time is None else self._ended or "not going"
+        stopped = "waiting" if self._last_time is None else self._ended or "not running"
         return RunNow(
             self.folder,
-            state="going" if going else stopped,
+            state="running" if going else stopped,
             pid=holder[0] if holder is not None and holder[2] else None,
             age_seconds=self._age(),
             seconds_left=self._seconds_left() if going else None,

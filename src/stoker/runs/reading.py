@@ -292,7 +292,7 @@ def _judge(
     ago = "" if last is None else f", last heard of {format_seconds(max(0.0, now - last))} ago"
     holder = lock_holder(folder)
     if holder is not None and is_going(holder, None if last is None else now - last):
-        return "going", f"Still going: process {holder[0]} on {holder[1]}{ago}."
+        return "running", f"Still running: process {holder[0]} on {holder[1]}{ago}."
     if last is None:
         return "empty", "Nothing is written yet."
     finished = f"{format_count(len(epochs), 'epoch')} finished"

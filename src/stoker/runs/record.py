@@ -17,7 +17,7 @@ from stoker.report import as_mapping, as_mappings, as_number
 from stoker.runs.evaluation import Evaluation
 from stoker.units import format_bytes, format_count, format_seconds
 
-State = Literal["going", "done", "stopped", "failed", "cut short", "empty"]
+State = Literal["running", "done", "stopped", "failed", "cut short", "empty"]
 Track = list[tuple[float, float | None]]
 
 

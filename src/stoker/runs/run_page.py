@@ -23,7 +23,7 @@ from stoker.strict_json import json_text
 from stoker.units import format_bytes, format_count, format_seconds, local_time
 
 _STATE_KINDS = {
-    "going": "note", "done": "good", "stopped": "warn", "failed": "refuse", "cut short": "warn",
+    "running": "note", "done": "good", "stopped": "warn", "failed": "refuse", "cut short": "warn",
     "empty": "warn",
 }  # fmt: skip
 _MAX_EPOCHS = 200
@@ -38,7 +38,7 @@ def run_page(runs: Sequence[RunRecord], previous: RunRecord | None = None) -> st
     runs = with_unique_names(runs)
     sections = [
         Section("summary", "Summary", _summary(runs)),
-        *_per_run(runs, "worth", "Is it worth having", _worth),
+        *_per_run(runs, "worth", "Evaluation", _worth),
         *([Section("since", "Since the last run", _since(runs[0], previous))] if previous else []),
         *_per_run(runs, "findings", "Findings", _findings),
         Section("speed", "Speed", _charts(speed_charts(runs))),
@@ -130,7 +130,7 @@ def _summary(runs: Sequence[RunRecord]) -> Html:
     for run in runs:
         who = f"{run.name}: " if len(runs) > 1 else ""
         parts += [page.paragraph(f"{who}{problem}", quiet=True) for problem in run.problems]
-        if run.state == "going":
+        if run.state == "running":
             parts.append(page.paragraph(f"{who}{run.told} Make the page again later.", quiet=True))
     return page.join(parts)
 

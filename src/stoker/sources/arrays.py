@@ -40,6 +40,7 @@ from stoker.sources.contract import (
     recorded_options,
 )
 from stoker.store.fields import Array, Dense, FieldData, Ragged
+from stoker.store.hdf5 import PACKED_BY
 from stoker.store.plain import Selection, choose, group_prefix
 from stoker.store.reader import Store, open_store
 from stoker.store.zarr import is_zarr
@@ -276,7 +277,11 @@ def _open(
             notes.extend(store.notes)
         return {name: _stored_rows(store, name) for name in store.fields}
     if suffix not in {".npy", ".npz"}:
-        raise SourceError(f"{path} has the ending {path.suffix!r}.", ".npy, .npz, .h5 or .hdf5", "")
+        kind = PACKED_BY.get(suffix)
+        fix = command("stoker", "pack", kind, path, "OUT") if kind else ""
+        raise SourceError(
+            f"{path} has the ending {path.suffix!r}.", ".npy, .npz, .h5 or .hdf5", fix
+        )
     try:
         if suffix == ".npy":
             return {path.stem: _map(path, path.name)}

@@ -65,7 +65,7 @@ class SeriesSource(PlainSource):
         columns: Columns of a table, or one array of an `.npz` or HDF5 file; empty takes all columns, or the only array.
         time_column: Column of a table with the time of each row; None stores no times.
         split: Shares of train, validation and test in the order of the rows; windows over a boundary are purged.
-        name: Of the field.
+        name: Name of the field.
         part_bytes: Size of one part, and so of one shard.
     """
 
@@ -108,7 +108,7 @@ class SeriesSource(PlainSource):
                 found.append((rows.shape[0], row_bytes))
         total, first_row, size = sum(length for length, _ in found), 0, 1 << 20
         parts: list[Part] = []
-        unused = {"behind the last whole window": 0, "between two windows": 0}
+        unused = {"after the last whole window": 0, "between two windows": 0}
         for path, (length, row_bytes) in zip(self.paths, found, strict=True):
             if length < self.window:
                 raise SourceError(
@@ -117,7 +117,7 @@ class SeriesSource(PlainSource):
                     command("--window", max(1, length)),
                 )
             count = (length - self.window) // self.step + 1
-            unused["behind the last whole window"] += length - (count - 1) * self.step - self.window
+            unused["after the last whole window"] += length - (count - 1) * self.step - self.window
             unused["between two windows"] += (count - 1) * max(0, self.step - self.window)
             most = max(1, self.part_bytes // max(1, self.step * row_bytes))
             for start in range(0, count, most):

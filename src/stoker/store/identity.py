@@ -76,7 +76,7 @@ def compare_identity(
         raise InputError(
             f"{name} holds other data than when the state was saved.",
             "the same files: what was learned and the order of samples belong to them",
-            "the old files in their place; or begin anew, in another run folder",
+            "the old files in their place; or start again, in another run folder",
         )
     if saved.get("written_ns") != own["written_ns"]:
         return (

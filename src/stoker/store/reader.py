@@ -97,7 +97,7 @@ def _open_here(path: Path, threads: int | None, checksum: str, chosen: Selection
     store = _open_folder(folder, threads)
     if checksum and store.manifest.checksum != checksum:
         store.close()
-        how = "was packed anew while a job reads it"
+        how = "was packed again while a job reads it"
         raise changed_data(folder, how, "pack into another folder")
     return store
 

@@ -297,7 +297,7 @@ class Mirror:
             f"{self.remote.name} was replaced by another store after it was opened; "
             f"{info.file} of the one that was opened is not there any more.",
             "one version of a store for a whole run",
-            "open the store again; a training run begins anew, on the new data",
+            "open the store again; a training run starts again, on the new data",
         )
 
 

@@ -26,6 +26,7 @@ from urllib.parse import unquote
 
 from stoker.address import MARK, host_of, is_readable, parts, repeats_secret, without_secrets
 from stoker.bounds import MANIFEST, read_within
+from stoker.display import command
 from stoker.errors import CorruptError, InputError, MissingExtraError, StoreError
 
 SILENCE_SECONDS = 30.0  # how long a server may be silent before it counts as gone
@@ -96,9 +97,16 @@ class Remote:
         try:
             system, root = url_to_fs(url, **_options(url, login))
         except ImportError as error:
-            package = "aiohttp" if self.url.startswith("http") else str(error)
             what = f"reading {self.name}"
-            raise MissingExtraError.for_package(package, "remote", what) from error
+            # fsspec's own error is a sentence; the one that it was raised from names the module.
+            module = getattr(error.__cause__, "name", None) or "aiohttp"
+            if module == "aiohttp":
+                raise MissingExtraError.for_package(module, "remote", what) from error
+            raise MissingExtraError(
+                f"{what} needs the package {module!r}, which is not installed.",
+                "an environment with the package that fsspec uses for this protocol",
+                command("pip", "install", module),
+            ) from error
         except ValueError as error:
             raise InputError(
                 f"{self.name}: {error}.", "a URL that fsspec knows: http, s3, gs, ..."

@@ -74,6 +74,12 @@ def _check_criterion(criterion: Any) -> Callable[[Any, Any], torch.Tensor]:
     """Return the criterion; raise if it is missing, a class, or not callable."""
     if criterion is None or isinstance(criterion, type) or not callable(criterion):
         is_class = isinstance(criterion, type)
+        if isinstance(criterion, torch.optim.Optimizer):
+            raise InputError(
+                f"the criterion is an optimizer, {type(criterion).__name__}.",
+                "model, train_loader, val_loader, criterion, optimizer, in this order or by name",
+                "Trainer(model, train_loader, None, criterion, optimizer)",
+            )
         raise InputError(
             "no criterion was given."
             if criterion is None

@@ -112,7 +112,7 @@ class ForeignPosition:
             f"the first {self.num_taken} batches of the epoch",
         )
         if _can_skip(self.loader):
-            return f"{kind} goes on behind {batches}: its sampler draws the same order, nothing is loaded twice"
+            return f"{kind} continues after {batches}: its sampler draws the same order, nothing is loaded twice"
         return (
             f"{kind} has no place to go to: {batches} are read again and left out, which is right where "
             "it yields the same batches in every run"

@@ -290,7 +290,7 @@ class Resumable:
         )
         self.note(
             Note(
-                f"{len(states)} ranks had saved and {self.ranks.world_size} go on: dropout draws anew"
+                f"{len(states)} ranks had saved and {self.ranks.world_size} continue: dropout draws other numbers"
             )
         )
 
@@ -309,7 +309,7 @@ class Resumable:
             self.ranks, {"the latest checkpoint": None if latest is None else latest.path.name}
         )
         if latest is None:
-            self.note(Note("there is no checkpoint yet: beginning anew"))
+            self.note(Note("there is no checkpoint yet: starting from the beginning"))
             return False
         free = {f"settings.{name}" for name in MAY_CHANGE}
         with self.ranks.shared_fate():

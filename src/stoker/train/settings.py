@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 TrainerConfig: TypeAlias = "TrainOptions | Settings | Mapping[str, Any] | None"
-_NOT_OURS = "not the Trainer's to do: loader and model are made before it"
+_NOT_OURS = "no effect on a Trainer, which gets a loader and a model that are made already"
 
 
 _TAKEN = {f"training.{entry.name}" for entry in fields(TrainOptions)}
@@ -279,4 +279,4 @@ def _note_rate(name: str, rate: float, rates: Sequence[float]) -> list[str]:
     if not rates or rate in rates:
         return []
     has = ", ".join(f"{each:g}" for each in dict.fromkeys(rates))
-    return [f"{name} says {rate}, and the optimizer was made with {has}: the optimizer's counts"]
+    return [f"{name} is {rate}, but the optimizer was made with {has}, which is used"]

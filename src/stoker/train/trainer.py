@@ -174,13 +174,12 @@ class Trainer(Configured, Resumable, Answers):
         # The parts below must not reference the trainer: in a reference cycle, model and loaders of a finished run
         # stay in memory until Python's full garbage collection, which may come hundreds of short runs later.
         self._weak_note = call_weakly(self.note)
-        self._first_lines = [CLIPPED] if clips_unasked(config) else []
+        self._first_lines = [*unread, *([CLIPPED] if clips_unasked(config) else [])]
         self._resting = resting_modules(self.model)
         if self._resting:
             self._first_lines.append(describe_resting(self._resting))
         together = self.settings.gradient_accumulation_steps * self.ranks.world_size
         given = (
-            *unread,
             *self._first_lines,
             *check_reduction(criterion, together),
             *self._train.notes,
@@ -424,7 +423,7 @@ class Trainer(Configured, Resumable, Answers):
                     self.note(
                         Note(
                             f"batch {at.num_done} of epoch {at.epoch}, in which the error was "
-                            "raised, is not in what was saved: a resumed run goes on behind it"
+                            "raised, is not in what was saved: a resumed run continues after it"
                         )
                     )
 

@@ -87,11 +87,11 @@ class Deployed(torch.nn.Module):
             sizes: Values of free sizes by name; sizes that are left out are small.
             seed: The same values for the same seed.
         """
-        dice = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         # All sizes are different and at least 2: torch fixes a size of 1, and may take equal sizes for the same one.
         small = {name: 5 + 2 * number for number, name in enumerate(self.free)}
         small |= {BATCH: 2, "height": 40, "width": 48}
-        return tuple(port.draw({**small, **sizes}, dice) for port in self.ports)
+        return tuple(port.draw({**small, **sizes}, generator) for port in self.ports)
 
 
 def deploy(trained: Trained, sizes: Sizes, *, repairs: bool = True) -> Deployed:

@@ -21,7 +21,7 @@ class ForexOptions(CheckedOptions):
         timeframes: Series to use; None takes all of the store, shortest first.
         d_model: Width of LSTMs and attention.
         layers: LSTM layers per timeframe.
-        heads: Of both attentions; divides `d_model`.
+        heads: Heads of both attentions; divides `d_model`.
         dropout: Between LSTM layers and in the attentions.
         ffn_factor: Width of the feed-forward part over `d_model`.
         pooling: "attention" with a learned query, the "last" row, or the sum of both:
@@ -37,13 +37,13 @@ class ForexOptions(CheckedOptions):
         scalp_step: Bars ahead of the scalp move; None finds the step whose median training move is
             nearest to the middle of 0.5 to 2 pips.
         swing_step: The same for 2 to 5 pips.
-        loss_weights: Of direction (cross-entropy), scalp (Huber 0.3), swing (Huber 0.5), trend (MSE).
+        loss_weights: Weights of direction (cross-entropy), scalp (Huber 0.3), swing (Huber 0.5), trend (MSE).
         ratios: Shares of train, val and test in time order, for stores without a split.
         embargo: Decisions left out after each border, for stores without a split; None is the
             horizon.
         fold: Fold and number of folds of a walk forward, such as [2, 5], instead of the split: the last 60 % of the
             time in equal test spans, each after everything that is trained on. `stoker train --folds 5` trains all.
-        weight_decay: Of AdamW, on matrices only.
+        weight_decay: Weight decay of AdamW, on matrices only.
         warmup_share: Share of the updates in which the rate rises.
         order: "shuffled", or "time". Each sample carries its whole past, so shuffling is right.
         stateful: Carry the LSTM state from batch to batch, over lanes.

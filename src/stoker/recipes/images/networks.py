@@ -281,7 +281,7 @@ def load_weights(network: nn.Module, path: str | Path) -> str:
         )
     network.load_state_dict(fits, strict=False)
     new = sorted([*others, *absent])
-    rest = f"; {', '.join(new[:_TASTES])} begin anew" if new else ""
+    rest = f"; {', '.join(new[:_TASTES])} start from random values" if new else ""
     return f"weights of {Path(path).name}: {len(fits):,} of {len(own):,} tensors{rest}"
 
 

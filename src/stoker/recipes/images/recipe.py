@@ -98,7 +98,7 @@ class ImagesOptions(CheckedOptions):
         ema: Decay per step of the averaged weights that are evaluated and kept; 0 is without.
         ratios: Shares of train, val and test, for stores without a split; each class is divided so.
         size: Height and width that encoded pictures are resized to; None takes the one that all have, else 224 x 224.
-        weight_decay: Of AdamW, on matrices only.
+        weight_decay: Weight decay of AdamW, on matrices only.
         warmup_share: Share of the run in which the rate rises.
     """
 

@@ -19,13 +19,13 @@ class MassSpecOptions(CheckedOptions):
 
     Attributes:
         max_mz: Last bin; None takes what the store was packed for.
-        width: Of the hidden layers.
+        width: Width of the hidden layers.
         num_blocks: Residual blocks.
         bottleneck: Share of the width inside a block.
         dropout: Inside a block.
-        mass_power: Of the mass weights, in loss and metrics.
+        mass_power: Power of the mass weights, in loss and metrics.
         recall_at: The k of recall@k.
-        mass_tolerance: Of the mass filter, in dalton.
+        mass_tolerance: Tolerance of the mass filter, in dalton.
         warmup_share: Share of the updates in which the rate rises.
         ratios: Expected shares of compounds in train, val and test, for stores without a split.
     """
@@ -47,14 +47,14 @@ class MassSpecOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class StudentOptions(MassSpecOptions):
-    """Of the recipe "massspec".
+    """Options of the recipe "massspec".
 
     Attributes:
         teacher: A checkpoint of the recipe "massspec-teacher" to learn from as well.
-        distill_weights: Of the loss against the measured spectrum, against the teacher's softened
+        distill_weights: Weights of the loss against the measured spectrum, against the teacher's softened
             spectrum, and against the teacher's as it is, without a weight by mass.
-        temperature_start: Of the first update.
-        temperature_end: Of the last.
+        temperature_start: Temperature at the first update.
+        temperature_end: Temperature at the last update.
     """
 
     teacher: str | None = None
@@ -71,7 +71,7 @@ class StudentOptions(MassSpecOptions):
 
 @dataclass(frozen=True)
 class TeacherOptions(MassSpecOptions):
-    """Of the recipe "massspec-teacher".
+    """Options of the recipe "massspec-teacher".
 
     Attributes:
         num_layers: GINE layers; the published teacher has 8 of width 256, the default is lighter.

@@ -28,14 +28,14 @@ class SegmentationOptions(CheckedOptions):
     Attributes:
         num_classes: Classes are 0 to num_classes - 1; None takes the largest mask value + 1.
         ignore_values: Mask values that count nowhere, besides 255 (CamVid: 11).
-        widths: Of the four stages.
+        widths: Widths of the four stages.
         depths: Blocks of the four stages.
-        heads: Of the four stages; each divides its width.
-        expansion: Of the feed-forward parts.
-        head_width: Of the joined map.
+        heads: Attention heads of the four stages; each divides its width.
+        expansion: Expansion of the feed-forward parts.
+        head_width: Width of the joined map.
         dropout: Before the classes.
-        ce_weight: Of the cross-entropy.
-        dice_weight: Of the Dice loss.
+        ce_weight: Weight of the cross-entropy.
+        dice_weight: Weight of the Dice loss.
         augmentation: "standard", "minimal", "strong", "progressive" (minimal, later strong), or "none": normalise only.
         strong_from_epoch: The epoch, counted from 0, from which "progressive" is strong.
         horizontal_flip_prob: Instead of the preset's; so are the next four.
@@ -47,9 +47,9 @@ class SegmentationOptions(CheckedOptions):
             the last ones test, which keeps most frames of one film on one side.
         ratios: Shares of train, val and test, for stores without a split.
         size: Height and width that encoded pictures are resized to; None takes the one that all have, else 512 x 512.
-        weight_decay: Of AdamW, on matrices only.
-        warmup_epochs: In which the rate rises, update by update; at most half of the run.
-        epochs: Of the run: what the trainer gets.
+        weight_decay: Weight decay of AdamW, on matrices only.
+        warmup_epochs: Epochs in which the rate rises, update by update; at most half of the run.
+        epochs: Epochs of the run, as the trainer gets them.
     """
 
     num_classes: Annotated[int | None, _CLASSES] = None

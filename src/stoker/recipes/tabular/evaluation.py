@@ -89,7 +89,7 @@ class TableData:
         drawn = thin_samples(np.arange(len(samples)), _MOST_COMPARED, self.seed)
         if len(drawn) == len(samples):
             return drawn, ()
-        return drawn, (f"baselines answer {len(drawn):,} of the test samples, drawn by the seed",)
+        return drawn, (f"baselines predict {len(drawn):,} of the test samples, drawn by the seed",)
 
     def rows_for(self, split: str, most: int) -> tuple[Array, Array]:
         """Return at most `most` rows for a baseline, and their indices in the split."""
@@ -197,8 +197,8 @@ class ValueTable:
         shown = thin_samples(np.arange(len(wanted)), _MOST_POINTS, data.seed)
         shown = shown[np.argsort(wanted[shown, 0], kind="stable")]
         lines = {
-            "answer": [(float(wanted[k, 0]), float(answers[k, 0])) for k in shown],
-            "truth": [(float(wanted[k, 0]), float(wanted[k, 0])) for k in shown],
+            "predicted": [(float(wanted[k, 0]), float(answers[k, 0])) for k in shown],
+            "true": [(float(wanted[k, 0]), float(wanted[k, 0])) for k in shown],
         }
         worst = np.argsort(-errors, kind="stable")[: _NUM_EXAMPLES // 2].tolist()
         best = np.argsort(errors, kind="stable")[: _NUM_EXAMPLES // 2].tolist()
@@ -209,7 +209,9 @@ class ValueTable:
             {"mae": bootstrap(errors), "r2": _r2_interval(answers, wanted, mean)},
             baselines,
             groups,
-            curves=(Curve("Answers along the truth", "truth", "answer", lines),),
+            curves=(
+                Curve("Predicted against true values", "true value", "predicted value", lines),
+            ),
             importance=importance,
             examples=_with_inputs(
                 data,
@@ -294,7 +296,7 @@ def find_quiet(names: Sequence[str], asked: str | None) -> tuple[int | None, tup
     if len(found) != 1:
         return None, ()
     return found[0], (
-        f"false alarms are answers other than {names[found[0]]!r} for samples of it (quiet_class)",
+        f"false alarms are predictions other than {names[found[0]]!r} for samples of it (quiet_class)",
     )
 
 

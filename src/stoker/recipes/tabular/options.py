@@ -36,7 +36,7 @@ class TabularOptions(CheckedOptions):
         stride: Rows from one patch to the next.
         channels: "mixed" embeds all columns of a patch together; "independent" runs every column by
             itself with shared weights, for as many times the work as there are columns.
-        dropout: In both networks.
+        dropout: Dropout in both networks.
         init_gain: Gain of the Xavier initialisation, such as 0.5; None keeps torch's own.
         output_bound: Largest magnitude of an output: class scores, or values in units of the
             training targets' spread, such as 10; None for no bound.
@@ -50,7 +50,7 @@ class TabularOptions(CheckedOptions):
         class_weights: "none"; "balanced" by the training shares; or a weight per class.
         quiet_class: Name of the class that should raise no alarm, for the rate of false alarms; None finds one that is
             called benign, normal, negative or the like.
-        loss: Of a regression: Huber with delta 1, or mean squares, of scaled targets.
+        loss: Loss of a regression on scaled targets: Huber with delta 1, or mean squares.
         split: "store" as packed; "time" in order; "random"; "distinct" is random with equal rows on one
             side; "auto" takes the first of these that can be right.
         ratios: Shares of train, val and test where the store has no split.
@@ -59,7 +59,7 @@ class TabularOptions(CheckedOptions):
             leaves it as given.
         reference_batch: Samples per update at which the given rate is right.
         lr_rule: How the rate grows with the samples per update: "linear", "sqrt", or "none".
-        weight_decay: Of AdamW, on matrices only.
+        weight_decay: Weight decay of AdamW, on matrices only.
         warmup_share: Share of the updates in which the rate rises.
     """
 

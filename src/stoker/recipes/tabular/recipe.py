@@ -49,6 +49,7 @@ from stoker.recipes.tabular.evaluation import (
 from stoker.recipes.tabular.model import TabularModel, make_scaler
 from stoker.recipes.tabular.options import TabularOptions
 from stoker.store.fields import Array
+from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
 
 _MOST_RAMPS = 4096  # of all columns together: the first layer has `hidden[0]` weights for each
@@ -232,13 +233,21 @@ def _require_targets(store: Store, target: str) -> None:
             f"a dataset of numbers with {store.num_samples:,} rows, a target for every sample",
             f"write {target!r} again, or --set recipe.options.target_field=ANOTHER",
         )
+    dense = {name: each for name, each in store.fields.items() if each.kind == "dense"}
+    single = [n for n, each in dense.items() if not each.shape and _is_number(each)]
     require(
-        info is not None and info.kind == "dense" and np.dtype(info.dtype).kind in "fiu",
+        info is not None and info.kind == "dense" and _is_number(info),
         "target_field",
         target,
-        ", ".join(name for name, about in store.fields.items() if about.kind == "dense"),
-        "stoker pack table FILE.csv OUT --target COLUMN",
+        ", ".join(dense),
+        f"target_field={single[0]!r}"
+        if single
+        else "stoker pack table FILE.csv OUT --target COLUMN",
     )
+
+
+def _is_number(info: FieldInfo) -> bool:
+    return np.dtype(info.dtype).kind in "fiu"
 
 
 def _make_model(

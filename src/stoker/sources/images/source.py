@@ -200,7 +200,7 @@ class PictureFolder(PlainSource):
                 is_asked = self.keep_encoded.quality is not None
                 form = "JPEG" if is_asked else "JPEG, or as PNG where the file was lossless"
                 notes.append(
-                    f"{anew:,} pictures were encoded anew as {form}; the others kept bit for bit"
+                    f"{anew:,} pictures were re-encoded as {form}; the others kept bit for bit"
                 )
         if turned := sum(extra["turned"] for extra in extras):
             done = "are turned" if self.keep_encoded else "were turned"

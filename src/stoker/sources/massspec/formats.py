@@ -512,7 +512,7 @@ def _read_mzml(plain: Path, path: Path) -> Iterator[_Draft]:
         raise
     except (ElementTree.ParseError, ValueError) as error:  # no whole XML, or a number that is none
         raise SourceError(
-            f"{path} cannot be read as mzML behind spectrum {number}: {error}.",
+            f"{path} cannot be read as mzML after spectrum {number}: {error}.",
             "an intact mzML file",
             command("head", "-c", "1000", path),
         ) from error

@@ -113,6 +113,7 @@ class Layout:
     said: str  # the layout in words, for the user
     comment: str | None = None  # how lines that are no rows begin; they are skipped
     is_empty: bool = False  # whether there is a header and nothing below it
+    is_usual: bool = False  # whether it is a header and rows in UTF-8 with commas: not worth a note
 
 
 def file_kind(path: Path, encoding: str | None = None) -> str:
@@ -203,18 +204,20 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
         if has_header
         else tuple(f"c{i}" for i in range(width))
     )
-    said = [f"separator {_SHOWN.get(sep, repr(sep))}"] if width > 1 else ["one column"]
-    said += ["decimal comma"] if decimal == "," else []
+    said = ["decimal comma"] if decimal == "," else []
     said += [f"encoding {encoding}"] if encoding != "utf-8" else []
     said += [] if has_header else [f"no header, so columns are named c0 to c{width - 1}"]
     said += ["the header names all columns but the first"] if is_short else []
     said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
+    is_usual = width > 1 and sep == "," and not said
     skip = first_line if has_header else preamble
     is_empty = has_header and not body and is_whole
-    said_so = ", ".join(said)
+    separated = f"separator {_SHOWN.get(sep, repr(sep))}" if width > 1 else "one column"
+    words = ", ".join([separated, *said])
     return Layout(
-        sep, decimal, encoding, skip, preamble, names, has_header, said_so, is_empty=is_empty
-    )
+        sep, decimal, encoding, skip, preamble, names, has_header, words,
+        is_empty=is_empty, is_usual=is_usual,
+    )  # fmt: skip
 
 
 _ENCODINGS = ("shift_jis", "gb18030", "euc_kr", "big5", "cp1251", "cp1250", "latin-1")

@@ -397,7 +397,7 @@ def _said(files: Sequence[TableFile], ignored: Mapping[str, int]) -> list[str]:
     """Return notes on how the files were read, one for each layout, and on ignored files."""
     said: dict[str, list[Path]] = {}
     for file in files:
-        if file.layout is not None and file.layout.said != "separator comma":
+        if file.layout is not None and not file.layout.is_usual:
             said.setdefault(file.layout.said, []).append(file.path)
     lines = [f"{first_names(paths, 1)}: {words}" for words, paths in said.items()]
     return [*lines, *(f"ignored {count:,}: {reason}" for reason, count in ignored.items())]
