@@ -37,6 +37,7 @@ _SYSTEM = {
     "thumbs.db", "desktop.ini", "icon\r",
 }  # fmt: skip
 HIDDEN = "hidden or system file"
+_TWICE = "in a folder that a link shows twice"
 _AHEAD = 16
 
 
@@ -59,9 +60,11 @@ def list_pictures(root: Path) -> Listing:
     seen: set[tuple[int, int]] = set()
     for here, subfolders, files in os.walk(root, followlinks=True):
         stat = Path(here).stat()
-        if (stat.st_dev, stat.st_ino) in seen:  # a link that leads back
+        if (stat.st_dev, stat.st_ino) in seen:
             subfolders.clear()
-            continue
+            if not Path(here).parent.resolve().is_relative_to(Path(here).resolve()):
+                ignored[_TWICE] += sum(len(inside) for _, _, inside in os.walk(here))
+            continue  # a link that leads back adds nothing
         seen.add((stat.st_dev, stat.st_ino))
         relative = Path(here).relative_to(root).as_posix()
         prefix = "" if relative == "." else f"{relative}/"

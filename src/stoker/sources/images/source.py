@@ -168,6 +168,14 @@ class PictureFolder(PlainSource):
 
     def _read(self, path: Path) -> tuple[Pixels | Encoded, Decoded]:
         """Return a picture as it is stored, and decoded."""
+        if not str(path).isascii() and not _is_utf8(str(path)):
+            raise PictureError(
+                "has a name that is not UTF-8, as the store's names are.",
+                "names in UTF-8",
+                "convmv -f latin1 -t utf-8 -r --notest FOLDER",
+                path=path,
+                kind="name that is not UTF-8",
+            )
         if self.keep_encoded is not None:
             return read_encoded(path, self.channels, self.keep_encoded, self.first_frame)
         decoded = decode(path, self.first_frame)
@@ -528,6 +536,14 @@ def parse_range(text: str | None) -> tuple[float, float] | None:
             f"--range is {text!r}.", "LOW,HIGH: two numbers that rise", "--range 0,4095"
         )
     return low, high
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _file_bytes(path: str) -> int:
