@@ -184,6 +184,39 @@ def test_what_is_made_smaller_stays_lossless_unless_a_quality_is_given(tmp_path,
                 assert (decode_bytes(data, 3).transpose(1, 2, 0) == smaller).all(), name
 
 
+def test_a_part_of_large_pictures_holds_fewer(tmp_path):
+    """A part lies in a worker's memory: 512 photographs of a camera would be gigabytes."""
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for number in range(5):
+        with (tmp_path / "in" / "a" / f"{number}.jpg").open("wb") as file:
+            file.truncate(30 << 20)  # takes no room on the disk
+    for max_side, expected in ((None, [2, 2, 1]), (256, [5])):
+        source = ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=KeepEncoded(max_side))
+        parts = source.prepare(tmp_path).parts
+        assert [part.num_samples for part in parts] == expected
+        names = [name for part in parts for name, _, _ in part.payload.items]
+        assert names == [f"a/{number}.jpg" for number in range(5)]
+
+
+def test_parts_that_were_cut_otherwise_are_built_again(folder, tmp_path, monkeypatch):
+    """As after a change of stoker: a part of the same number may be of other pictures."""
+    build = ImagesSource.build
+
+    def fail(source, part, context):
+        if part.index == 2:
+            raise SourceError("no more", "", "")
+        return build(source, part, context)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stoker.sources.images.source._LEAST_ENCODED", 2)
+        patch.setattr(ImagesSource, "build", fail)
+        with pytest.raises(SourceError, match="no more"):
+            packed(folder, tmp_path / "s")
+    assert len([*(tmp_path / "s.partial").rglob("shard-*.h5")]) == 2
+    monkeypatch.setattr("stoker.sources.images.source._LEAST_ENCODED", 3)
+    assert packed(folder, tmp_path / "s").manifest.num_samples == 6
+
+
 @pytest.mark.parametrize(("marker", "kind"), [(0xC9, "arithmetic-coded"), (0xC3, "lossless")])
 def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path, monkeypatch, marker, kind):
     """The marker of the frame is enough. Pillow decodes such files as a whole, and not at an eighth of their size."""
