@@ -80,6 +80,7 @@ _MOST_THREADS = 16
 _NAMED = 5
 _UNKNOWN, _BY_NVJPEG, _BY_PILLOW = range(3)
 _DAMAGED = "lies in a block that fails its checksum."
+_EARLIER = "was found broken before the run was resumed."
 
 
 class Sizing(Protocol):
@@ -202,6 +203,23 @@ class Policy:
                 named[:_NAMED],
             )
 
+    def restore(self, entries: Any) -> None:
+        """Take over the ledger of a state; its samples count towards the budget.
+
+        Raises:
+            InputError: It is none.
+        """
+        try:
+            ledger = sorted((int(epoch), int(step), int(sample)) for epoch, step, sample in entries)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"the state lists broken samples as {entries!r}.",
+                "[epoch, step, sample] of each, as state_dict() gives them",
+                "a state of the same run",
+            ) from None
+        self.ledger = ledger
+        self.samples = {sample: _EARLIER for _, _, sample in ledger} | self.samples
+
 
 def make_policy(on_broken: str, budget: str | float, num_samples: int) -> Policy:
     """Return the policy that a user asks for; the budget is a share ("1%") or a number of samples."""
@@ -212,18 +230,6 @@ def make_policy(on_broken: str, budget: str | float, num_samples: int) -> Policy
     text = str(budget).strip()
     most = int(text) if text.isdigit() else int(parse_share(budget) * num_samples)
     return Policy(cast(OnBroken, on_broken), most)
-
-
-def read_ledger(entries: Any) -> list[tuple[int, int, int]]:
-    """Return the ledger of a state; raises where it is none."""
-    try:
-        return sorted((int(epoch), int(step), int(sample)) for epoch, step, sample in entries)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"the state lists broken samples as {entries!r}.",
-            "[epoch, step, sample] of each, as state_dict() gives them",
-            "a state of the same run",
-        ) from None
 
 
 class Pictures:
@@ -300,14 +306,25 @@ class Pictures:
             self._streams.put(torch.cuda.Stream(self.device))
         waiting: deque[Callable[[], Made]] = deque()
         steps: deque[Any] = deque()
+        source, fault = iter(work), None
         try:
-            for each in work:
-                one = each._replace(damaged=self._damaged_rows(each.planned))
+            while True:
+                try:
+                    one = next(source, None)
+                except (
+                    StokerError
+                ) as error:  # of reading: raised after the batches that were read before
+                    one, fault = None, error
+                if one is None:
+                    break
+                one = one._replace(damaged=self._damaged_rows(one.planned))
                 waiting.append(make(pool, one, epoch))
                 if len(waiting) > ahead:
                     yield self._hand_out(waiting.popleft()(), epoch, steps)
             while waiting:
                 yield self._hand_out(waiting.popleft()(), epoch, steps)
+            if fault is not None:
+                raise fault
         finally:  # the consumer went away, a picture failed, or all is done
             pool.shutdown(wait=True, cancel_futures=True)
 
