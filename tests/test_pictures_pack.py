@@ -283,6 +283,16 @@ def test_a_file_that_pillow_does_not_know_is_named_by_its_first_bytes(tmp_path, 
             decode(home / "x.jpg", data=given)
 
 
+def test_what_must_be_converted_or_unpacked_first_says_how(tmp_path):
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "x.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
+    with pytest.raises(QualityError, match=r"(?s)is HEIC.*heif-convert"):
+        packed(tmp_path / "in", tmp_path / "s")
+    (tmp_path / "in.zip").write_bytes(b"PK")
+    with pytest.raises(SourceError, match=r"unzip \S+in\.zip -d"):
+        packed(tmp_path / "in.zip", tmp_path / "s")
+
+
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "tiff_deflate"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_tiff_is_turned_once(tmp_path, compression, orientation):

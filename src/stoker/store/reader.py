@@ -212,7 +212,7 @@ def _shared_attributes(stores: Sequence[Store]) -> dict[str, Any]:
             raise InputError(
                 f"the pictures of {store.name} have {channels} channels, and others {shared['channels']}.",
                 "stores of the same channels",
-                f"stoker pack images FOLDER OUT --channels {shared['channels']}",
+                "one of them packed again with --channels of the other",
             )
     return shared | ({"classes": [name for name, _ in named.values()]} if named else {})
 

@@ -41,6 +41,8 @@ from stoker.store.fields import Array
 _PIXEL_BYTES = 12  # as decoded, turned upright, and converted: up to four bytes each
 _HEAD_BYTES = 1 << 17
 """Bytes to read of a file that Pillow does not open: a JPEG may have 64 kB of EXIF data before its frame."""
+_HEIC = (b"hei", b"hev", b"mif", b"msf")
+"""First letters of the kinds of HEIC files, as phones write them."""
 _HEADER = "whose header is damaged or unknown to Pillow"
 ORIENTATION = 0x0112
 _BITS_PER_SAMPLE = 258  # tag of a TIFF
@@ -160,7 +162,16 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
     except _FAULTS as error:
-        raise PictureError(not_opened(error, _head(path, data)), path=path) from error
+        head = _head(path, data)
+        if head[4:8] == b"ftyp" and head[8:11] in _HEIC:
+            raise PictureError(
+                "is HEIC, which Pillow does not read.",
+                "JPEG, PNG, WebP or AVIF",
+                "heif-convert OLD.heic NEW.jpg for each, or an export as JPEG",
+                path=path,
+                kind="HEIC",
+            ) from error
+        raise PictureError(not_opened(error, head), path=path) from error
     pixels = opened.width * opened.height
     try:
         if pixels > bounds.PIXELS.most:
@@ -203,7 +214,7 @@ def _unknown_kind(head: bytes) -> str:
         return f"a PNG {_HEADER}"
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return f"a WebP {_HEADER}"
-    if head[4:8] == b"ftyp":  # HEIC, AVIF and videos
+    if head[4:8] == b"ftyp":  # AVIF and videos
         return f"a file of kind {printable(head[8:12].decode('latin-1').strip())!r}"
     if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         return "a web page"

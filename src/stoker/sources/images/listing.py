@@ -54,7 +54,7 @@ class Listing:
 def list_pictures(root: Path) -> Listing:
     """Walk a folder; hidden and system files, and other endings, are counted and left out."""
     if not root.is_dir():
-        raise SourceError(f"{root} is not a folder.", "an existing folder", look_in(root.parent))
+        raise _no_folder(root)
     pictures, folders = [], []
     ignored: Counter[str] = Counter()
     seen: set[tuple[int, int]] = set()
@@ -80,6 +80,15 @@ def list_pictures(root: Path) -> Listing:
             else:
                 pictures.append(prefix + name)
     return Listing(root, sorted(pictures), sorted(folders), +ignored)
+
+
+def _no_folder(root: Path) -> SourceError:
+    fix = look_in(root.parent)
+    if root.is_file():
+        unpack = {".zip": ("unzip", root, "-d"), ".tar": ("tar", "-xf", root, "-C")}
+        words = unpack.get(root.suffix.lower(), ())
+        fix = command(*words, root.parent) if words else fix
+    return SourceError(f"{root} is not a folder.", "an existing folder", fix)
 
 
 def holds_pictures(root: Path) -> bool:
@@ -117,7 +126,7 @@ class Scenes:
 def find_scenes(root: Path) -> Scenes:
     """Return the images and masks of a folder in a usual layout: Pascal VOC, COCO, images/ and masks/."""
     if not root.is_dir():
-        raise SourceError(f"{root} is not a folder.", "an existing folder", look_in(root.parent))
+        raise _no_folder(root)
     for folder in sorted(root.rglob("JPEGImages")):
         masks, names = folder.parent / "SegmentationClass", folder.parent / "ImageSets/Segmentation"
         if masks.is_dir():
