@@ -392,6 +392,21 @@ def test_mixtures_that_cannot_be_are_refused(pair, tmp_path):
         Loader(mix(pair, per_batch=True), 16, "cpu", data_bytes=1_500)
 
 
+def test_stores_are_mixed_if_their_classes_have_the_same_numbers(tmp_path):
+    def store(name, classes, channels):
+        made = write_store(tmp_path / name, [{"y": Dense(np.arange(3))}])
+        made.manifest.attributes.update(classes=classes, channels=channels)
+        return made
+
+    pets = store("pets", ["cat", "dog"], 3)
+    more = mix({pets: 1, store("more", ["cat", "dog", "fox"], 3): 1})
+    assert more.store.manifest.attributes == {"classes": ["cat", "dog", "fox"], "channels": 3}
+    with pytest.raises(InputError, match=r"class 0 is 'cat' in .*pets and 'cow' in"):
+        mix({pets: 1, store("cows", ["cow", "dog"], 3): 1})
+    with pytest.raises(InputError, match="have 1 channels, and others 3"):
+        mix({pets: 1, store("grey", ["cat", "dog"], 1): 1})
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=200), st.integers(1, 30))
 def test_every_stretch_has_the_shares(strata, length):
     strata = np.array(strata)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -130,3 +132,11 @@ def test_a_file_that_is_no_picture_is_left_to_the_error_and_gets_no_row(tmp_path
     assert given_pictures(str(table)) is None
     assert len(given_pictures(odd).keys) == 1
     assert len(given_pictures([odd, table]).keys) == 2, "in a list it has a row with its reason"
+
+
+def test_names_that_are_not_utf8_are_escaped_in_answers(tmp_path):
+    strange = tmp_path / os.fsdecode(b"\xff.png")
+    Image.new("L", (5, 6)).save(tmp_path / "x.png")
+    strange.write_bytes((tmp_path / "x.png").read_bytes())
+    _, keys, found, reasons = read(tmp_path)
+    assert (sorted(keys), len(found), reasons) == (["\\udcff.png", "x.png"], 2, [None, None])

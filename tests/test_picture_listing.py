@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from stoker.packing import PackOptions, pack
 from stoker.sources import fingerprint
-from stoker.sources.images import listing
+from stoker.sources.images import ImagesSource, listing
 from stoker.sources.images.encoded import KeepEncoded, read_encoded
 
 
@@ -49,19 +51,36 @@ def test_what_cannot_be_read_ahead_is_passed_over(tmp_path):
 
 
 def test_a_folder_is_described_by_its_files_as_it_always_was(tmp_path):
-    """Stores that were packed earlier stay up to date."""
+    """Stores that were packed earlier stay up to date; a picture behind a link to a folder makes them stale."""
     for name in ("b/x.jpg", "b/c/é.jpg", "a.jpg", "b.jpg"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_bytes(name.encode())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "seen.jpg").write_bytes(b"1")
-    (tmp_path / "in" / "folder-link").symlink_to(tmp_path / "other")
     (tmp_path / "in" / "file-link").symlink_to(tmp_path / "other" / "seen.jpg")
     (tmp_path / "in" / "broken-link").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "in" / "pipe")
     wanted = xxhash.xxh3_128()
     for path in sorted((tmp_path / "in").rglob("*"), key=lambda each: each.as_posix()):
-        if path.is_file() and "folder-link" not in path.parts:
+        if path.is_file():
             name, found = path.relative_to(tmp_path / "in").as_posix(), path.stat()
             wanted.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
-    assert fingerprint._describe_folder(tmp_path / "in").digest == wanted.hexdigest()
+    described = fingerprint._describe_folder(tmp_path / "in").digest
+    assert described == wanted.hexdigest()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "in")
+    linked = fingerprint._describe_folder(tmp_path / "in").digest
+    (tmp_path / "other" / "seen.jpg").write_bytes(b"other bytes")
+    assert len({described, linked, fingerprint._describe_folder(tmp_path / "in").digest}) == 3
+
+
+def test_a_picture_whose_name_is_not_utf8_is_refused_by_name_and_the_others_are_packed(tmp_path):
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    Image.new("L", (4, 4)).save(tmp_path / "in" / "a" / "ü.png")
+    strange = tmp_path / "in" / "a" / os.fsdecode(b"\xff.png")
+    strange.write_bytes((tmp_path / "in" / "a" / "ü.png").read_bytes())
+    options = PackOptions(jobs=1, on_bad="quarantine", bad_budget=1)
+    result = pack(ImagesSource((4, 4), 3, tmp_path / "in"), tmp_path / "s", options)
+    assert result.manifest.num_samples == 1
+    (line,) = (tmp_path / "s" / "refused.jsonl").read_text().splitlines()
+    assert json.loads(line)["kind"] == "name that is not UTF-8"

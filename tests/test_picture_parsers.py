@@ -172,7 +172,10 @@ def test_a_link_that_leads_back_ends_the_walk(tmp_path):
     (tmp_path / "in" / "cat").mkdir(parents=True)
     (tmp_path / "in" / "cat" / "loop").symlink_to(tmp_path / "in")
     Image.new("L", (2, 2)).save(tmp_path / "in" / "cat" / "0.png")
-    assert list_pictures(tmp_path / "in").pictures == ["cat/0.png"]
+    (tmp_path / "in" / "kitten").symlink_to(tmp_path / "in" / "cat")
+    listing = list_pictures(tmp_path / "in")
+    assert listing.pictures == ["cat/0.png"]
+    assert listing.ignored == {"in a folder that a link shows twice": 1}
 
 
 def _file(mode: str, form: str) -> bytes:

@@ -122,6 +122,15 @@ def test_a_batch_of_all_kinds_is_decoded_by_who_takes_each(monkeypatch):
             away = np.abs(image.permute(1, 2, 0).numpy().astype(int) - told)
             assert away.max() <= 2, (number, away.max())
     assert seen == [(3, [0, 1, 2]), (3, [])]
+    # Of large pictures, the ones of a batch are decoded a few at a time.
+    monkeypatch.setattr(pictures, "_MOST_DECODED", 8000)
+    monkeypatch.setattr(pictures, "_wait", lambda: None)
+    made.policy.on_broken = "skip"
+    damaged = work._replace(damaged=frozenset([3]))
+    pieces, reasons = made._in_pieces(damaged, made._boxes(planned, 0))
+    assert [count for count, _ in seen[2:]] == [2, 1]
+    assert list(reasons) == [3]
+    assert torch.equal(pieces[[0, 1, 2, 4]], images[[0, 1, 2, 4]])
 
 
 def test_the_library_of_torchs_cuda_is_taken(tmp_path, monkeypatch):

@@ -284,6 +284,43 @@ def test_a_loader_survives_pickling_and_an_early_end():
             loader.assemble(next(iter(loader.index_batches())))
 
 
+def test_another_augmentation_holds_from_the_next_batch_on():
+    """Batches that were decoded ahead for the augmentation before are decoded again."""
+    store, _ = make_store()
+    with stoker.Loader(store, 4, "cpu", augment=random_ops()) as loader:
+        sides = []
+        for batch in loader:
+            sides.append(batch["images"].shape[-1])
+            if len(sides) == 2:
+                loader.use_augmentation(Compose([RandomResizedCrop(8), RandomHorizontalFlip()]))
+    assert sides == [32, 32, *[8] * 6]
+
+
+def test_an_iteration_over_a_closed_loader_says_so():
+    walk = iter(loader := stoker.Loader(make_store()[0], 4, "cpu", augment=random_ops()))
+    next(walk)
+    loader.close()
+    with pytest.raises(InputError, match="closed"):
+        next(walk)
+
+
+def test_what_cannot_be_read_is_raised_after_the_batches_before_it(monkeypatch):
+    store, _ = make_store()
+    with stoker.Loader(store, 4, "cpu", augment=random_ops()) as loader:
+        gather = loader._assembler.gather
+
+        def fail(index, totals):
+            if index.planned.step == 4:
+                raise StoreError("labels fail their checksum", "", "")
+            return gather(index, totals)
+
+        monkeypatch.setattr(loader._assembler, "gather", fail)
+        seen = []
+        with pytest.raises(StoreError, match="checksum"):
+            seen.extend(loader)
+        assert len(seen) == 4
+
+
 def test_a_spawned_copy_continues_with_the_same_batches(tmp_path):
     from stoker.packing import PackOptions, pack
     from stoker.sources.images import ImagesSource, KeepEncoded
@@ -376,10 +413,17 @@ def test_broken_pictures_are_skipped_or_replaced_whole(policy):
         for _ in range(3):
             next(walk)
         state = again.state_dict()
+        begun = set(again.broken)
     with stoker.Loader(store, 6, "cpu", augment=augment, **options) as resumed:
         resumed.load_state_dict(state)
+        assert set(resumed.broken) == begun
         epoch_of(resumed)
         assert resumed.order_digest() == digest
+        assert sorted(resumed.broken) == [3, 7, 20]
+    with stoker.Loader(store, 6, "cpu", augment=augment, **options) as rest:
+        rest.load_state_dict(state | {"broken": [[0, 0, 1], [0, 0, 2]]})
+        with pytest.raises(StoreError, match=r"(?s)at most 3 may be left out.*found broken before"):
+            [epoch_of(rest), epoch_of(rest)]
 
 
 def test_the_run_log_lists_broken_pictures(tmp_path):

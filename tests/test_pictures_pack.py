@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from stoker.cli.main import app
 from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
-from stoker.sources.images import ImagesSource, KeepEncoded, SegmentationSource
-from stoker.sources.images.decoding import decode
+from stoker.sources.images import ImagesSource, KeepEncoded, SegmentationSource, encoded
+from stoker.sources.images.decoding import decode, to_pixels
 from stoker.sources.images.encoded import decode_bytes, turned_pixels
 from stoker.store.manifest import FORMAT_VERSION, read_manifest
 from stoker.store.reader import open_store
@@ -184,13 +184,53 @@ def test_what_is_made_smaller_stays_lossless_unless_a_quality_is_given(tmp_path,
                 assert (decode_bytes(data, 3).transpose(1, 2, 0) == smaller).all(), name
 
 
-def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path):
-    """Of an arithmetic-coded JPEG the marker of the frame is enough: Pillow takes the rest for damage that decodes."""
+def test_a_part_of_large_pictures_holds_fewer(tmp_path):
+    """A part lies in a worker's memory: 512 photographs of a camera would be gigabytes."""
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    for number in range(5):
+        with (tmp_path / "in" / "a" / f"{number}.jpg").open("wb") as file:
+            file.truncate(30 << 20)  # takes no room on the disk
+    for max_side, expected in ((None, [2, 2, 1]), (256, [5])):
+        source = ImagesSource((8, 8), 3, tmp_path / "in", keep_encoded=KeepEncoded(max_side))
+        parts = source.prepare(tmp_path).parts
+        assert [part.num_samples for part in parts] == expected
+        names = [name for part in parts for name, _, _ in part.payload.items]
+        assert names == [f"a/{number}.jpg" for number in range(5)]
+
+
+def test_parts_that_were_cut_otherwise_are_built_again(folder, tmp_path, monkeypatch):
+    """As after a change of stoker: a part of the same number may be of other pictures."""
+    build = ImagesSource.build
+
+    def fail(source, part, context):
+        if part.index == 2:
+            raise SourceError("no more", "", "")
+        return build(source, part, context)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stoker.sources.images.source._LEAST_ENCODED", 2)
+        patch.setattr(ImagesSource, "build", fail)
+        with pytest.raises(SourceError, match="no more"):
+            packed(folder, tmp_path / "s")
+    assert len([*(tmp_path / "s.partial").rglob("shard-*.h5")]) == 2
+    monkeypatch.setattr("stoker.sources.images.source._LEAST_ENCODED", 3)
+    assert packed(folder, tmp_path / "s").manifest.num_samples == 6
+
+
+@pytest.mark.parametrize(("marker", "kind"), [(0xC9, "arithmetic-coded"), (0xC3, "lossless")])
+def test_a_jpeg_that_no_gpu_decodes_is_refused_by_name(tmp_path, monkeypatch, marker, kind):
+    """The marker of the frame is enough. Pillow decodes such files as a whole, and not at an eighth of their size."""
     data = jpeg(smooth(16, 16))
     at = data.index(b"\xff\xc0")
     (tmp_path / "in" / "a").mkdir(parents=True)
-    (tmp_path / "in" / "a" / "x.jpg").write_bytes(data[:at] + b"\xff\xc9" + data[at + 2 :])
-    with pytest.raises(QualityError, match="arithmetic-coded JPEG"):
+    (tmp_path / "in" / "a" / "x.jpg").write_bytes(data[: at + 1] + bytes([marker]) + data[at + 2 :])
+
+    def decode_whole(path, first_frame, data, *, small):
+        assert not small
+        return decode(path, first_frame, data.replace(bytes([0xFF, marker]), b"\xff\xc0", 1))
+
+    monkeypatch.setattr(encoded, "decode", decode_whole)
+    with pytest.raises(QualityError, match=f"{kind} JPEG"):
         packed(tmp_path / "in", tmp_path / "s")
 
 
@@ -243,6 +283,16 @@ def test_a_file_that_pillow_does_not_know_is_named_by_its_first_bytes(tmp_path, 
             decode(home / "x.jpg", data=given)
 
 
+def test_what_must_be_converted_or_unpacked_first_says_how(tmp_path):
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "x.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(40))
+    with pytest.raises(QualityError, match=r"(?s)is HEIC.*heif-convert"):
+        packed(tmp_path / "in", tmp_path / "s")
+    (tmp_path / "in.zip").write_bytes(b"PK")
+    with pytest.raises(SourceError, match=r"unzip \S+in\.zip -d"):
+        packed(tmp_path / "in.zip", tmp_path / "s")
+
+
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "tiff_deflate"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_tiff_is_turned_once(tmp_path, compression, orientation):
@@ -256,6 +306,42 @@ def test_a_tiff_is_turned_once(tmp_path, compression, orientation):
     assert made.size == expected.shape[::-1]
     assert made.stored_size == (10, 6)
     assert (made.orientation, made.has_orientation) == (orientation, True)
+
+
+def tiff_of_16_bits(planes):
+    """A TIFF of 6 x 4 pixels of 16-bit colours, side by side (planes=1) or in a plane for each (2), and its values."""
+    deep = np.arange(4 * 6 * 3, dtype="<u2").reshape(4, 6, 3) * 800
+    data = (deep if planes == 1 else deep.transpose(2, 0, 1)).tobytes()
+    count, begin = (1, 3)[planes - 1], 200
+    starts = [begin + number * len(data) // count for number in range(count)]
+    tags = {256: [6], 257: [4], 258: [16] * 3, 259: [1], 262: [2], 273: starts, 277: [3], 278: [4],
+            279: [len(data) // count] * count, 284: [planes]}  # fmt: skip
+    entries = more = b""
+    for tag, values in tags.items():
+        held = struct.pack(f"<{len(values)}I", *values)
+        if len(values) > 1:
+            held, more = struct.pack("<I", 14 + 12 * len(tags) + len(more)), more + held
+        entries += struct.pack("<HHI", tag, 4, len(values)) + held
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + more
+    return head.ljust(begin, b"\0") + data, deep
+
+
+def test_a_tiff_that_pillow_misreads_is_refused(tmp_path):
+    """Pillow 13 makes noise of the second."""
+    data, deep = tiff_of_16_bits(planes=1)
+    assert (np.asarray(decode(tmp_path / "x.tif", data=data).image) == deep >> 8).all()
+    with pytest.raises(SourceError, match="a plane for each colour"):
+        decode(tmp_path / "x.tif", data=tiff_of_16_bits(planes=2)[0])
+
+
+def test_the_transparent_value_of_a_deep_picture_becomes_white(tmp_path):
+    """Pillow would convert such a picture by cutting its values at 255."""
+    deep = np.array([[0, 300, 65535], [2570, 5140, 32639]], np.uint16)
+    Image.fromarray(deep).save(tmp_path / "x.png", transparency=300)
+    made = decode(tmp_path / "x.png")
+    assert made.kind == "16-bit"
+    pixels = to_pixels(made, tmp_path / "x.png", (2, 3), 1).values
+    assert pixels[..., 0].tolist() == [[0, 255, 255], [10, 20, 127]]
 
 
 def test_masks_stay_lossless_and_follow_their_picture(tmp_path):

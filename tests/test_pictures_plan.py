@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
-from stoker.plan.pictures import PictureBytes, choose_kind
+from stoker.plan.pictures import PictureBytes, choose_kind, picture_bytes
+from stoker.store.manifest import FieldInfo, Manifest, ShardInfo
 
 GB = 10**9
 
@@ -75,3 +76,26 @@ def test_the_command_says_which_and_why(tmp_path):
     told = run(app, ["plan", str(tmp_path / "encoded"), "--ram", "1GB"]).stdout
     assert "pictures/s are decoded here" in told
     assert "raw pixels are better here" in told
+
+
+def test_pictures_of_one_size_are_counted_at_that_size_with_their_masks():
+    def field(kind, shape, encoding=None):
+        return FieldInfo(kind=kind, dtype="|u1", shape=shape, encoding=encoding)
+
+    shard = ShardInfo(
+        file="a", label="", num_samples=5, size_bytes=0, checksum="",
+        rows={"images/values": 700, "masks/values": 80},
+    )  # fmt: skip
+    for size, expected in (([30, 40], (30, 40)), ([31, 40], (224, 224))):
+        stored = Manifest(
+            num_samples=5, shards=[shard],
+            fields={name: field("ragged", [], "picture") for name in ("images", "masks")},
+            attributes={"channels": 3, "encoded": {"smallest": [30, 40], "largest": size}},
+        )  # fmt: skip
+        raw = 5 * 4 * expected[0] * expected[1]
+        assert picture_bytes(stored) == PictureBytes(5, "encoded", raw, expected, 780)
+    pixels = Manifest(
+        num_samples=5, shards=[],
+        fields={"images": field("dense", [3, 8, 9]), "masks": field("dense", [8, 9])},
+    )  # fmt: skip
+    assert picture_bytes(pixels).raw_bytes == 5 * 4 * 8 * 9

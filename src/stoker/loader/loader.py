@@ -51,7 +51,7 @@ from stoker.loader.elastic import ElasticEpoch, Progress, ResumePoint
 from stoker.loader.gather import Assembler, Augments, check_augment
 from stoker.loader.lanes import LanePlan
 from stoker.loader.order import Order, pick_mode
-from stoker.loader.pictures import Pictures, Work, make_policy, one_thread, read_ledger
+from stoker.loader.pictures import Pictures, Work, make_policy, one_thread
 from stoker.loader.planned import Mode, PlannedBatch
 from stoker.loader.prefetch import prefetch
 from stoker.loader.ring import superseded
@@ -489,6 +489,7 @@ class Loader(Habits):
         wrapped = iter(source if self.on_iteration is None else self.on_iteration(source))
         try:
             while True:
+                self._check_open()  # before, and after a wait in which another thread closed it
                 began = time.perf_counter()
                 self._waits = (self._waits[0], began)
                 batch = next(wrapped, None)
@@ -520,23 +521,24 @@ class Loader(Habits):
         return map(partial(self._assemble, in_turn=True), self._data.indices(self._progress))
 
     def _picture_batches(self, pictures: Pictures) -> Iterator[Batch]:
-        """Yield batches whose pictures were decoded ahead."""
-        work = (
-            Work(
-                index.planned,
-                self._assembler.gather(index, index.totals),
-                self._assembler.pictures(index),
+        """Yield batches whose pictures were decoded ahead; after `use_augmentation`, they are decoded again."""
+        while True:
+            assembler = self._assembler
+            work = (
+                Work(
+                    index.planned, assembler.gather(index, index.totals), assembler.pictures(index)
+                )
+                for index in self._data.indices(self._progress)
             )
-            for index in self._data.indices(self._progress)
-        )
-        with contextlib.closing(pictures.decoded(work, self.epoch)) as decoded:
-            for made in decoded:
-                with one_thread(self.device):
-                    batch = self._finish(
-                        self._assembler.augment(made.tensors, made.planned.step), made.planned
-                    )
-                batch.positions = made.positions
-                yield batch
+            with contextlib.closing(pictures.decoded(work, self.epoch)) as decoded:
+                while self._assembler is assembler:
+                    if (made := next(decoded, None)) is None:
+                        return
+                    with one_thread(self.device):
+                        images = assembler.augment(made.tensors, made.planned.step)
+                        batch = self._finish(images, made.planned)
+                    batch.positions = made.positions
+                    yield batch
 
     @property
     def broken(self) -> dict[int, str]:
@@ -753,7 +755,7 @@ class Loader(Habits):
             state = {name: value for name, value in state.items() if name not in ("broken", "data")}
         point = self._progress.load_state_dict(state)
         if self._pictures is not None:
-            self._pictures.policy.ledger = read_ledger(broken)
+            self._pictures.policy.restore(broken)
         self._turn = None
         if point.begun is not None and not self._data.is_resident:
             num_slots = self._data.ring.num_slots

@@ -35,9 +35,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -73,6 +74,8 @@ _DECODERS = 2
 """Each has fourteen streams, and with three of them some share a queue with the training."""
 _STEPS_AHEAD: int | None = 1
 """Steps that the consumer may have queued behind the one that the GPU does; None for any number."""
+_MOST_DECODED = 1 << 30
+"""Bytes of the pictures that a thread decodes at once, at their full size."""
 _MOST_REFUSED = 8
 _MEASURED = 64
 _FORMATS = ("JPEG", "PNG", "WEBP")
@@ -80,6 +83,7 @@ _MOST_THREADS = 16
 _NAMED = 5
 _UNKNOWN, _BY_NVJPEG, _BY_PILLOW = range(3)
 _DAMAGED = "lies in a block that fails its checksum."
+_EARLIER = "was found broken before the run was resumed."
 
 
 class Sizing(Protocol):
@@ -202,6 +206,23 @@ class Policy:
                 named[:_NAMED],
             )
 
+    def restore(self, entries: Any) -> None:
+        """Take over the ledger of a state; its samples count towards the budget.
+
+        Raises:
+            InputError: It is none.
+        """
+        try:
+            ledger = sorted((int(epoch), int(step), int(sample)) for epoch, step, sample in entries)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"the state lists broken samples as {entries!r}.",
+                "[epoch, step, sample] of each, as state_dict() gives them",
+                "a state of the same run",
+            ) from None
+        self.ledger = ledger
+        self.samples = {sample: _EARLIER for _, _, sample in ledger} | self.samples
+
 
 def make_policy(on_broken: str, budget: str | float, num_samples: int) -> Policy:
     """Return the policy that a user asks for; the budget is a share ("1%") or a number of samples."""
@@ -212,18 +233,6 @@ def make_policy(on_broken: str, budget: str | float, num_samples: int) -> Policy
     text = str(budget).strip()
     most = int(text) if text.isdigit() else int(parse_share(budget) * num_samples)
     return Policy(cast(OnBroken, on_broken), most)
-
-
-def read_ledger(entries: Any) -> list[tuple[int, int, int]]:
-    """Return the ledger of a state; raises where it is none."""
-    try:
-        return sorted((int(epoch), int(step), int(sample)) for epoch, step, sample in entries)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"the state lists broken samples as {entries!r}.",
-            "[epoch, step, sample] of each, as state_dict() gives them",
-            "a state of the same run",
-        ) from None
 
 
 class Pictures:
@@ -300,14 +309,25 @@ class Pictures:
             self._streams.put(torch.cuda.Stream(self.device))
         waiting: deque[Callable[[], Made]] = deque()
         steps: deque[Any] = deque()
+        source, fault = iter(work), None
         try:
-            for each in work:
-                one = each._replace(damaged=self._damaged_rows(each.planned))
+            while True:
+                try:
+                    one = next(source, None)
+                except (
+                    StokerError
+                ) as error:  # of reading: raised after the batches that were read before
+                    one, fault = None, error
+                if one is None:
+                    break
+                one = one._replace(damaged=self._damaged_rows(one.planned))
                 waiting.append(make(pool, one, epoch))
                 if len(waiting) > ahead:
                     yield self._hand_out(waiting.popleft()(), epoch, steps)
             while waiting:
                 yield self._hand_out(waiting.popleft()(), epoch, steps)
+            if fault is not None:
+                raise fault
         finally:  # the consumer went away, a picture failed, or all is done
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -429,7 +449,7 @@ class Pictures:
     def _batch_on_stream(self, one: Work, epoch: int) -> Made:
         planned = one.planned
         boxes = self._boxes(planned, epoch)
-        images, reasons = self._images_on_gpu(one, boxes)
+        images, reasons = self._in_pieces(one, boxes)
         tensors = {
             name: tensor.to(self.device, non_blocking=True) for name, tensor in one.tensors.items()
         }
@@ -437,6 +457,28 @@ class Pictures:
         if "masks" in self.names:
             tensors["masks"] = self._masks(one, boxes, reasons).to(self.device)
         return self._settle(planned, tensors, reasons)
+
+    def _in_pieces(self, one: Work, boxes: Array) -> tuple[torch.Tensor, dict[int, str]]:
+        """Do as `_images_on_gpu`, with about a gigabyte of pictures at their full size at a time.
+
+        256 photographs of 12 megapixels are 9 GB, and three threads have a batch each.
+        """
+        positions, data = one.planned.positions, one.pictures["images"]
+        ends = np.cumsum(self.sizes[positions].astype(np.int64).prod(axis=1) * self.channels)
+        edges = [0, *(np.flatnonzero(np.diff(ends // _MOST_DECODED)) + 1).tolist(), len(positions)]
+        if len(edges) == 2:
+            return self._images_on_gpu(one, boxes)
+        made: list[torch.Tensor] = []
+        reasons: dict[int, str] = {}
+        for start, end in pairwise(edges):
+            planned = replace(one.planned, positions=positions[start:end])
+            damaged = frozenset(row - start for row in one.damaged if start <= row < end)
+            part = Work(planned, {}, {"images": data[start:end]}, damaged)
+            images, found = self._images_on_gpu(part, boxes[start:end])
+            _wait()  # the pictures at their full size are freed now, and the GPU may still read them
+            made.append(images)
+            reasons |= {start + row: why for row, why in found.items()}
+        return torch.cat(made), reasons
 
     def _images_on_gpu(self, one: Work, boxes: Array) -> tuple[torch.Tensor, dict[int, str]]:
         """Return the images of a batch, upright and of one size, and what is wrong with those that failed."""

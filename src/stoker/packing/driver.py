@@ -368,7 +368,7 @@ def _build(
     done = {
         part.index: staged
         for part in preparation.parts
-        if (staged := load_part(folder, part.index, work.job))
+        if (staged := load_part(folder, part.index, work.job)) and staged.label == part.label
     }
     if done:
         progress.say(f"resuming: {len(done)} of {len(preparation.parts)} parts were already built")

@@ -23,7 +23,7 @@ _ASSUMED_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class PictureBytes:
-    """The bytes of pictures, as pixels of `raw_size` and as files; `kind` is the one that the store holds.
+    """The bytes of pictures and masks, as pixels of `raw_size` and as files; `kind` is what the store holds.
 
     `encoded_bytes` is None if the store does not record the files that it was made of.
     """
@@ -54,15 +54,23 @@ def picture_bytes(manifest: Manifest) -> PictureBytes | None:
     images = manifest.fields.get("images")
     if images is None:
         return None
-    count = manifest.num_samples
+    count, masks = manifest.num_samples, manifest.fields.get("masks")
     if images.encoding == "picture":
-        encoded = int(manifest.attributes["encoded"]["bytes"])
-        channels = int(manifest.attributes["channels"])
-        raw = count * channels * math.prod(_ASSUMED_SIZE)
-        return PictureBytes(count, "encoded", raw, _ASSUMED_SIZE, encoded)
+        names = ("images/values", "masks/values")
+        encoded = sum(shard.rows.get(name, 0) for shard in manifest.shards for name in names)
+        facts = manifest.attributes["encoded"]
+        # Both recipes take the size that all pictures have, and a loader needs no resizing for it.
+        is_one_size = facts["smallest"] == facts["largest"] and count > 0
+        height, width = facts["smallest"] if is_one_size else _ASSUMED_SIZE
+        planes = int(manifest.attributes["channels"]) + (masks is not None)
+        return PictureBytes(
+            count, "encoded", count * planes * height * width, (height, width), encoded
+        )
     if images.kind != "dense" or len(images.shape) != 3:
         return None
     raw = count * math.prod(images.shape)
+    if masks is not None and masks.kind == "dense":
+        raw += count * math.prod(masks.shape)
     size = (images.shape[1], images.shape[2])
     made_of = manifest.provenance
     is_files = made_of is not None and made_of.kind == "images" and made_of.files

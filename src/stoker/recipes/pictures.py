@@ -393,5 +393,7 @@ def _image_of(given: Any, value_range: tuple[float, float] | None) -> Any:
 
 
 def as_keys(names: Sequence[Any]) -> Array:
-    """Return names, or numbers, as the keys of a batch."""
-    return np.asarray(names, dtype=object if names and isinstance(names[0], str) else np.int64)
+    """Return names, or numbers, as the keys of a batch; bytes of a name that are not UTF-8 are escaped."""
+    if not names or not isinstance(names[0], str):
+        return np.asarray(names, dtype=np.int64)
+    return np.asarray([n.encode(errors="backslashreplace").decode() for n in names], dtype=object)

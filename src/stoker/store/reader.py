@@ -179,6 +179,7 @@ def join_stores(stores: Sequence[Store]) -> Store:
         num_samples=sum(store.num_samples for store in stores),
         fields=first.fields,
         shards=[info for store in stores for info in store.manifest.shards],
+        attributes=_shared_attributes(stores),
     )
     shards = [shard for store in stores for shard in store.shards]
     notes = [note for store in stores for note in store.notes]
@@ -186,6 +187,34 @@ def join_stores(stores: Sequence[Store]) -> Store:
     joined = Store(first.path, manifest, shards, first.threads, notes, name)
     joined.made_by = join_stores, (tuple(stores),)
     return joined
+
+
+def _shared_attributes(stores: Sequence[Store]) -> dict[str, Any]:
+    """Return the class names of all stores, and the channels of their pictures.
+
+    Raises:
+        InputError: A number is another class in another store, or pictures have other channels.
+    """
+    shared: dict[str, Any] = {}
+    named: dict[int, tuple[str, str]] = {}
+    for store in stores:
+        attributes = store.manifest.attributes
+        for number, name in enumerate(attributes.get("classes") or ()):
+            known, where = named.setdefault(number, (name, store.name))
+            if name != known:
+                raise InputError(
+                    f"class {number} is {known!r} in {where} and {name!r} in {store.name}.",
+                    "stores whose classes have the same names in the same order",
+                    "one store of both, packed from a folder that holds all of them",
+                )
+        channels = attributes.get("channels")
+        if channels is not None and shared.setdefault("channels", channels) != channels:
+            raise InputError(
+                f"the pictures of {store.name} have {channels} channels, and others {shared['channels']}.",
+                "stores of the same channels",
+                "one of them packed again with --channels of the other",
+            )
+    return shared | ({"classes": [name for name, _ in named.values()]} if named else {})
 
 
 def _datasets(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[str, list[int]]]:

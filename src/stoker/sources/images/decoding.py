@@ -41,8 +41,11 @@ from stoker.store.fields import Array
 _PIXEL_BYTES = 12  # as decoded, turned upright, and converted: up to four bytes each
 _HEAD_BYTES = 1 << 17
 """Bytes to read of a file that Pillow does not open: a JPEG may have 64 kB of EXIF data before its frame."""
+_HEIC = (b"hei", b"hev", b"mif", b"msf")
+"""First letters of the kinds of HEIC files, as phones write them."""
 _HEADER = "whose header is damaged or unknown to Pillow"
 ORIENTATION = 0x0112
+_BITS_PER_SAMPLE = 258  # tag of a TIFF
 _TRANSPOSES = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
@@ -122,7 +125,7 @@ class Decoded:
             return "16-bit" if self.format in ("PPM", "PNG") else "32-bit"
         if self.is_deep_colour:
             return "16-bit colour"
-        if _is_transparent(self.image):
+        if _is_transparent(self.image) and not mode.startswith("I;16"):
             return "transparent"
         return _KINDS.get(mode, "8-bit")
 
@@ -159,7 +162,16 @@ def open_picture(path: Path, data: bytes | None = None) -> Any:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
         raise _too_large(path, int(claimed[1]) if claimed else None) from error
     except _FAULTS as error:
-        raise PictureError(not_opened(error, _head(path, data)), path=path) from error
+        head = _head(path, data)
+        if head[4:8] == b"ftyp" and head[8:11] in _HEIC:
+            raise PictureError(
+                "is HEIC, which Pillow does not read.",
+                "JPEG, PNG, WebP or AVIF",
+                "heif-convert OLD.heic NEW.jpg for each, or an export as JPEG",
+                path=path,
+                kind="HEIC",
+            ) from error
+        raise PictureError(not_opened(error, head), path=path) from error
     pixels = opened.width * opened.height
     try:
         if pixels > bounds.PIXELS.most:
@@ -202,7 +214,7 @@ def _unknown_kind(head: bytes) -> str:
         return f"a PNG {_HEADER}"
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return f"a WebP {_HEADER}"
-    if head[4:8] == b"ftyp":  # HEIC, AVIF and videos
+    if head[4:8] == b"ftyp":  # AVIF and videos
         return f"a file of kind {printable(head[8:12].decode('latin-1').strip())!r}"
     if head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         return "a web page"
@@ -257,6 +269,14 @@ def decode(
             size = opened.size
             # Before `load`, and `getexif` of PNG, which empty the list of tiles: only the file knows of its 16 bits.
             deep = len(opened.getbands()) > 1 and any(map(_has_16_bits, opened.tile))
+            if opened.format == "TIFF" and not deep and _has_misread_planes(opened):
+                raise PictureError(
+                    "is a TIFF of 16 bits with a plane for each colour, which Pillow misreads.",
+                    "the colours of a pixel side by side",
+                    "tiffcp -p contig OLD NEW",
+                    path=path,
+                    kind="16-bit TIFF with a plane for each colour",
+                )
             if opened.format == "PNG":
                 opened.load()  # else `getexif` does, and pixel faults count as EXIF faults
             said, has_damaged_exif = _read_orientation(opened)
@@ -307,6 +327,12 @@ def _has_16_bits(tile: Any) -> bool:
     given = tile[3]
     raw = given[0] if isinstance(given, tuple) and given else given
     return isinstance(raw, str) and raw.partition(";")[2][:2] == "16"
+
+
+def _has_misread_planes(opened: Any) -> bool:
+    """Return whether Pillow 13 takes each 16-bit value of a colour TIFF for two pixels, which gives noise."""
+    bits = opened.tag_v2.get(_BITS_PER_SAMPLE, 1)
+    return len(opened.getbands()) > 1 and bool(np.max(bits) > 8)
 
 
 def turned(image: Any, orientation: int) -> Any:
@@ -376,6 +402,9 @@ def _scaled(
     if value_range is None and kind != "16-bit" and (kind == "32-bit" or low < 0 or high > 1):
         raise _no_range(path, kind, low, high)
     scaled = np.clip((values - bottom) * (255.0 / (top - bottom)), 0, 255)
+    clear = image.info.get("transparency")  # one value of a PNG
+    if kind == "16-bit" and isinstance(clear, int):
+        scaled[values == clear] = 255
     return pillow().fromarray(np.rint(scaled).astype(np.uint8)), (low, high)
 
 

@@ -35,6 +35,8 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged, offsets_of
 DEFAULT_QUALITY = 90
 _ENDINGS = {"JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"), "PNG": (".png",), "WEBP": (".webp",)}
 _PNG_COMPRESSION = 6
+_FRAMES_KEPT = (0xC0, 0xC1)
+"""Markers of the frame of JPEG with Huffman coding: baseline, and the same with more tables."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,11 @@ def read_encoded(
         raise PictureError(f"cannot be read: {error.strerror}.", path=path) from error
     if not data:
         raise PictureError("holds no bytes.", path=path, kind="empty file")
-    # The pixels are needed only to encode again.
-    decoded = decode(path, first_frame, data, small=keep.max_side is None and keep.quality is None)
+    # The pixels are needed only to encode again. Only the usual two kinds of JPEG are decoded smaller.
+    frame = jpeg_frame(data) if data.startswith(b"\xff\xd8") else None
+    is_small = keep.max_side is None and keep.quality is None
+    is_usual = frame is not None and frame[0] in _FRAMES_KEPT
+    decoded = decode(path, first_frame, data, small=is_small and is_usual)
     form = "JPEG" if decoded.format == "MPO" else decoded.format
     ending = path.suffix.lower()
     if ending not in _ENDINGS.get(form, (ending,)):
@@ -109,7 +114,7 @@ def read_encoded(
             path=path,
             kind=f"{decoded.kind} values",
         )
-    plain = _why_not_kept(decoded, form, data)
+    plain = _why_not_kept(decoded, form, frame)
     too_large = keep.max_side is not None and max(width, height) > keep.max_side
     if plain and keep.quality is None and not too_large:
         raise PictureError(
@@ -135,7 +140,7 @@ def read_encoded(
     return Encoded(file.getvalue(), (image.height, image.width), 1, is_new=True), decoded
 
 
-def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
+def _why_not_kept(decoded: Decoded, form: str, frame: tuple[int, int] | None) -> str:
     """Return the kind of a picture that not every decoder reads; "" for one that is kept."""
     if form not in _ENDINGS:
         return form or "an unknown format"
@@ -143,9 +148,9 @@ def _why_not_kept(decoded: Decoded, form: str, data: bytes) -> str:
         return f"{decoded.kind} {form}"
     if form == "JPEG" and decoded.image.info.get("progressive"):
         return "progressive JPEG"
-    frame = jpeg_frame(data) if form == "JPEG" else None
-    if frame is not None and frame[0] > 0xC8:  # Pillow decodes it, and no GPU does
-        return "arithmetic-coded JPEG"
+    if form == "JPEG" and frame is not None and frame[0] not in _FRAMES_KEPT:
+        # Pillow decodes them, and no GPU does.
+        return "arithmetic-coded JPEG" if frame[0] > 0xC8 else "lossless JPEG"
     return ""
 
 

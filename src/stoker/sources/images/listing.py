@@ -37,6 +37,7 @@ _SYSTEM = {
     "thumbs.db", "desktop.ini", "icon\r",
 }  # fmt: skip
 HIDDEN = "hidden or system file"
+_TWICE = "in a folder that a link shows twice"
 _AHEAD = 16
 
 
@@ -53,15 +54,17 @@ class Listing:
 def list_pictures(root: Path) -> Listing:
     """Walk a folder; hidden and system files, and other endings, are counted and left out."""
     if not root.is_dir():
-        raise SourceError(f"{root} is not a folder.", "an existing folder", look_in(root.parent))
+        raise _no_folder(root)
     pictures, folders = [], []
     ignored: Counter[str] = Counter()
     seen: set[tuple[int, int]] = set()
     for here, subfolders, files in os.walk(root, followlinks=True):
         stat = Path(here).stat()
-        if (stat.st_dev, stat.st_ino) in seen:  # a link that leads back
+        if (stat.st_dev, stat.st_ino) in seen:
             subfolders.clear()
-            continue
+            if not Path(here).parent.resolve().is_relative_to(Path(here).resolve()):
+                ignored[_TWICE] += sum(len(inside) for _, _, inside in os.walk(here))
+            continue  # a link that leads back adds nothing
         seen.add((stat.st_dev, stat.st_ino))
         relative = Path(here).relative_to(root).as_posix()
         prefix = "" if relative == "." else f"{relative}/"
@@ -77,6 +80,15 @@ def list_pictures(root: Path) -> Listing:
             else:
                 pictures.append(prefix + name)
     return Listing(root, sorted(pictures), sorted(folders), +ignored)
+
+
+def _no_folder(root: Path) -> SourceError:
+    fix = look_in(root.parent)
+    if root.is_file():
+        unpack = {".zip": ("unzip", root, "-d"), ".tar": ("tar", "-xf", root, "-C")}
+        words = unpack.get(root.suffix.lower(), ())
+        fix = command(*words, root.parent) if words else fix
+    return SourceError(f"{root} is not a folder.", "an existing folder", fix)
 
 
 def holds_pictures(root: Path) -> bool:
@@ -114,7 +126,7 @@ class Scenes:
 def find_scenes(root: Path) -> Scenes:
     """Return the images and masks of a folder in a usual layout: Pascal VOC, COCO, images/ and masks/."""
     if not root.is_dir():
-        raise SourceError(f"{root} is not a folder.", "an existing folder", look_in(root.parent))
+        raise _no_folder(root)
     for folder in sorted(root.rglob("JPEGImages")):
         masks, names = folder.parent / "SegmentationClass", folder.parent / "ImageSets/Segmentation"
         if masks.is_dir():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -54,7 +54,7 @@ from stoker.store.fields import Array, Dense, FieldData, Ragged
 
 _PART_BYTES = 64 << 20
 _ENCODED_PART, _LEAST_ENCODED = 512, 32
-"""Encoded pictures of one part at most and at least: 512 are 16 to 60 MB of usual photographs."""
+"""Encoded pictures of one part at most, and in a small set: 512 are 16 to 60 MB of usual photographs."""
 _NAMED = 8
 _LOOK_AT = 16
 
@@ -148,19 +148,21 @@ class PictureFolder(PlainSource):
             check_ranges(folder / item[0] for item in items[::step])
         item_bytes = self.size[0] * self.size[1] * (self.channels + self.mask_channels)
         if self.keep_encoded is None:
-            per_part = max(1, _PART_BYTES // item_bytes)
+            sizes, most_items = [item_bytes] * len(items), len(items)
             most_bytes = len(items) * (item_bytes + 64)
         else:
             # Small sets get smaller parts, so that every core has work.
-            per_part = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
+            most_items = min(_ENCODED_PART, max(_LEAST_ENCODED, len(items) // 64))
             # Writing a picture anew makes it smaller, as a rule; masks as PNG are small beside photographs.
             sizes = [_file_bytes(f"{folder}/{item[0]}") for item in items]
             most_bytes = 2 * sum(sizes) * (1 + self.mask_channels)
+            if self.keep_encoded.max_side is not None:  # JPEG has less than a byte a pixel
+                sizes = [min(size, self.keep_encoded.max_side**2) for size in sizes]
         parts: list[Part] = []
-        for start in range(0, len(items), per_part):
-            batch = items[start : start + per_part]
-            label = f"{folder} images {start}-{start + len(batch)}"
-            parts.append(Part(len(parts), label, len(batch), replace(found.payload, items=batch)))
+        for start, end in _cut(sizes, most_items):
+            label = f"{folder} images {start}-{end}"
+            payload = replace(found.payload, items=items[start:end])
+            parts.append(Part(len(parts), label, end - start, payload))
         return Preparation(
             parts, most_bytes + (1 << 20), found.refused, found.notes, found.num_found,
             dict(+found.ignored), "pictures",
@@ -168,6 +170,14 @@ class PictureFolder(PlainSource):
 
     def _read(self, path: Path) -> tuple[Pixels | Encoded, Decoded]:
         """Return a picture as it is stored, and decoded."""
+        if not str(path).isascii() and not _is_utf8(str(path)):
+            raise PictureError(
+                "has a name that is not UTF-8, as the store's names are.",
+                "names in UTF-8",
+                "convmv -f latin1 -t utf-8 -r --notest FOLDER",
+                path=path,
+                kind="name that is not UTF-8",
+            )
         if self.keep_encoded is not None:
             return read_encoded(path, self.channels, self.keep_encoded, self.first_frame)
         decoded = decode(path, self.first_frame)
@@ -528,6 +538,26 @@ def parse_range(text: str | None) -> tuple[float, float] | None:
             f"--range is {text!r}.", "LOW,HIGH: two numbers that rise", "--range 0,4095"
         )
     return low, high
+
+
+def _cut(sizes: Sequence[int], most_items: int) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of parts of at most so many pictures; of several, at most 64 MB: a part lies in memory."""
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if place > start and (place - start == most_items or total + size > _PART_BYTES):
+            yield start, place
+            start, total = place, 0
+        total += size
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _file_bytes(path: str) -> int:
