@@ -494,6 +494,12 @@ PYTHON: dict[str, list[Case]] = {
             then="finite values only",
         ),
         Case(
+            "after(None)",
+            TRAINING
+            + "; model = torch.nn.LazyLinear(2); train_loader = [(torch.ones(4, 3), 0)]; after = lambda _: move_model(model, 'cpu')",
+            at="None",
+        ),
+        Case(
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),

@@ -193,3 +193,79 @@ def test_mix_of_a_list_says_which_dict_to_type(tmp_path: Any) -> None:
     mixture = eval(refused.value.fix, {"mix": stoker.mix})
     assert mixture.store.num_samples == 6
     assert "store_of" not in repr(mixture)
+
+
+def test_a_group_that_is_added_between_epochs_is_clipped_with_the_others(device: str) -> None:
+    """Layers are often thawed one after the other, each with a group of its own."""
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+        model[0].requires_grad_(False)
+        x = torch.randn(10, 8, 6, device=device)
+        return model, torch.optim.Adam(model[2].parameters(), lr=0.01), [(b, b[:, :1]) for b in x]
+
+    def thaw(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.1})
+
+    plain, optimizer, batches = make()
+    for epoch in range(2):
+        for x, y in batches:
+            nn.functional.mse_loss(plain(x), y).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not epoch:
+            thaw(plain, optimizer)
+    model, optimizer, batches = make()
+    config = {"precision": "fp32", "clip_norm": 0.01}
+    trainer = Trainer(
+        model, batches, None, nn.functional.mse_loss, optimizer, config=config, device=device
+    )
+    trainer.train_epoch()
+    thaw(model, optimizer)
+    trainer.train_epoch()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-5)
+    assert trainer._captured is not None
+    assert trainer._captured.active, trainer._captured.reason
+
+
+class TellsEpochs:
+    """A sampler, batch sampler or dataset that is told its epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def __getitem__(self, number: int) -> Any:
+        return torch.full((6,), float(number)), torch.zeros(1)
+
+
+class TellsBatches(TellsEpochs):
+    def __iter__(self) -> Any:
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def test_samplers_and_dataset_are_told_the_epoch() -> None:
+    sampler, grouping, dataset = TellsEpochs(), TellsBatches(), TellsEpochs()
+    inner = torch.utils.data.BatchSampler(sampler, 4, False)
+    for loader in (
+        torch.utils.data.DataLoader(dataset, batch_sampler=inner),
+        torch.utils.data.DataLoader(dataset, batch_sampler=grouping),
+    ):
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        trainer = Trainer(model, loader, None, nn.functional.mse_loss, optimizer, device="cpu")
+        trainer.train_epoch()
+        trainer.train_epoch()
+    assert sampler.epochs == grouping.epochs == [0, 1]
+    assert dataset.epochs == [0, 1, 0, 1]

@@ -30,7 +30,7 @@ from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import batch_names
 from stoker.loader.gather import Augments
 from stoker.loader.loader import Loader
-from stoker.loader.prefetch import Prefetcher, prefetch
+from stoker.loader.prefetch import Prefetcher, prefetch, tell_epoch
 from stoker.loader.slabs import with_parts
 from stoker.store.fields import Array
 from stoker.train.foreign_position import ForeignPosition
@@ -436,7 +436,7 @@ class Feed:
                 check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the next epoch to the loader or its sampler, and to the augmentation.
+        """Pass the number of the next epoch to the loader or its samplers and dataset, and to the augmentation.
 
         After a resume in the middle of this epoch the position stays.
         """
@@ -445,11 +445,7 @@ class Feed:
                 self.loader.set_epoch(epoch)
             return
         self._position.set_epoch(epoch)
-        set_epoch = getattr(self.loader, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        elif hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)
+        tell_epoch(self.loader, epoch)
         if self.augmentation is not None:
             self.augmentation.seek(epoch, self._position.num_taken)
 

@@ -678,6 +678,8 @@ class Trainer(Configured, Resumable, Answers):
         self._watch_numbers()
         step.parts.parallel.check(self.model)
         set_mode(self.optimizer, training=True)
+        if step.guarded:
+            make_guarded(self.optimizer, self.device)  # of groups that were added since
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
