@@ -96,7 +96,7 @@ _ATTRIBUTES = {
 }
 
 _OF_THE_LOOP = frozenset({"epochs", "num_epochs", "max_epochs", "max_steps", "num_steps"})
-_MOST_TYPED, _LONGEST_TYPED, _FEW_ARRAYS = 20, 60, 8
+_MOST_TYPED, _LONGEST_TYPED, _FEW_ARRAYS, _MOST_EPOCHS = 20, 60, 8, 100
 
 _told: set[str] = set()
 
@@ -176,7 +176,8 @@ def _instead(name: str, value: Any) -> str:
         advice = f"shuffle=True, {advice}"
     if isinstance(value, RandomSampler | WeightedRandomSampler):
         data = value.data_source if isinstance(value, RandomSampler) else value.weights
-        if len(value) != len(data):
+        # Scripts that count steps ask for an endless epoch; with a Loader, one epoch follows another.
+        if len(value) != len(data) and len(value) <= _MOST_EPOCHS * len(data):
             advice += f", epoch_samples={len(value)}"
     return advice
 
@@ -501,11 +502,12 @@ def _from_dataset(dataset: Any) -> Opened:
             "random stays the same in every epoch (draw with augment= instead)"
         )
     for name, value in named_values(sample):
-        if are_arrays(value):
+        if isinstance(value, list | tuple) and value and not isinstance(value[0], str):
+            what = "arrays" if are_arrays(value) else "numbers"
             tell_once(
-                f"stoker.Loader stacks the {len(value)} arrays that {name!r} has in every sample: a batch is one "
-                f"tensor (batch, {len(value)}, ...), where a DataLoader gives a list of {len(value)}. A sample with "
-                "a field for each gives them apart"
+                f"stoker.Loader stacks the {len(value)} {what} that {name!r} has in every sample: a batch is one "
+                f"tensor (batch, {len(value)}{', ...' if what == 'arrays' else ''}), where a DataLoader gives a list "
+                f"of {len(value)}. A sample with a field for each gives them apart"
             )
     fields = collect(_samples(dataset, count))
     store = memory_store(fields, f"{kind} in memory")
