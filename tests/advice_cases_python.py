@@ -220,6 +220,7 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("compose.draw(2, (8, 8), 3, 'x')", PICTURES, at="'x'"),
+        Case("op(images)", IMAGES + "; op = RandomHorizontalFlip()", at="op(images)"),
         Case(
             "compose.apply(images, params, rows=rows)",
             PICTURES + "images = one; params = compose.draw(1, (8, 8), 3, one.device)",
@@ -330,6 +331,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
         "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
+        "Loader({'images': np.zeros((9, 3, 8, 8), 'u1')}, 4, augment=__import__('stoker.augment').augment.MixUp(0.2, 3))",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",
@@ -492,6 +494,13 @@ PYTHON: dict[str, list[Case]] = {
             + "; x, y = torch.ones(40, 3), torch.ones(40, 2); y[3] = float('nan'); features, targets = x, y",
             into="Loader",
             then="finite values only",
+        ),
+        Case(
+            "Trainer(model, drawn, drawn, torch.nn.functional.cross_entropy, optimizer, config=dict(epochs=1), unpack=lambda batch: mix(*batch)).validate()",
+            TRAINING
+            + "; from stoker.augment import MixUp; model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3)); mix = MixUp(0.2, 3)"
+            + "; optimizer = torch.optim.SGD(model.parameters()); drawn = [(torch.rand(4, 3, 4, 4), torch.zeros(4).long())]",
+            into="Trainer",
         ),
         Case(
             "after(None)",

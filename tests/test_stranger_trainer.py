@@ -13,6 +13,7 @@ from torch import nn
 import stoker
 from paper_graphs import use_paper_graphs
 from stoker import Loader, Trainer
+from stoker.augment import Compose, MixUp, RandomHorizontalFlip
 from stoker.errors import InputError
 
 X = np.random.default_rng(0).normal(size=(33, 6)).astype("f4")
@@ -269,3 +270,76 @@ def test_samplers_and_dataset_are_told_the_epoch() -> None:
         trainer.train_epoch()
     assert sampler.epochs == grouping.epochs == [0, 1]
     assert dataset.epochs == [0, 1, 0, 1]
+
+
+def mixing(tmp_path: Any, epochs: int, resume: bool = False, unpack: Any = None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    images, labels = torch.rand(24, 3, 4, 4), torch.arange(24) % 3
+    mix = MixUp(0.4, 3, seed=5)
+
+    def mix_in_training(batch: Any) -> Any:
+        return mix(*batch) if model.training else batch
+
+    data = torch.utils.data.TensorDataset(images, labels)
+    loader = torch.utils.data.DataLoader(data, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(
+        model,
+        loader,
+        loader,
+        nn.functional.cross_entropy,
+        optimizer,
+        config={"epochs": epochs, "precision": "fp32"},
+        device="cpu",
+        unpack=(lambda batch: mix(*batch)) if unpack is None else mix_in_training,
+        run_dir=tmp_path,
+    )
+    return trainer.fit(quiet=True, resume=resume)
+
+
+def test_labels_are_mixed_in_training_alone_and_a_resumed_run_draws_on(tmp_path: Any) -> None:
+    with pytest.raises(InputError, match="MixUp has drawn in validation"):
+        mixing(tmp_path / "mixed", 1)
+    whole = mixing(tmp_path / "whole", 2, unpack=True)
+    mixing(tmp_path / "broken", 1, unpack=True)
+    rest = mixing(tmp_path / "broken", 2, resume=True, unpack=True)
+    assert rest.losses == whole.losses[3:]
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "words"),
+    [
+        (lambda images: images / 255, "gpu_augmentation is <lambda>"),
+        (MixUp(0.4, 3), "MixUp, which mixes labels too"),
+        (RandomHorizontalFlip(), r"gpu_augmentation is RandomHorizontalFlip\(p=0.5\)"),
+    ],
+)
+def test_what_is_no_augmentation_is_named(augmentation: Any, words: str) -> None:
+    images = [(torch.zeros(4, 3, 4, 4), torch.zeros(4, dtype=torch.long))]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = model, images, None, nn.CrossEntropyLoss(), optimizer, None, None, "cpu"
+    with pytest.raises(InputError, match=words):
+        Trainer(*given, augmentation)
+    trainer = Trainer(*given)
+    with pytest.raises(InputError, match=words):
+        trainer.gpu_augmentation = augmentation
+
+
+def test_images_of_a_tuple_are_augmented_and_masks_beside_them_refused() -> None:
+    images = np.random.default_rng(0).integers(0, 255, (8, 3, 4, 4), np.uint8)
+    augment = Compose([RandomHorizontalFlip(p=1.0)])
+    made, labels = next(iter(Loader((images, np.arange(8)), 8, "cpu", augment=augment)))
+    np.testing.assert_allclose(made, images[..., ::-1] / np.float32(255), rtol=1e-6)
+    assert labels.tolist() == list(range(8))
+    with pytest.raises(InputError, match="the loader has no images; it has features, targets"):
+        Loader((images, images[:, 0]), 8, "cpu", augment=augment)
+
+
+def test_an_op_that_is_called_says_what_is() -> None:
+    images = torch.zeros(2, 3, 4, 4)
+    with pytest.raises(InputError) as refused:
+        RandomHorizontalFlip(p=1.0)(images)
+    typed = {"Compose": Compose, "RandomHorizontalFlip": RandomHorizontalFlip, "images": images}
+    assert eval(refused.value.fix, typed).shape == images.shape

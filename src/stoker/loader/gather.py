@@ -470,13 +470,20 @@ def _plan_gathers(
     return gathers, ragged
 
 
-def check_augment(augment: Augments | None, tier: str) -> None:
+def check_augment(augment: Any, tier: str, name: str = "augment") -> None:
     """Raise if `augment` is no augmentation, or must identify images by row and the data is not resident."""
+    if hasattr(augment, "num_classes"):  # MixUp or CutMix
+        raise InputError(
+            f"{name} is {type(augment).__name__}, which mixes labels too.",
+            "a Compose; mix(images, labels) belongs into the loop, or into unpack= of a Trainer for training alone: "
+            "lambda batch: mix(*batch) if model.training else batch",
+            f"leave {name} out",
+        )
     if augment is not None and not (callable(augment) and hasattr(augment, "seek")):
         raise InputError(
-            f"augment is {getattr(augment, '__name__', repr(augment))}.",
+            f"{name} is {getattr(augment, '__name__', repr(augment))}.",
             "a Compose of ops; Compose.from_torchvision(...) makes one of transforms of torchvision",
-            "augment=Compose([RandomHorizontalFlip()])",
+            f"{name}=Compose([RandomHorizontalFlip()])",
         )
     if getattr(augment, "needs_ids", False) and tier != "resident":
         raise InputError(
@@ -487,8 +494,19 @@ def check_augment(augment: Augments | None, tier: str) -> None:
 
 
 def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
-    """Return the fields that an augmentation is applied to: images, then masks if there are any."""
+    """Return the fields that an augmentation is applied to: images, then masks if there are any.
+
+    Tuples and single arrays have no names: their `features` are the images if they have the shape of images, and no
+    masks, which would have to move with them, are beside them.
+    """
     found = {gather.name: gather for gather in gathers if not gather.is_window}
+    num_axes = {name: gather.values.dim() for name, gather in found.items()}
+    if (
+        "images" not in found
+        and num_axes.pop("features", 0) == 4
+        and max([*num_axes.values(), 0]) < 3
+    ):
+        return [found["features"]]
     if "images" not in found:
         raise InputError(
             f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",

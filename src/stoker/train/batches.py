@@ -28,7 +28,7 @@ from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import batch_names
-from stoker.loader.gather import Augments
+from stoker.loader.gather import Augments, check_augment
 from stoker.loader.loader import Loader
 from stoker.loader.prefetch import Prefetcher, prefetch, tell_epoch
 from stoker.loader.slabs import with_parts
@@ -165,6 +165,7 @@ class Feed:
                     f"neither input nor target: {', '.join(unused)}; unpack= takes them, fields= of the Loader leaves "
                     "them out"
                 )
+        check_augment(augmentation, "resident", "gpu_augmentation")
         self._augmentation = augmentation
         self._unchecked_loss: Any = None
         self._position = ForeignPosition(
@@ -211,6 +212,7 @@ class Feed:
 
     def use_augmentation(self, augmentation: Augments | None) -> None:
         """Use another augmentation from the next batch on; None stops augmenting."""
+        check_augment(augmentation, "resident", "gpu_augmentation")
         self._augmentation = augmentation
         if self.is_stoker:
             self.loader.use_augmentation(augmentation)

@@ -785,7 +785,8 @@ class Trainer(Configured, Resumable, Answers):
         """Return the mean loss and the metrics over the validation loader; never augmented."""
         assert self._val is not None
         when = f"in epoch {self._at.epoch}"
-        return self._evaluator.evaluate(self._val, when, self._shutdown.look_alone)
+        with self._without_draws():
+            return self._evaluator.evaluate(self._val, when, self._shutdown.look_alone)
 
     # -- keeping ---------------------------------------------------------------------------
 
