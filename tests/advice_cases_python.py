@@ -503,6 +503,12 @@ PYTHON: dict[str, list[Case]] = {
             into="Trainer",
         ),
         Case(
+            "Trainer(model, dataset, None, criterion, optimizer)",
+            TRAINING
+            + "; dataset = torch.utils.data.TensorDataset(torch.ones(9, 3), torch.ones(9, 2))",
+            at="dataset",
+        ),
+        Case(
             "after(None)",
             TRAINING
             + "; model = torch.nn.LazyLinear(2); train_loader = [(torch.ones(4, 3), 0)]; after = lambda _: move_model(model, 'cpu')",
@@ -571,6 +577,8 @@ def place(loader):
         *_refused(
             TRAINING,
             "Trainer(model, pairs, pairs, criterion, optimizer, plateau, scheduler_interval='update')",
+            "Trainer(model, pairs, pairs, criterion, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, 'max'))",
+            "Trainer(model, pairs, pairs, criterion, optimizer, metrics={})",
             "Trainer(model, pairs, None, criterion, optimizer, plateau, config={'monitor': 'x'})",
             "Trainer(model, pairs, None, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3), {'epochs': 3})",
             "Trainer(model, pairs, None, criterion, optimizer, scheduler_interval='batch')",

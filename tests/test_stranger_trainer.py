@@ -343,3 +343,87 @@ def test_an_op_that_is_called_says_what_is() -> None:
         RandomHorizontalFlip(p=1.0)(images)
     typed = {"Compose": Compose, "RandomHorizontalFlip": RandomHorizontalFlip, "images": images}
     assert eval(refused.value.fix, typed).shape == images.shape
+
+
+class Share:
+    """What somebody computes of a validation."""
+
+    def __init__(self) -> None:
+        self.num, self.of = 0, 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.num += int((outputs > targets).sum())
+        self.of += len(targets)
+
+    def compute(self) -> Any:
+        return torch.tensor(self.num / self.of)
+
+
+class Odd(Share):
+    def compute(self) -> Any:
+        return {"share": torch.tensor(0.5), "table": torch.zeros(4, 4)}
+
+
+@pytest.mark.parametrize("metrics", [Share, Share()])
+def test_metrics_may_be_one_number_of_an_object(metrics: Any) -> None:
+    trainer = make(nn.Linear(6, 1), (X, Y), val_loader=Loader((X, Y), 8), metrics=metrics)
+    trainer.fit(quiet=True)
+    found = trainer.validate()["Share"]
+    with torch.no_grad():
+        expected = (trainer.model(torch.from_numpy(X)) > torch.from_numpy(Y)).float().mean()
+    assert found == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        (lambda outputs, targets: 0.5, "metrics is <lambda>, which needs arguments"),
+        ({"share": Share}, "metrics is dict"),
+        (Odd, r"metrics computed 'table' as a Tensor of shape \(4, 4\)"),
+    ],
+)
+def test_metrics_of_another_form_are_answered(metrics: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make(nn.Linear(6, 1), (X, Y), val_loader=Loader((X, Y), 8), metrics=metrics).validate()
+
+
+class ByEpoch:
+    """A scheduler whose step needs the number of the epoch, as timm's do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.seen = optimizer, list[int]()
+
+    def step(self, epoch: int, metric: Any = None) -> None:
+        self.seen.append(epoch)
+
+
+def test_a_scheduler_that_needs_the_epoch_is_not_given_the_loss() -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = ByEpoch(optimizer)
+    val = Loader((X, Y), 8)
+    trainer = make(model, (X, Y), val_loader=val, optimizer=optimizer, scheduler=scheduler)
+    trainer.fit(quiet=True)
+    trainer.train_epoch()
+    assert scheduler.seen == [1, 2]
+
+
+def test_a_plateau_in_the_other_direction_is_refused() -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max")
+    with pytest.raises(InputError, match="has mode 'max', and maximise is False") as refused:
+        make(model, (X, Y), optimizer=optimizer, scheduler=plateau)
+    assert refused.value.fix == "config={'monitor': 'loss', 'maximise': True}"
+
+
+def test_a_dataset_is_no_loader_and_a_finished_run_says_so(capsys: Any) -> None:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    dataset = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    with pytest.raises(InputError, match="a TensorDataset, which has samples, not batches"):
+        Trainer(model, dataset, None, nn.functional.mse_loss, optimizer)
+    trainer = make(model, (X, Y), optimizer=optimizer)
+    trainer.fit()
+    trainer.fit()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("train_epoch() adds one")

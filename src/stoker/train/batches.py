@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stoker.augment.guard import check_loss
@@ -140,6 +141,12 @@ class Feed:
         augmentation: Augments | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise InputError(
+                f"a loader that is a {type(loader).__name__}, which has samples, not batches.",
+                "a Loader, a DataLoader, or batches; DataLoader(dataset, batch_size=None) yields batches of a dataset",
+                "stoker.Loader(dataset, 64)",
+            )
         self.given_unpack = self.unpack = unpack or unpack_by_name
         is_wrapped = isinstance(getattr(loader, "stoker_loader", None), Loader)
         if is_wrapped:

@@ -352,6 +352,8 @@ class Trainer(Configured, Resumable, Answers):
                     self._progress.say(line)
                 if self.history.fallback is not None:
                     self._progress.say(self.history.fallback.text)
+                if at.epoch >= settings.epochs:
+                    self._progress.say(f"{at.epoch} epochs are trained: train_epoch() adds one")
             shutdown.agree()
             first_step = at.num_steps
             while at.epoch < settings.epochs and shutdown.reason is None and not self._is_over:
@@ -707,7 +709,7 @@ class Trainer(Configured, Resumable, Answers):
         if self.scheduler is None or interval != self._interval:
             return
         score = None if report is None else self._score(report)
-        step_scheduler(self.scheduler, score, is_first=not self._at.has_scheduled)
+        step_scheduler(self.scheduler, score, self._at.epoch + 1, not self._at.has_scheduled)
         self._at.has_scheduled = True
 
     def _score(self, report: EpochReport) -> float | None:
