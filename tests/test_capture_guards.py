@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -326,10 +327,11 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.late, self.calls = make_model(), nn.Linear(6, 1), itertools.count(1)
+        self.net, self.late = make_model(), nn.Linear(6, 1)
+        self.calls = functools.partial(next, itertools.count(1))  # an iterator would be seen
 
     def forward(self, x):
-        is_late = next(self.calls) == WARM_UP_STEPS + 2
+        is_late = self.calls() == WARM_UP_STEPS + 2
         return self.net(x) + self.late(x) if is_late else self.net(x)
 
 

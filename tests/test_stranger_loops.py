@@ -5,6 +5,7 @@ On a CPU the graphs are made of paper (`paper_graphs.py`).
 
 from __future__ import annotations
 
+import collections
 import copy
 
 import pytest
@@ -377,10 +378,58 @@ def go_back(run):
     return [*losses, model[0].weight.detach().sum()]
 
 
+def take_two(run):
+    """Half of each step's samples come from an iterator of the loop's own, as unlabelled ones do."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = iter(run.noise)
+
+    def step(batch):
+        return update(optimizer, cross_entropy(model(batch[0] + next(others)), batch[1]))
+
+    step = run.capture(step, model, optimizer)
+    return [*(step(batch) for batch in supervised(run)), torch.tensor(len([*others]))]
+
+
+def empty_state(run):
+    """The moments begin anew for each task."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = run.capture(
+        lambda batch: update(optimizer, cross_entropy(model(batch[0]), batch[1])), model, optimizer
+    )
+    losses = []
+    for task in range(3):
+        if task == 1:
+            optimizer.state.clear()
+        elif task == 2:
+            optimizer.state = collections.defaultdict(dict)
+        losses += [step(batch) for batch in supervised(run)]
+    return losses
+
+
+def scale_in_place(run):
+    """A step that changes its batch, takes an entry out, and counts on the host: it is run again in a comparison."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = [0]
+
+    def step(batch):
+        x, wanted = batch["x"].mul_(2), batch.pop("wanted")
+        counts[0] += 1
+        return update(optimizer, cross_entropy(model(x) * (1 + counts[0]), wanted))
+
+    step = run.capture(step, model, optimizer)
+    return [step({"x": x.clone(), "wanted": wanted}) for x, wanted in supervised(run)]
+
+
 @pytest.mark.filterwarnings("ignore:stoker.capture")
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
+        (take_two, "eager: the step takes from others, an iterator on the host"),
+        (empty_state, "replays agreed"),
+        (scale_in_place, "eager: the step changes counts"),
         (remember, "replays agreed"),
         (call_back, "eager: the step changes the length of seen"),
         (weigh_by_a_bare_tensor, "replays agreed"),

@@ -22,7 +22,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from enum import Enum
-from operator import itemgetter
+from io import IOBase
+from operator import is_, itemgetter
 from types import (
     CellType,
     CodeType,
@@ -33,6 +34,7 @@ from types import (
     NoneType,
 )
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -115,12 +117,22 @@ class FrozenGroups:
         groups = optimizer.param_groups if has_update else ()
         self._groups = [_freeze(optimizer, group, device, bring_rates) for group in groups]
         self._trained = self._list_trained()
+        self._kept: list[Any] | None = None
 
     def has_other_groups(self) -> bool:
-        """Whether groups were added or replaced since the capture, as by `load_state_dict`."""
+        """Whether groups or state were added or replaced since the first call after the capture, or groups before.
+
+        `load_state_dict` replaces both; some users empty the state to begin anew with the moments.
+        """
         groups = self._optimizer.param_groups if self._has_update else ()
         if len(groups) != len(self._groups):
             return True
+        if self._has_update:
+            kept = [*self._optimizer.state.values()]
+            if self._kept is None:
+                self._kept = kept
+            if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
+                return True
         return any(now is not then[0] for now, then in zip(groups, self._groups, strict=True))
 
     def find_change(self) -> str | None:
@@ -591,6 +603,29 @@ def _is_own(function: Any) -> bool:
 
 def _is_own_file(file: str) -> bool:
     return "-packages" not in file and not file.startswith((_LIBRARY, "<frozen"))
+
+
+def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> str | None:
+    """Return the name of an iterator that code of a step names, in a variable or an attribute; None without one.
+
+    What is taken from it cannot be given back: a generator, `itertools.cycle`, the iterator of a loader. Files, which
+    are iterators too, are left out.
+    """
+    places: list[tuple[str, Any, Any]] = []
+    for given in functions:
+        places += surroundings(given)
+        owner = getattr(getattr(given, "func", given), "__self__", None)
+        named = names_in([given]) & getattr(owner, "__dict__", {}).keys()
+        places += [(f"{type(owner).__name__}.{name}", vars(owner), name) for name in named]
+    for module in {type(each): each for root in modules for each in root.modules()}.values():
+        named = names_in([type(module).forward]) & vars(module).keys() - MODULE_TABLES
+        places += [(f"{type(module).__name__}.{name}", vars(module), name) for name in named]
+    for name, container, key in places:
+        kind = type(read_place(container, key))
+        # A weak proxy has the methods of all kinds.
+        if issubclass(kind, Iterator) and not issubclass(kind, (IOBase, *ProxyTypes)):
+            return name
+    return None
 
 
 def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:

@@ -348,7 +348,7 @@ class _FunctionGraph(GraphedStep):
     def run(self, batch: Any) -> Any:
         """Train on a batch of this shape."""
         if self.is_given_up:
-            return self._run_eagerly(batch)
+            return self._owner.run_eagerly(batch)
         if self._is_trusted or self._num_warm < self._warm_up_steps:
             return self._run_captured(batch)
         try:
@@ -416,6 +416,10 @@ class _FunctionGraph(GraphedStep):
         return self._owner.run_static(self._views())
 
     def _run_eagerly(self, work: Any) -> Any:
+        if not isinstance(
+            work, IndexBatch
+        ):  # a step may take entries out of a dict, and runs again in a comparison
+            work = map_tensors(lambda tensor: tensor, work)
         return self._owner.run_eagerly(work)
 
     def _find_generation(self) -> tuple[int, int]:

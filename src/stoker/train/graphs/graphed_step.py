@@ -40,6 +40,7 @@ from stoker.train.graphs.frozen import (
     OTHER_GROUPS,
     FrozenGroups,
     HostNumbers,
+    find_iterator,
     has_drawn,
     quiet_host_rng,
 )
@@ -292,6 +293,10 @@ class GraphedStep:
     def _capture(self) -> bool:
         """Capture the step; return False if that fails. Nothing is computed, and numbers on the host do not change."""
         state = self._state
+        taken = find_iterator(state.changed_modules(), state.code())
+        if taken is not None:  # also not to try: what is taken from it would be lost
+            self.give_up(f"the step takes from {taken}, an iterator on the host")
+            return False
         on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
             self._split(f"{on_host} keeps its counts on the host{self._advice}")
@@ -419,6 +424,7 @@ class GraphedStep:
     def _replay_and_check(self, work: Any) -> Any:
         """Run the step eagerly and as a replay from the same state; keep the replay's result if they agree."""
         keep = self._make_snapshot()
+        keep.keep_batch(iterate_tensors(self._given(work)))  # a step may change its batch in place
         try:
             return self._compare(work, keep)
         except Exception:

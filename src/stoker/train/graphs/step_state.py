@@ -326,6 +326,7 @@ class Snapshot:
 
     def __init__(self, state: StepState, count: Any = None) -> None:
         self._state, self._count = state, count
+        self._batch: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._owners = list(state.tensors())
         self.tensors = [tensor.detach().clone() for tensor in self._owners]
         modules, code = state.changed_modules(), state.code()
@@ -351,9 +352,17 @@ class Snapshot:
         self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
         self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
 
+    def keep_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Restore these tensors of a batch too, if they were changed in place."""
+        kept = (tensor for tensor in tensors if not tensor.is_inference())
+        self._batch = [(tensor, tensor._version, tensor.detach().clone()) for tensor in kept]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Undo what happened since the snapshot. In place: the graph keeps its addresses."""
+        for each, version, before in self._batch:
+            if each._version != version:
+                each.copy_(before)
         self._kept.put_back()  # a step creates the state of a parameter at its first update
         owners = list(self._state.tensors())
         if len(owners) != len(self._owners):  # a buffer was added or removed
