@@ -345,6 +345,29 @@ def test_an_op_that_is_called_says_what_is() -> None:
     assert eval(refused.value.fix, typed).shape == images.shape
 
 
+class Counts(nn.Module):
+    """A criterion of outputs (B, 1) and targets (B,), which counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, outputs: Any, targets: Any) -> Any:
+        self.num_calls += 1
+        return (outputs[:, 0] - targets).square().mean()
+
+
+def test_a_criterion_that_takes_its_column_itself_is_right() -> None:
+    criterion = Counts()
+    trainer = make(nn.Linear(6, 1), (X, Y[:, 0]), criterion=criterion)
+    trainer.fit(quiet=True)
+    assert int(criterion.num_calls) == 5
+    with pytest.raises(InputError, match="compares every output with every target"):
+        make(nn.Linear(6, 1), (X, Y[:, 0]), criterion=lambda o, t: (o - t).square().mean()).fit(
+            quiet=True
+        )
+
+
 class Share:
     """What somebody computes of a validation."""
 
