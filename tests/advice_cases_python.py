@@ -762,6 +762,11 @@ def place(loader):
     + [
         Case("RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))", COMPAT, into="RandomCrop"),
         Case(
+            "ChunkDataLoader('pairs.h5', 4, 1.0, 'cpu', sampler=3)",
+            COMPAT
+            + "; import h5py; from stoker import ChunkDataLoader; file = h5py.File('pairs.h5', 'w'); file['features'] = np.zeros((9, 2)); file['targets'] = np.zeros(9); file.close()",
+        ),
+        Case(
             "pass\nloader.load_batch_async(0, batch)",
             COMPAT + "; loader.load_batch_async(0, batch)",
             at="pass",

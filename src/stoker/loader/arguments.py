@@ -48,7 +48,7 @@ from stoker.store.fields import Dense, FieldData
 from stoker.store.memory import memory_store
 from stoker.store.reader import Store, open_store
 
-_NEEDLESS = {
+NEEDLESS = {
     "num_workers": "batches are gathered on the device, without worker processes",
     "pin_memory": "batches are on the device already, and what is copied goes through pinned memory",
     "pin_memory_device": "batches are on the device already",
@@ -138,8 +138,8 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: A
             "Loader((x, y), 64)",
         )
     for name in given:
-        if name in _NEEDLESS:
-            tell_once(f"stoker.Loader needs no {name}: {_NEEDLESS[name]}")
+        if name in NEEDLESS:
+            tell_once(f"stoker.Loader needs no {name}: {NEEDLESS[name]}")
             continue
         if name in _INSTEAD:
             raise InputError(
@@ -151,7 +151,7 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: A
                 "one pass over a Loader is an epoch; the loop or the Trainer counts them",
                 f"leave {name} out",
             )
-        near = _RENAMED.get(name) or nearest(name, (*known, *_NEEDLESS))
+        near = _RENAMED.get(name) or nearest(name, (*known, *NEEDLESS))
         raise InputError(
             f"a Loader has no argument {name!r}.",
             ", ".join(known),
@@ -261,7 +261,7 @@ def fixed_option(name: str, value: Any) -> InputError:
 
 def no_attribute(name: str) -> AttributeError:
     """Return the error for an attribute that a Loader does not have; it names the substitute, if any."""
-    instead = _ATTRIBUTES.get(name) or _NEEDLESS.get(name)
+    instead = _ATTRIBUTES.get(name) or NEEDLESS.get(name)
     return AttributeError(
         f"a Loader has no attribute {name!r}" + (f": {instead}" if instead else "")
     )
