@@ -22,8 +22,9 @@ from stoker.train.batches import Feed
 from stoker.train.checkpoint_file import loadable
 from stoker.train.checks import load_criterion
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
-from stoker.train.graphs.frozen import HostNumbers
-from stoker.train.graphs.step_state import drawing_objects
+from stoker.train.graphs.frozen import HostNumbers, is_plain_object
+from stoker.train.graphs.step_state import drawing_objects, used_objects
+from stoker.train.graphs.structure import STEP_HOOKS
 from stoker.train.graphs.trainer_step import CapturedStep
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochTally, LossTrend, Stall
@@ -228,6 +229,8 @@ class Resumable:
             "trend": asdict(at.trend),
             "stall": asdict(at.stall),
         }
+        if averages := self._averages():
+            state["averages"] = {str(n): one.state_dict() for n, one in enumerate(averages)}
         if drawing := self._drawing():
             positions = {str(n): one.state_dict() for n, one in enumerate(drawing)}
             state["draws"] = self._of_ranks(positions)
@@ -243,6 +246,16 @@ class Resumable:
         """Return the objects with counters of draws, such as `MixUp`, that `unpack` and the criterion use."""
         found = drawing_objects(self._train.given_unpack, self.criterion)
         return [one for one in found if one is not self.gpu_augmentation]
+
+    def _averages(self) -> list[torch.nn.Module]:
+        """Return the modules that hooks of the optimizer use, such as a moving average of the weights."""
+        tables = (getattr(self.optimizer, name, None) or {} for name in STEP_HOOKS)
+        used = used_objects(*(hook for table in tables for hook in table.values()))
+        own = (vars(one).values() for one in used if is_plain_object(one, may_be_called=True))
+        found = [*used, *(one for values in own for one in values)]
+        modules = {id(one): one for one in found if issubclass(type(one), torch.nn.Module)}
+        known = {id(parameter) for parameter in self.model.parameters()}
+        return [one for one in modules.values() if known.isdisjoint(map(id, one.parameters()))]
 
     @contextlib.contextmanager
     def _without_draws(self) -> Iterator[None]:
@@ -287,6 +300,9 @@ class Resumable:
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
             own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
             self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
+        averages = (state.get("averages") or {}).values()
+        for average, values in zip(self._averages(), averages, strict=False):
+            average.load_state_dict(values)
         drawn = as_ranks(state.get("draws") or {})
         positions = drawn[self.ranks.rank] if len(drawn) == self.ranks.world_size else {}
         for one, position in zip(self._drawing(), positions.values(), strict=False):
