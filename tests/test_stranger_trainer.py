@@ -232,6 +232,19 @@ def test_a_group_that_is_added_between_epochs_is_clipped_with_the_others(device:
     assert trainer._captured.active, trainer._captured.reason
 
 
+@pytest.mark.parametrize(
+    ("unpack", "given"),
+    [
+        (lambda batch: (*batch.values(), None), "a tuple of 3"),
+        (dict, "a dict of 2"),
+        (id, "a int"),
+    ],
+)
+def test_an_unpack_that_returns_no_pair_is_answered(unpack: Any, given: str) -> None:
+    with pytest.raises(InputError, match=f"unpack returned {given}\\."):
+        make(nn.Linear(6, 1), (X, Y), unpack=unpack).fit(quiet=True)
+
+
 class TellsEpochs:
     """A sampler, batch sampler or dataset that is told its epoch."""
 

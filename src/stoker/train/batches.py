@@ -147,7 +147,8 @@ class Feed:
                 "a Loader, a DataLoader, or batches; DataLoader(dataset, batch_size=None) yields batches of a dataset",
                 "stoker.Loader(dataset, 64)",
             )
-        self.given_unpack = self.unpack = unpack or unpack_by_name
+        self.given_unpack: Unpack = unpack or unpack_by_name
+        self.unpack = self.given_unpack if unpack is None else _checked(unpack)
         is_wrapped = isinstance(getattr(loader, "stoker_loader", None), Loader)
         if is_wrapped:
             loader, self.unpack = loader.stoker_loader, _unpack_presented(loader, self.unpack)
@@ -473,6 +474,23 @@ class Feed:
         return (
             int(self.loader.state_dict()["batch"]) if self.is_stoker else self._position.num_taken
         )
+
+
+def _checked(unpack: Unpack) -> Unpack:
+    """Return a user's `unpack`, with an error where it returns anything but a pair."""
+
+    def unpack_pair(batch: Any) -> tuple[Any, Any]:
+        made: Any = unpack(batch)
+        if isinstance(made, tuple | list) and len(made) == 2:
+            return made[0], made[1]
+        count = f" of {len(made)}" if isinstance(made, tuple | list | dict) else ""
+        raise InputError(
+            f"unpack returned a {type(made).__name__}{count}.",
+            "a pair (inputs, targets); both may be tuples or dicts",
+            "Trainer(..., unpack=lambda batch: (batch[0], batch[1]))",
+        )
+
+    return unpack_pair
 
 
 def _unpack_presented(wrapper: WrapsLoader, unpack: Unpack) -> Unpack:
