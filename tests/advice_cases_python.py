@@ -220,6 +220,7 @@ PYTHON: dict[str, list[Case]] = {
     )
     + [
         Case("compose.draw(2, (8, 8), 3, 'x')", PICTURES, at="'x'"),
+        Case("op(images)", IMAGES + "; op = RandomHorizontalFlip()", at="op(images)"),
         Case(
             "compose.apply(images, params, rows=rows)",
             PICTURES + "images = one; params = compose.draw(1, (8, 8), 3, one.device)",
@@ -330,6 +331,7 @@ PYTHON: dict[str, list[Case]] = {
         "plan_store_lanes(store, 2, fields=['x'])",
         "loader.set_epoch(-1)",
         "Loader({'images': images}, 4, augment=[RandomHorizontalFlip()])",
+        "Loader({'images': np.zeros((9, 3, 8, 8), 'u1')}, 4, augment=__import__('stoker.augment').augment.MixUp(0.2, 3))",
         "loader.load_state_dict(3)",
         "loader.load_state_dict(odd)",
         "loader.load_state_dict(cut)",
@@ -500,6 +502,25 @@ PYTHON: dict[str, list[Case]] = {
             then="finite values only",
         ),
         Case(
+            "Trainer(model, drawn, drawn, torch.nn.functional.cross_entropy, optimizer, config=dict(epochs=1), unpack=lambda batch: mix(*batch)).validate()",
+            TRAINING
+            + "; from stoker.augment import MixUp; model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 3)); mix = MixUp(0.2, 3)"
+            + "; optimizer = torch.optim.SGD(model.parameters()); drawn = [(torch.rand(4, 3, 4, 4), torch.zeros(4).long())]",
+            into="Trainer",
+        ),
+        Case(
+            "Trainer(model, dataset, None, criterion, optimizer)",
+            TRAINING
+            + "; dataset = torch.utils.data.TensorDataset(torch.ones(9, 3), torch.ones(9, 2))",
+            at="dataset",
+        ),
+        Case(
+            "after(None)",
+            TRAINING
+            + "; model = torch.nn.LazyLinear(2); train_loader = [(torch.ones(4, 3), 0)]; after = lambda _: move_model(model, 'cpu')",
+            at="None",
+        ),
+        Case(
             "move_model(model, 'cpu')", TRAINING + "; model = torch.nn.Linear(3, 2, device='meta')"
         ),
         Case("check_parameters(model, other, 'cpu')", TRAINING, at="other"),
@@ -567,6 +588,8 @@ def place(loader):
         *_refused(
             TRAINING,
             "Trainer(model, pairs, pairs, criterion, optimizer, plateau, scheduler_interval='update')",
+            "Trainer(model, pairs, pairs, criterion, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, 'max'))",
+            "Trainer(model, pairs, pairs, criterion, optimizer, metrics={})",
             "Trainer(model, pairs, None, criterion, optimizer, plateau, config={'monitor': 'x'})",
             "Trainer(model, pairs, None, criterion, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3), {'epochs': 3})",
             "Trainer(model, pairs, None, criterion, optimizer, scheduler_interval='batch')",
@@ -749,6 +772,11 @@ def place(loader):
     )
     + [
         Case("RandomCrop(99, padding=1).apply(torch.randn(3, 8, 8))", COMPAT, into="RandomCrop"),
+        Case(
+            "ChunkDataLoader('pairs.h5', 4, 1.0, 'cpu', sampler=3)",
+            COMPAT
+            + "; import h5py; from stoker import ChunkDataLoader; file = h5py.File('pairs.h5', 'w'); file['features'] = np.zeros((9, 2)); file['targets'] = np.zeros(9); file.close()",
+        ),
         Case(
             "pass\nloader.load_batch_async(0, batch)",
             COMPAT + "; loader.load_batch_async(0, batch)",

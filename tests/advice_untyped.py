@@ -100,6 +100,7 @@ UNTYPED: dict[str, str] = {
     "train/batches.py: f'torchrun --nproc-per-node {len(states)}, or stoker.Loader(rank=, world_size=)'": "needs processes that torchrun has started",
     "loader/arguments.py: f'Loader(store, batch_size={value!r}), and its load_state_dict(loader.state_dict()) to go on from here' if name == 'batch_size' else f'Loader(store, batch_size, {name}={value!r})'": "is of an assignment; test_loader_habits.py types it",
     "loader/arguments.py: f'Loader({data.file.filename!r}, batch_size{inside})'": "needs a file that is open; test_loader_habits.py holds it",
+    "train/evaluation.py: f'leave {odd} out of what compute() returns'": "is told of a class that the user wrote",
     "train/graphs/reasons.py: \"capture='auto', which goes on eagerly and says so\"": "needs a GPU",
     "train/graphs/function.py: 'return loss at the end of the step, not loss.item(), which waits for the device'": "is told of a function that the user wrote",
     "train/diagnosis.py: \"a lower learning rate, clip_norm=1.0, or precision='fp32' to see where it begins\"": "needs a training that diverges",

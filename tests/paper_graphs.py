@@ -56,11 +56,13 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, graph: PaperGraph) -> None:
         super().__init__()
         self._graph = graph
-        self.changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.changed: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable:
-            self.changed += [(each, each.detach().clone()) for each in _tensors((args, kwargs))]
+            given = [t for t in _tensors((args, kwargs)) if t.layout == torch.strided]
+            memory = [tensor.untyped_storage() for tensor in given]  # `p.data = ...` may replace it
+            self.changed += [(each, each.clone()) for each in memory]
         results = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.rand.default:  # a draw on the host is in no graph
             self._graph.calls.append((func, args, kwargs or {}, results))
@@ -78,8 +80,10 @@ def _record(paper: PaperGraph, pool, stream, capture_error_mode):
             yield
     finally:
         with torch.no_grad():
-            for tensor, before in reversed(recorder.changed):
-                tensor.copy_(before)
+            for memory, before in reversed(recorder.changed):
+                if memory.nbytes() != before.nbytes():
+                    memory.resize_(before.nbytes())
+                memory.copy_(before)
             for tensor, before in zip(tensors, kept, strict=True):
                 tensor.copy_(before)
 

@@ -483,3 +483,59 @@ def test_on_a_cpu_it_runs_eagerly_with_the_reason():
     assert step.slowdown is None
     losses = [float(step(batch)) for batch in batches("cpu")]
     assert losses == [float(plain.step(batch)) for batch in batches("cpu")]
+
+
+def make_update(device):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(x, y=None, *, by=1.0):
+        loss = (model(x) - (0.0 if y is None else y)).square().mean() * by
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    class Whole(nn.Module):
+        def forward(self, x, y, by):
+            return update(x, y, by=by)
+
+    return model, optimizer, update, Whole()
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_step_is_called_with_its_arguments_as_they_are_given(device, is_module):
+    x, y = torch.randn(8, 6, device=device), torch.randn(8, 1, device=device)
+
+    def run(captured):
+        model, optimizer, update, whole = make_update(device)
+        step = whole if is_module else update
+        if captured:
+            step = stoker.capture(step, model=model, optimizer=optimizer)
+        return step, [float(step(x, y, by=0.5)) for _ in range(8)]
+
+    step, losses = run(captured=True)
+    torch.testing.assert_close(losses, run(captured=False)[1])
+    assert step.is_captured
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda step, x, n: step(x, None, by=float(n)), "argument[2][by] in a batch has more"),
+        (lambda step, x, n: step({"x": x, "names": [f"{n}.png"]}), "names[0] in a batch has more"),
+        (lambda step, x, n: step(x[: n + 1]), "batches have more than 4 shapes"),
+    ],
+)
+def test_what_differs_between_batches_is_named(device, call, named):
+    model, optimizer, update, _ = make_update(device)
+
+    def run(x, y=None, by=1.0):
+        return update(x["x"] if isinstance(x, dict) else x, y, by=by)
+
+    said = []
+    step = stoker.capture(run, model=model, optimizer=optimizer, say=said.append)
+    for number in range(6):
+        call(step, torch.ones(8, 6, device=device), number)
+    assert named in said[-1]

@@ -501,3 +501,13 @@ def test_files_without_the_two_arrays_are_named(tmp_path):
     empty = write(tmp_path / "empty.h5", np.zeros((0, 3), "f4"), np.zeros(0, "f4"))
     with pytest.raises(InputError, match="holds no samples"):
         ChunkDataLoader(empty, device="cpu")
+
+
+def test_what_people_give_a_dataloader_is_answered(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["features"], file["targets"] = np.zeros((9, 2, 3), "f4"), np.zeros(9, "f4")
+    with pytest.warns(UserWarning, match="needs no num_workers"):
+        assert len(ChunkDataLoader(path, 4, 1.0, "cpu", num_workers=0)) == 3
+    with pytest.raises(InputError, match="a ChunkDataLoader has no argument 'sampler'"):
+        ChunkDataLoader(path, 4, 1.0, "cpu", sampler=[1, 2])

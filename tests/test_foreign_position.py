@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import numpy as np
 import pytest
@@ -62,6 +63,26 @@ class Stateful:
 
     def load_state_dict(self, state):
         self.at = state["at"]
+
+
+class Sampler:
+    """A sampler of one's own, with a state that every epoch changes."""
+
+    def __init__(self, kind, seed):
+        self.kind, self.epoch, self.numbers = kind, 0, list(range(47))
+        self.draws = random.Random(seed) if kind == "python's" else np.random.default_rng(seed)
+
+    def __len__(self):
+        return 47
+
+    def __iter__(self):
+        self.epoch += 1
+        if self.kind == "python's":
+            return iter(self.draws.sample(range(47), 47))
+        if self.kind == "numpy's":
+            return iter(self.draws.permutation(47).tolist())
+        np.random.default_rng(self.epoch if self.kind == "count" else 7).shuffle(self.numbers)
+        return iter(self.numbers)
 
 
 def make_foreign(kind, seed, noise=0.1):
@@ -146,6 +167,66 @@ def test_any_loader_resumed_in_the_middle_repeats_and_loses_nothing(tmp_path, ki
         assert f"continues after the first {done % per_epoch} batches of the epoch" in said[0]
         left = len(whole.losses) - done
         assert len(loader.dataset.asked) <= left * 5, "nothing was loaded to be left out"
+
+
+@pytest.mark.parametrize("kind", ["python's", "numpy's", "count", "in place"])
+def test_a_sampler_with_a_state_of_its_own_goes_on(kind):
+    """Its generator, its count of epochs, or the list that it shuffles again and again."""
+
+    def run(place, epochs):
+        for epoch in range(epochs, 3):
+            place.set_epoch(epoch)
+            rest = place.begin()
+            for batch in place.loader if rest is None else rest:
+                place.num_taken += 1
+                yield batch.tolist()
+            place.end()
+
+    def make(seed):
+        data = list(range(47))
+        return ForeignPosition(torch.utils.data.DataLoader(data, 5, sampler=Sampler(kind, seed)))
+
+    whole = list(run(make(1), 0))
+    for taken in (14, 20):
+        place = make(1)
+        for _ in zip(range(taken), run(place, 0), strict=False):
+            pass
+        again = make(8 if "'s" in kind else 1)
+        again.load_state_dict(place.state_dict())
+        assert list(run(again, (taken - 1) // 10)) == whole[taken:]
+
+
+@pytest.mark.parametrize("stop_at", [(0, 3), (1, 3)])
+def test_persistent_workers_go_on_with_the_same_samples(tmp_path, monkeypatch, stop_at):
+    """They draw a seed in the first epoch only. The iterators are stood in for: processes would take seconds."""
+
+    class Persistent:
+        def __init__(self, data):
+            self.sampler = torch.utils.data.RandomSampler(data)
+            self.batch_sampler = torch.utils.data.BatchSampler(self.sampler, 5, drop_last=False)
+            self.dataset, self.persistent_workers = data, True
+            self.generator = self._iterator = None
+
+        def __iter__(self):
+            if self._iterator is None:
+                self._iterator = torch.empty((), dtype=torch.int64).random_(
+                    generator=self.generator
+                )
+            return map(self.fetch, self.batch_sampler)
+
+        def fetch(self, numbers):
+            return tuple(map(torch.stack, zip(*(self.dataset[n] for n in numbers), strict=True)))
+
+    monkeypatch.setitem(
+        make_foreign.__globals__,
+        "make_foreign",
+        lambda kind, seed, noise: Persistent(Counting(0.0)),
+    )
+    options = {"epochs": 3}
+    _, whole, _ = train_foreign("persistent", 1, **options)
+    train_foreign("persistent", 1, stop_at, run_dir=tmp_path / "run", **options)
+    _, rest, _ = train_foreign("persistent", 8, resume=True, run_dir=tmp_path / "run", **options)
+    assert rest.losses == whole.losses[-len(rest.losses) :]
 
 
 def test_a_loader_with_workers_goes_on_with_the_same_samples(tmp_path):

@@ -430,8 +430,8 @@ def test_a_large_tensor_is_copied_only_when_it_is_kept(device):
 
 @pytest.mark.filterwarnings("ignore:stoker.capture")
 def test_a_number_of_the_host_in_a_result_is_never_stale(device):
-    loop, numbers = Loop(device, is_captured=True), iter(range(1000))
-    step = loop.capture(lambda batch: (loop.update(batch, 0.0), next(numbers)))
+    loop, number = Loop(device, is_captured=True), functools.partial(next, iter(range(1000)))
+    step = loop.capture(lambda batch: (loop.update(batch, 0.0), number()))
     told = [step(batch)[1] for batch in loop.batches]
     assert told == sorted({*told})
     assert "eager: the step changes a value that it returns" in step.reason

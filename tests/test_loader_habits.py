@@ -186,6 +186,18 @@ def test_the_advice_for_a_sampler_gives_as_many_samples(path, sampler, typed):
         assert sum(len(batch["labels"]) for batch in loader) == len(sampler)
 
 
+def test_the_advice_for_an_endless_sampler_is_an_epoch(path):
+    with pytest.raises(InputError) as caught:
+        Loader(path, 10, "cpu", sampler=RandomSampler(range(50), True, 10**10))
+    assert caught.value.fix == "shuffle=True"
+
+
+def test_a_list_of_numbers_in_a_sample_is_said_to_be_one_tensor():
+    with pytest.warns(UserWarning, match=r"stacks the 2 numbers that 'targets' .* \(batch, 2\),"):
+        loader = Loader([(np.ones(3), [1.0, n]) for n in range(4)], 2, "cpu")
+    assert next(iter(loader))[1].tolist() == [[1, 0], [1, 1]]
+
+
 def test_a_slip_in_a_keyword_of_a_dataloader_is_answered_with_it(path):
     with pytest.raises(InputError, match="no argument 'num_worker'") as caught:
         Loader(path, 10, "cpu", num_worker=3)
@@ -259,6 +271,8 @@ def test_nothing_to_load_is_said(tmp_path):
         Loader(tmp_path / "a.h5", 2, "cpu", rows=0)
     with pytest.raises(InputError, match="epoch_samples is 0"):
         Loader(np.arange(9), 2, "cpu", epoch_samples=0)
+    with pytest.raises(InputError, match="drawing 10,000,000,000,000 samples needs"):
+        Loader(np.arange(9), 2, "cpu", epoch_samples=10**13)
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def returns(parameters):
     [
         (Normed, sgd, "the step replaces mean of Normed by other tensors"),
         (NormedInPlace, sgd, None),
-        (Plain, Learner, "the step gives weights other memory"),
+        (Plain, Learner, "the step gives tensors other memory"),
         (Plain, returns, None),
     ],
 )

@@ -5,6 +5,7 @@ On a CPU the graphs are made of paper (`paper_graphs.py`).
 
 from __future__ import annotations
 
+import collections
 import copy
 
 import pytest
@@ -245,10 +246,196 @@ def decay_by_epoch(run):
     return losses
 
 
+def supervised(run):
+    return [(x, noise[:, 0].gt(0).long()) for x, noise in zip(run.features, run.noise, strict=True)]
+
+
+def remember(run):
+    """Elastic weight consolidation: at the moment when the weights are saved, the distance from them is 0."""
+    model, importance, saved = make_net().to(run.device), {}, {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        x, wanted = batch
+        loss = cross_entropy(model(x), wanted)
+        for name, parameter in model.named_parameters():
+            if name in importance:
+                loss = loss + (importance[name] * (parameter - saved[name]).square()).sum()
+        return update(optimizer, loss)
+
+    step, losses = run.capture(step, model, optimizer), []
+    for task in range(1, 4):
+        losses += [step(batch) for batch in supervised(run)]
+        for name, parameter in model.named_parameters():
+            importance[name] = torch.full_like(parameter, 4.0 * task)
+            saved[name] = parameter.detach().clone()
+    return losses
+
+
+def call_back(run):
+    """A trainer with lists of callbacks by event."""
+
+    class Loop:
+        def __init__(self):
+            self.model = make_net().to(run.device)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.callbacks = {"on_batch_end": []}
+
+        def train_step(self, batch):
+            self.loss = update(self.optimizer, cross_entropy(self.model(batch[0]), batch[1]))
+            for call in self.callbacks["on_batch_end"]:
+                call(self)
+            return self.loss
+
+    loop, seen = Loop(), []
+    loop.callbacks["on_batch_end"].append(lambda done: seen.append(done.loss))
+    step = run.capture(loop.train_step, loop.model, loop.optimizer)
+    losses = [step(batch) for batch in supervised(run)]
+    return [*losses, *seen, torch.tensor(len(seen))]
+
+
+def weigh_by_a_bare_tensor(run):
+    """As the temperature of soft actor-critic: no `nn.Parameter`, so in no module."""
+    model = make_net().to(run.device)
+    weight = torch.zeros(1, device=run.device, requires_grad=True)
+    first = torch.optim.Adam(model.parameters(), lr=0.01)
+    second = torch.optim.Adam([weight], lr=0.1)
+
+    def step(batch):
+        loss = cross_entropy(model(batch[0]), batch[1]) * weight.exp().sum() - weight.sum()
+        second.zero_grad()
+        loss = update(first, loss)
+        second.step()
+        return loss
+
+    step = run.capture(step, model, [first, second])
+    return [*(step(batch) for batch in supervised(run)), weight.detach()]
+
+
+def perturb(run):
+    """Free adversarial training: a perturbation that is kept, and given other memory by each step."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    change = torch.zeros(8, 6, device=run.device, requires_grad=True)
+
+    def step(batch):
+        loss = update(optimizer, cross_entropy(model(batch[0] + change), batch[1]))
+        change.data = (change + 0.5 * change.grad).detach()
+        change.grad.zero_()
+        return loss
+
+    step = run.capture(step, model, optimizer)
+    return [*(step(batch) for batch in supervised(run)), change.detach().sum()]
+
+
+class Scales:
+    """A scaler in an object of one's own, as timm has it."""
+
+    def __init__(self, device):
+        self.inner = torch.amp.GradScaler(device, init_scale=4.0, growth_interval=3)
+
+    def __call__(self, loss, optimizer):
+        self.inner.scale(loss).backward()
+        self.inner.step(optimizer)
+        self.inner.update()
+
+
+def scale(run):
+    model, scales = make_net().to(run.device), Scales(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch[0]), batch[1])
+        scales(loss, optimizer)
+        return loss.detach()
+
+    step = run.capture(step, model, optimizer)
+    losses = [step(batch) for batch in supervised(run)]
+    return [*losses, torch.tensor(scales.inner.get_scale())]
+
+
+def go_back(run):
+    """Search for a rate and go back to the first weights, as a learning-rate finder does; then thaw by a new group."""
+    model = make_net().to(run.device)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model[2].parameters(), lr=1e-3)
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def step(batch):
+        return update(optimizer, cross_entropy(model(batch[0]), batch[1]))
+
+    step, losses = run.capture(step, model, optimizer), []
+    for number, batch in enumerate(supervised(run)):
+        optimizer.param_groups[0]["lr"] = 1e-3 * 1.3**number
+        losses.append(step(batch))
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    losses += [step(batch) for batch in supervised(run)]
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-2})
+    losses += [step(batch) for batch in supervised(run)]
+    return [*losses, model[0].weight.detach().sum()]
+
+
+def take_two(run):
+    """Half of each step's samples come from an iterator of the loop's own, as unlabelled ones do."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = iter(run.noise)
+
+    def step(batch):
+        return update(optimizer, cross_entropy(model(batch[0] + next(others)), batch[1]))
+
+    step = run.capture(step, model, optimizer)
+    return [*(step(batch) for batch in supervised(run)), torch.tensor(len([*others]))]
+
+
+def empty_state(run):
+    """The moments begin anew for each task."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = run.capture(
+        lambda batch: update(optimizer, cross_entropy(model(batch[0]), batch[1])), model, optimizer
+    )
+    losses = []
+    for task in range(3):
+        if task == 1:
+            optimizer.state.clear()
+        elif task == 2:
+            optimizer.state = collections.defaultdict(dict)
+        losses += [step(batch) for batch in supervised(run)]
+    return losses
+
+
+def scale_in_place(run):
+    """A step that changes its batch, takes an entry out, and counts on the host: it is run again in a comparison."""
+    model = make_net().to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = [0]
+
+    def step(batch):
+        x, wanted = batch["x"].mul_(2), batch.pop("wanted")
+        counts[0] += 1
+        return update(optimizer, cross_entropy(model(x) * (1 + counts[0]), wanted))
+
+    step = run.capture(step, model, optimizer)
+    return [step({"x": x.clone(), "wanted": wanted}) for x, wanted in supervised(run)]
+
+
 @pytest.mark.filterwarnings("ignore:stoker.capture")
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
+        (take_two, "eager: the step takes from others, an iterator on the host"),
+        (empty_state, "replays agreed"),
+        (scale_in_place, "eager: the step changes counts"),
+        (remember, "replays agreed"),
+        (call_back, "eager: the step changes the length of seen"),
+        (weigh_by_a_bare_tensor, "replays agreed"),
+        (perturb, "eager: the step gives tensors other memory"),
+        (scale, "replays agreed"),
+        (go_back, "replays agreed"),
         (diffusion, "replays agreed"),
         (contrast, "replays agreed"),
         (contrast_by_host, "eager: the step changes Momentum.host_place"),

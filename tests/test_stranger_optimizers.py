@@ -265,6 +265,45 @@ def test_a_hook_that_collects_is_called_at_every_step(device):
     assert len(seen) == EPOCHS * 5
 
 
+class Average:
+    """As in many detectors: an object with a copy of the model."""
+
+    def __init__(self, model):
+        self.copy = copy.deepcopy(model).requires_grad_(False)
+
+    def update(self, model):
+        for mean, now in zip(self.copy.parameters(), model.parameters(), strict=True):
+            mean.mul_(0.9).add_(now, alpha=0.1)
+
+
+@pytest.mark.parametrize("kind", [Average, torch.optim.swa_utils.AveragedModel])
+def test_an_average_in_a_hook_is_resumed(tmp_path, kind):
+    def run(epochs, folder, resume=False):
+        model = make_model("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = kind(model)
+        update = average.update if kind is Average else average.update_parameters
+        optimizer.register_step_post_hook(torch.no_grad()(lambda *_: update(model)))
+        config = {"epochs": epochs, "precision": "fp32"}
+        trainer = Trainer(
+            model,
+            batches("cpu"),
+            None,
+            nn.functional.mse_loss,
+            optimizer,
+            None,
+            config,
+            "cpu",
+            run_dir=folder,
+        )
+        trainer.fit(quiet=True, resume=resume)
+        return weights(average.copy if kind is Average else average)
+
+    run(1, tmp_path / "broken")
+    resumed = run(2, tmp_path / "broken", resume=True)
+    torch.testing.assert_close(resumed, run(2, tmp_path / "whole"))
+
+
 class TwoForms(torch.optim.SGD):
     """Trains weights that are shifted by one, and must be told when they are to be used."""
 

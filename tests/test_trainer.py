@@ -618,6 +618,10 @@ def test_a_model_on_the_wrong_device_is_a_clear_error(path):
         Trainer(
             empty, Loader(path, 20, "cpu"), None, nn.functional.mse_loss, optimizer, device="cpu"
         )
+    lazy = nn.LazyLinear(1)
+    optimizer = torch.optim.SGD(lazy.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="lazy layers whose parameters have no shape"):
+        Trainer(lazy, [], None, nn.functional.mse_loss, optimizer, device="cpu")
 
 
 def test_a_full_disk_ends_with_its_error_and_the_older_checkpoint_goes_on(

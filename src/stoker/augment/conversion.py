@@ -475,7 +475,7 @@ class _ImageByImage(Function):
 
 
 def _image_by_image(transform: Any, phase: Phase, *, as_bytes: bool) -> _ImageByImage:
-    if not callable(transform):
+    if isinstance(transform, Op) or not callable(transform):
         raise InputError(
             f"{transform!r} is no transform.",
             "transforms of torchvision, or functions of one image",

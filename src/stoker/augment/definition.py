@@ -261,6 +261,14 @@ class Op:
         made: Applies = self.composed_by([self], stream=0x8000 + next(_LONE_STREAMS) % 0x8000)
         return made
 
+    def __call__(self, *_: Any) -> Any:
+        """Raise: a `Compose` is called with images, one op is not."""
+        raise InputError(
+            f"{type(self).__name__} was called like a function.",
+            "a Compose of it, with a batch; or its apply, with one image",
+            f"Compose([{self!r}])(images)",
+        )
+
     def apply(self, image: torch.Tensor) -> torch.Tensor:
         """Draw for one image `(C, H, W)` and return it as float in [0, 1] (see `Compose.apply`)."""
         return self._alone.apply(image)

@@ -40,6 +40,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError
+from stoker.loader.arguments import NEEDLESS, check_keywords
 from stoker.loader.columns import left_aside, make_columns
 from stoker.loader.loader import Loader
 from stoker.loader.slabs import usable_device
@@ -71,6 +72,7 @@ class ChunkDataLoader:
         seed: Of the shuffle.
         rank: This process's number; ranks share the samples without repeats.
         world_size: Number of processes.
+        **others: Arguments of torch's DataLoader that are needless here are accepted with a note.
 
     Attributes:
         num_samples: Samples in the file.
@@ -96,7 +98,16 @@ class ChunkDataLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        **others: Any,
     ) -> None:
+        if odd := [name for name in others if name not in NEEDLESS]:
+            raise InputError(
+                f"a ChunkDataLoader has no argument {odd[0]!r}.",
+                "hdf5_path, batch_size, chunk_size_gb, device, shuffle, drop_last, seed, rank and world_size; a Loader "
+                "over the same file has more",
+                f"leave {odd[0]} out",
+            )
+        check_keywords(others, (), batch_size)
         self.batch_size = batch_size = usable_count("batch_size", batch_size, example=128)
         seed, rank = whole_number("seed", seed), whole_number("rank", rank)
         world_size = whole_number("world_size", world_size)

@@ -48,7 +48,7 @@ from stoker.store.fields import Dense, FieldData
 from stoker.store.memory import memory_store
 from stoker.store.reader import Store, open_store
 
-_NEEDLESS = {
+NEEDLESS = {
     "num_workers": "batches are gathered on the device, without worker processes",
     "pin_memory": "batches are on the device already, and what is copied goes through pinned memory",
     "pin_memory_device": "batches are on the device already",
@@ -96,7 +96,7 @@ _ATTRIBUTES = {
 }
 
 _OF_THE_LOOP = frozenset({"epochs", "num_epochs", "max_epochs", "max_steps", "num_steps"})
-_MOST_TYPED, _LONGEST_TYPED, _FEW_ARRAYS = 20, 60, 8
+_MOST_TYPED, _LONGEST_TYPED, _FEW_ARRAYS, _MOST_EPOCHS = 20, 60, 8, 100
 
 _told: set[str] = set()
 
@@ -138,8 +138,8 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: A
             "Loader((x, y), 64)",
         )
     for name in given:
-        if name in _NEEDLESS:
-            tell_once(f"stoker.Loader needs no {name}: {_NEEDLESS[name]}")
+        if name in NEEDLESS:
+            tell_once(f"stoker.Loader needs no {name}: {NEEDLESS[name]}")
             continue
         if name in _INSTEAD:
             raise InputError(
@@ -151,7 +151,7 @@ def check_keywords(given: Mapping[str, Any], known: Sequence[str], batch_size: A
                 "one pass over a Loader is an epoch; the loop or the Trainer counts them",
                 f"leave {name} out",
             )
-        near = _RENAMED.get(name) or nearest(name, (*known, *_NEEDLESS))
+        near = _RENAMED.get(name) or nearest(name, (*known, *NEEDLESS))
         raise InputError(
             f"a Loader has no argument {name!r}.",
             ", ".join(known),
@@ -176,7 +176,8 @@ def _instead(name: str, value: Any) -> str:
         advice = f"shuffle=True, {advice}"
     if isinstance(value, RandomSampler | WeightedRandomSampler):
         data = value.data_source if isinstance(value, RandomSampler) else value.weights
-        if len(value) != len(data):
+        # Scripts that count steps ask for an endless epoch; with a Loader, one epoch follows another.
+        if len(value) != len(data) and len(value) <= _MOST_EPOCHS * len(data):
             advice += f", epoch_samples={len(value)}"
     return advice
 
@@ -260,7 +261,7 @@ def fixed_option(name: str, value: Any) -> InputError:
 
 def no_attribute(name: str) -> AttributeError:
     """Return the error for an attribute that a Loader does not have; it names the substitute, if any."""
-    instead = _ATTRIBUTES.get(name) or _NEEDLESS.get(name)
+    instead = _ATTRIBUTES.get(name) or NEEDLESS.get(name)
     return AttributeError(
         f"a Loader has no attribute {name!r}" + (f": {instead}" if instead else "")
     )
@@ -501,11 +502,12 @@ def _from_dataset(dataset: Any) -> Opened:
             "random stays the same in every epoch (draw with augment= instead)"
         )
     for name, value in named_values(sample):
-        if are_arrays(value):
+        if isinstance(value, list | tuple) and value and not isinstance(value[0], str):
+            what = "arrays" if are_arrays(value) else "numbers"
             tell_once(
-                f"stoker.Loader stacks the {len(value)} arrays that {name!r} has in every sample: a batch is one "
-                f"tensor (batch, {len(value)}, ...), where a DataLoader gives a list of {len(value)}. A sample with "
-                "a field for each gives them apart"
+                f"stoker.Loader stacks the {len(value)} {what} that {name!r} has in every sample: a batch is one "
+                f"tensor (batch, {len(value)}{', ...' if what == 'arrays' else ''}), where a DataLoader gives a list "
+                f"of {len(value)}. A sample with a field for each gives them apart"
             )
     fields = collect(_samples(dataset, count))
     store = memory_store(fields, f"{kind} in memory")

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from stoker.bounds import require_memory
 from stoker.display import nearest
 from stoker.errors import InputError
 from stoker.store.fields import Array
@@ -234,6 +235,9 @@ def choose_draws(
     count = len(samples)
     num_draws = whole_number(
         "epoch_samples", count if epoch_samples is None else epoch_samples, "epoch_samples=1000", 1
+    )
+    require_memory(
+        24 * num_draws, f"drawing {num_draws:,} samples", f"epoch_samples={count}", InputError
     )
     if mixture is not None:
         return mixture.draws(samples, num_draws)

@@ -312,6 +312,7 @@ class Assembler:
         tensors: Values on the device by dataset.
         augment: Augmentation of `images` and `masks`.
         is_resident: Whether the tensors hold all data.
+        is_unnamed: Whether the data came without names, so that its images are `features`.
     """
 
     def __init__(
@@ -320,6 +321,7 @@ class Assembler:
         tensors: Mapping[str, torch.Tensor],
         augment: Augments | None,
         is_resident: bool = False,
+        is_unnamed: bool = False,
     ) -> None:
         self._tensors = tensors
         self._augment = augment
@@ -329,7 +331,7 @@ class Assembler:
         self._encoded = [(column, row) for column, row in ragged if column.is_encoded]
         self._is_resident = is_resident
         coded = [column.field for column, _ in self._encoded]
-        self._images = [] if augment is None or coded else _find_images(self._gathers)
+        self._images = [] if augment is None or coded else _find_images(self._gathers, is_unnamed)
         self._image_names = [gather.name for gather in self._images] or [
             name for name in ("images", "masks") if name in coded
         ]
@@ -470,13 +472,20 @@ def _plan_gathers(
     return gathers, ragged
 
 
-def check_augment(augment: Augments | None, tier: str) -> None:
+def check_augment(augment: Any, tier: str, name: str = "augment") -> None:
     """Raise if `augment` is no augmentation, or must identify images by row and the data is not resident."""
+    if hasattr(augment, "num_classes"):  # MixUp or CutMix
+        raise InputError(
+            f"{name} is {type(augment).__name__}, which mixes labels too.",
+            "a Compose; mix(images, labels) belongs into the loop, or into unpack= of a Trainer for training alone: "
+            "lambda batch: mix(*batch) if model.training else batch",
+            f"leave {name} out",
+        )
     if augment is not None and not (callable(augment) and hasattr(augment, "seek")):
         raise InputError(
-            f"augment is {getattr(augment, '__name__', repr(augment))}.",
+            f"{name} is {getattr(augment, '__name__', repr(augment))}.",
             "a Compose of ops; Compose.from_torchvision(...) makes one of transforms of torchvision",
-            "augment=Compose([RandomHorizontalFlip()])",
+            f"{name}=Compose([RandomHorizontalFlip()])",
         )
     if getattr(augment, "needs_ids", False) and tier != "resident":
         raise InputError(
@@ -486,9 +495,16 @@ def check_augment(augment: Augments | None, tier: str) -> None:
         )
 
 
-def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
-    """Return the fields that an augmentation is applied to: images, then masks if there are any."""
+def _find_images(gathers: Sequence[FieldGather], is_unnamed: bool) -> list[FieldGather]:
+    """Return the fields that an augmentation is applied to: images, then masks if there are any.
+
+    Of data without names, `features` are the images if they have the shape of images, and no masks, which would have
+    to move with them, are beside them.
+    """
     found = {gather.name: gather for gather in gathers if not gather.is_window}
+    num_axes = {name: gather.values.dim() for name, gather in found.items()}
+    if is_unnamed and num_axes.pop("features", 0) == 4 and max([*num_axes.values(), 0]) < 3:
+        return [found["features"]]
     if "images" not in found:
         raise InputError(
             f"an augmentation was given, but the loader has no images; it has {', '.join(found)}.",

@@ -194,20 +194,7 @@ class Prefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the wrapped loader, or else its samplers and dataset, which epoch comes next."""
-        if _tell_epoch(self.loader, epoch):
-            return
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        parts = (
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(self.loader, "dataset", None),
-        )
-        told: list[Any] = []
-        for part in parts:
-            if part is not None and all(part is not other for other in told):
-                told.append(part)
-                _tell_epoch(part, epoch)
+        tell_epoch(self.loader, epoch)
 
     def close(self) -> None:
         """End all iterations; waits for the batches that are being fetched.
@@ -250,11 +237,20 @@ class StatefulPrefetcher(Prefetcher):
         self.loader.load_state_dict(state)
 
 
-def _tell_epoch(part: Any, epoch: int) -> bool:
-    tell = getattr(part, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
-    return callable(tell)
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of a loader, or else of each of its samplers and its dataset that has one."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    has_own = callable(getattr(loader, "set_epoch", None))
+    for part in {id(part): part for part in ((loader,) if has_own else parts)}.values():
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,15 +22,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stoker.augment.guard import check_loss
 from stoker.errors import InputError
 from stoker.loader.batch import Batch, IndexBatch
 from stoker.loader.columns import batch_names
-from stoker.loader.gather import Augments
+from stoker.loader.gather import Augments, check_augment
 from stoker.loader.loader import Loader
-from stoker.loader.prefetch import Prefetcher, prefetch
+from stoker.loader.prefetch import Prefetcher, prefetch, tell_epoch
 from stoker.loader.slabs import with_parts
 from stoker.store.fields import Array
 from stoker.train.foreign_position import ForeignPosition
@@ -140,7 +141,14 @@ class Feed:
         augmentation: Augments | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.given_unpack = self.unpack = unpack or unpack_by_name
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise InputError(
+                f"a loader that is a {type(loader).__name__}, which has samples, not batches.",
+                "a Loader, a DataLoader, or batches; DataLoader(dataset, batch_size=None) yields batches of a dataset",
+                "stoker.Loader(dataset, 64)",
+            )
+        self.given_unpack: Unpack = unpack or unpack_by_name
+        self.unpack = self.given_unpack if unpack is None else _checked(unpack)
         is_wrapped = isinstance(getattr(loader, "stoker_loader", None), Loader)
         if is_wrapped:
             loader, self.unpack = loader.stoker_loader, _unpack_presented(loader, self.unpack)
@@ -165,6 +173,7 @@ class Feed:
                     f"neither input nor target: {', '.join(unused)}; unpack= takes them, fields= of the Loader leaves "
                     "them out"
                 )
+        check_augment(augmentation, "resident", "gpu_augmentation")
         self._augmentation = augmentation
         self._unchecked_loss: Any = None
         self._position = ForeignPosition(
@@ -211,6 +220,7 @@ class Feed:
 
     def use_augmentation(self, augmentation: Augments | None) -> None:
         """Use another augmentation from the next batch on; None stops augmenting."""
+        check_augment(augmentation, "resident", "gpu_augmentation")
         self._augmentation = augmentation
         if self.is_stoker:
             self.loader.use_augmentation(augmentation)
@@ -436,7 +446,7 @@ class Feed:
                 check_loss(criterion, self.augmentation or self.loader.augment)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the number of the next epoch to the loader or its sampler, and to the augmentation.
+        """Pass the number of the next epoch to the loader or its samplers and dataset, and to the augmentation.
 
         After a resume in the middle of this epoch the position stays.
         """
@@ -445,11 +455,7 @@ class Feed:
                 self.loader.set_epoch(epoch)
             return
         self._position.set_epoch(epoch)
-        set_epoch = getattr(self.loader, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
-        elif hasattr(getattr(self.loader, "sampler", None), "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)
+        tell_epoch(self.loader, epoch)
         if self.augmentation is not None:
             self.augmentation.seek(epoch, self._position.num_taken)
 
@@ -468,6 +474,23 @@ class Feed:
         return (
             int(self.loader.state_dict()["batch"]) if self.is_stoker else self._position.num_taken
         )
+
+
+def _checked(unpack: Unpack) -> Unpack:
+    """Return a user's `unpack`, with an error where it returns anything but a pair."""
+
+    def unpack_pair(batch: Any) -> tuple[Any, Any]:
+        made: Any = unpack(batch)
+        if isinstance(made, tuple | list) and len(made) == 2:
+            return made[0], made[1]
+        count = f" of {len(made)}" if isinstance(made, tuple | list | dict) else ""
+        raise InputError(
+            f"unpack returned a {type(made).__name__}{count}.",
+            "a pair (inputs, targets); both may be tuples or dicts",
+            "Trainer(..., unpack=lambda batch: (batch[0], batch[1]))",
+        )
+
+    return unpack_pair
 
 
 def _unpack_presented(wrapper: WrapsLoader, unpack: Unpack) -> Unpack:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from stoker.errors import InputError
 from stoker.train.schedule import needed_argument
@@ -23,6 +24,12 @@ def move_model(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
             "the model is on the meta device: its parameters have no values.",
             "a model with weights",
             f"model.to_empty(device='{device}'), then initialise its weights or load them",
+        )
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise InputError(
+            "the model has lazy layers whose parameters have no shape yet.",
+            "a model that has seen a batch",
+            "model(next(iter(train_loader))[0]) before the Trainer is made",
         )
     moved = model.to(device)
     compact_recurrent(moved)

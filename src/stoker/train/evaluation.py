@@ -11,8 +11,9 @@ Failure: the error is raised, and the model has its former mode again.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from stoker.train.parallel import is_sharded
 from stoker.train.precision import PrecisionChoice
 from stoker.train.ranks import Ranks
 from stoker.train.recurrent_state import RecurrentState, make_recurrent_state
-from stoker.train.step import Criterion, in_float32, run_model, take_rows
+from stoker.train.step import Criterion, in_float32, num_needed, run_model, take_rows
 from stoker.units import format_bytes
 
 
@@ -44,6 +45,62 @@ class _Evaluated(NamedTuple):
     outputs: Any
     targets: Any
     num_samples: int
+
+
+def check_accumulator(metrics: Any) -> None:
+    """Raise if `metrics` neither makes an accumulator nor is one."""
+    if metrics is None or _is_accumulator(metrics):
+        return
+    if callable(metrics) and not num_needed(metrics):
+        return
+    name = getattr(metrics, "__name__", type(metrics).__name__)
+    raise InputError(
+        f"metrics is {name}{', which needs arguments' if callable(metrics) else ''}.",
+        "a class, or a function without arguments, that makes an object with update(outputs, targets) and compute()",
+        "leave metrics out",
+    )
+
+
+def _is_accumulator(metrics: Any) -> bool:
+    """Whether a value is an accumulator itself, such as a metric of torchmetrics, and not what makes one."""
+    names = ("update", "compute")
+    return not isinstance(metrics, type) and all(callable(getattr(metrics, n, None)) for n in names)
+
+
+def make_accumulator(metrics: Any, device: torch.device) -> Any:
+    """Return a new accumulator of metrics, on the device if it is a module; None without metrics."""
+    if metrics is None:
+        return None
+    made = copy.deepcopy(metrics) if _is_accumulator(metrics) else metrics()
+    return made.to(device) if isinstance(made, torch.nn.Module) else made
+
+
+def computed(accumulator: Any) -> dict[str, float]:
+    """Return the metrics of an accumulator by name; a single one is named by its class.
+
+    Raises:
+        InputError: A metric is no number.
+    """
+    found = accumulator.compute()
+    if not isinstance(found, Mapping):
+        found = {type(accumulator).__name__: found}
+    numbers = {name: _number(value) for name, value in found.items()}
+    odd = next((name for name, number in numbers.items() if number is None), None)
+    if odd is not None:
+        shape = tuple(getattr(found[odd], "shape", ()))
+        raise InputError(
+            f"metrics computed {odd!r} as a {type(found[odd]).__name__}{f' of shape {shape}' if shape else ''}.",
+            "a number for each name",
+            f"leave {odd} out of what compute() returns",
+        )
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or the only value of a tensor or array, as a float; None for anything else."""
+    if getattr(value, "shape", None) is not None and math.prod(value.shape) == 1:
+        value = value.item()
+    return float(value) if isinstance(value, int | float) else None
 
 
 class Evaluator:
@@ -74,6 +131,7 @@ class Evaluator:
         give_way: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ) -> None:
+        check_accumulator(metrics)
         self._model, self._criterion, self._metrics = model, criterion, metrics
         self._precision, self._device = precision, device
         self._say, self._give_way = say, give_way
@@ -100,7 +158,7 @@ class Evaluator:
         """
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
-        counted = self._metrics() if self._metrics is not None else None
+        counted = make_accumulator(self._metrics, self._device)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         count, numbers = 0, []
         num_good = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -126,8 +184,7 @@ class Evaluator:
         self._first_bad = None if math.isfinite(float(total)) else numbers[int(num_good)]
         if self._ranks.are_several and feed.is_shared:
             counted = self._merge(counted)
-        found = {"loss": loss / number}
-        return found | (counted.compute() if counted is not None else {})
+        return {"loss": loss / number} | ({} if counted is None else computed(counted))
 
     def explain(self, feed: Feed) -> str:
         """Explain why the loss of the last `evaluate` was not finite: the first such batch and its samples.

@@ -6,20 +6,25 @@ resume draws the order again; the batches before the position are loaded only if
 
 A DataLoader draws its order when an epoch begins, from its own generators or torch's global one. Their states at
 that moment are saved, so that the same order can be drawn again. The batches that were trained on are then
-skipped, and the generators are set to their states at the checkpoint.
+skipped, and the generators are set to their states at the checkpoint. Every iterator of a DataLoader draws a seed for
+its workers before the order, but persistent workers keep their iterator for all epochs: whether a seed was drawn is
+saved too.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from stoker.errors import InputError
-from stoker.train.generators import capture_host_rng, restore_rng
+from stoker.train.generators import Generator, capture_host_rng, restore_rng, set_state, state_of
 
 _COPIED = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -44,6 +49,8 @@ class ForeignPosition:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self._has_begun = getattr(loader, "_iterator", None) is not None
+        self._first = {name: _digest(value) for name, value in _numbers_of(loader).items()}
         self.knows_itself = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.end()
 
@@ -70,16 +77,19 @@ class ForeignPosition:
             return None
         if not skip:
             self._start = self._capture()
-            return None
+            self._has_begun = True
+            is_new = getattr(self.loader, "_iterator", None) is None
+            return _Seedless(self.loader) if is_new and self._start["has_begun"] else None
         if again and isinstance(self.loader, Iterator):
             return None  # an iterator continues after its last batch
         assert self._start is not None
         arrive = partial(restore_rng, capture_host_rng())
         restore_rng(self._start)
-        self._set_own(self._start["own"])
+        self._set_own(self._start)
+        seedless = bool(self._start.get("has_begun"))  # checkpoints of older versions do not say
         if _can_skip(self.loader):
-            return _skipping_loader(self.loader, skip, arrive)
-        return _Dropping(self.loader, skip, arrive)
+            return _skipping_loader(self.loader, skip, arrive, seedless)
+        return _Dropping(_Seedless(self.loader) if seedless else self.loader, skip, arrive)
 
     def state_dict(self, loader_state: Any = None) -> dict[str, Any]:
         """Return the position in plain values.
@@ -91,6 +101,7 @@ class ForeignPosition:
             "epoch": self.epoch,
             "taken": self.num_taken,
             "start": self._start if self.num_taken else self._capture(),
+            "has_begun": self._has_begun,
             "loader": loader_state,
             "made": _facts(self.loader),
         }
@@ -99,11 +110,12 @@ class ForeignPosition:
         """Continue from a position; return a sentence on what that costs, or None."""
         self.end()
         self.epoch, self.num_taken = state["epoch"], int(state["taken"])
+        self._has_begun = self._has_begun or bool(state.get("has_begun"))
         if self.knows_itself:
             return None
         if self.num_taken:  # between epochs, batch size and order may change
             _check_same(state.get("made") or {}, _facts(self.loader))
-        self._set_own(state["start"]["own"])
+        self._set_own(state["start"])
         if not self.num_taken:
             return None
         self._start = dict(state["start"])
@@ -121,13 +133,19 @@ class ForeignPosition:
     # -- inside ----------------------------------------------------------------------------
 
     def _capture(self) -> dict[str, Any]:
-        return {**capture_host_rng(), "own": self._own_states()}
+        keeps_workers = bool(getattr(self.loader, "persistent_workers", False))
+        numbers = _numbers_of(self.loader).items()
+        return {
+            **capture_host_rng(),
+            "own": [state_of(generator) for generator in _generators(self.loader)],
+            # Only those that an iteration changes: others may be made differently for the next epoch.
+            "numbers": {n: value for n, value in numbers if self._first.get(n) != _digest(value)},
+            "has_begun": self._has_begun and keeps_workers,
+        }
 
-    def _own_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in _generators(self.loader)]
-
-    def _set_own(self, states: list[torch.Tensor]) -> None:
-        generators = _generators(self.loader)
+    def _set_own(self, start: Mapping[str, Any]) -> None:
+        _set_numbers(self.loader, start.get("numbers") or {})
+        generators, states = _generators(self.loader), start["own"]
         if len(generators) != len(states):
             raise InputError(
                 f"the loader has {len(generators)} random generators of its own, the one that was saved "
@@ -136,7 +154,8 @@ class ForeignPosition:
                 "DataLoader(dataset, generator=torch.Generator()) as before",
             )
         for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state.cpu())
+            # Older checkpoints have torch's generators only, as tensors.
+            set_state(generator, {"torch": state} if isinstance(state, torch.Tensor) else state)
 
 
 def _facts(loader: Any) -> dict[str, Any]:
@@ -177,16 +196,70 @@ def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers draw from, each once."""
+def _attributes(loader: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """Yield the attributes of a loader and of its samplers: a name, the container, the key, and the value."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    found: dict[int, torch.Generator] = {}
-    for part in (loader, batch_sampler, *samplers):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            found[id(generator)] = generator
-    return list(found.values())
+    for place, part in enumerate((loader, batch_sampler, *samplers)):
+        held = getattr(part, "__dict__", {})
+        yield from ((f"{place}.{key}", held, key, value) for key, value in list(held.items()))
+
+
+def _generators(loader: Any) -> list[Generator]:
+    """Return the generators that a loader and its samplers draw from, each once."""
+    values = (value for _, _, _, value in _attributes(loader))
+    return list({id(value): value for value in values if isinstance(value, Generator)}.values())
+
+
+def _numbers_of(loader: Any) -> dict[str, Any]:
+    """Return the numbers, and the lists and arrays of integers, that a loader and its samplers hold.
+
+    Many samplers count their epochs, or shuffle a list of indices in place.
+    """
+    found: dict[str, Any] = {}
+    for name, _, _, value in _attributes(loader):
+        if isinstance(value, bool | int | float):
+            found[name] = value
+        elif (integers := _integers(value)) is not None:
+            found[name] = integers
+    return found
+
+
+def _integers(value: Any) -> torch.Tensor | None:
+    """Return a copy of a list or array of integers in host memory; None for any other value."""
+    if isinstance(value, list) and value and isinstance(value[0], int | np.integer):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            value = np.array(value)
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        value = value.detach().numpy() if value.dtype == torch.int64 else None
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
+        return None
+    return torch.from_numpy(value.astype(np.int64))
+
+
+def _digest(value: Any) -> Any:
+    """Return a number itself, and the digest of a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return xxhash.xxh3_128_hexdigest(value.numpy().data)
+
+
+def _set_numbers(loader: Any, numbers: Mapping[str, Any]) -> None:
+    """Set attributes to values of `_numbers_of`; one that is of another kind or length now is left alone."""
+    for name, held, key, value in _attributes(loader):
+        saved = numbers.get(name)
+        if saved is None:
+            continue
+        if not isinstance(saved, torch.Tensor):
+            held[key] = saved if isinstance(value, bool | int | float) else value
+        elif (now := _integers(value)) is not None and len(now) == len(saved):
+            value[:] = (
+                saved.tolist()
+                if isinstance(value, list)
+                else saved.cpu()
+                if isinstance(value, torch.Tensor)
+                else saved.cpu().numpy()
+            )
 
 
 def _can_skip(loader: Any) -> bool:
@@ -198,11 +271,42 @@ def _can_skip(loader: Any) -> bool:
     )
 
 
-def _skipping_loader(loader: Any, skip: int, arrive: Callable[[], object]) -> DataLoader[Any]:
-    """Return a DataLoader like this one without its first batches, for one iteration."""
+def _skipping_loader(
+    loader: Any, skip: int, arrive: Callable[[], object], seedless: bool
+) -> DataLoader[Any]:
+    """Return a DataLoader like this one without its first batches, for one iteration; `seedless` as in `_Seedless`."""
     options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+    if seedless:
+        options["generator"] = _like_torchs()
     batches = _Dropping(loader.batch_sampler, skip, arrive)
     return DataLoader(loader.dataset, batch_sampler=batches, **options)
+
+
+def _like_torchs() -> torch.Generator:
+    """Return a generator in the state of torch's own, which then need not draw."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return generator
+
+
+class _Seedless:
+    """A DataLoader with persistent workers. A new iterator of it draws its seed from a generator of its own."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if getattr(self._loader, "_iterator", None) is not None:  # that draws none
+            return iter(self._loader)
+        own = self._loader.generator
+        self._loader.generator = _like_torchs()
+        try:
+            return iter(self._loader)
+        finally:
+            self._loader.generator = own
 
 
 class _Dropping:

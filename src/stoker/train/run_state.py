@@ -8,19 +8,23 @@ Saving and loading are collective: all ranks must take part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from stoker.augment import Compose, CutMix, MixUp
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 from stoker.train.batches import Feed
 from stoker.train.checkpoint_file import loadable
 from stoker.train.checks import load_criterion
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
-from stoker.train.graphs.frozen import HostNumbers
+from stoker.train.graphs.frozen import HostNumbers, is_plain_object
+from stoker.train.graphs.step_state import drawing_objects, used_objects
+from stoker.train.graphs.structure import STEP_HOOKS
 from stoker.train.graphs.trainer_step import CapturedStep
 from stoker.train.heartbeat import HEARTBEAT
 from stoker.train.history import EpochTally, LossTrend, Stall
@@ -225,6 +229,11 @@ class Resumable:
             "trend": asdict(at.trend),
             "stall": asdict(at.stall),
         }
+        if averages := self._averages():
+            state["averages"] = {str(n): one.state_dict() for n, one in enumerate(averages)}
+        if drawing := self._drawing():
+            positions = {str(n): one.state_dict() for n, one in enumerate(drawing)}
+            state["draws"] = self._of_ranks(positions)
         if isinstance(self.criterion, torch.nn.Module):
             state["criterion"] = self.criterion.state_dict()
         if hasattr(self.gpu_augmentation, "state_dict"):
@@ -232,6 +241,35 @@ class Resumable:
         if self._step.parts.recurrent is not None:
             state["carried"] = self._of_ranks(self._step.parts.recurrent.state_dict())
         return state
+
+    def _drawing(self) -> list[Any]:
+        """Return the objects with counters of draws, such as `MixUp`, that `unpack` and the criterion use."""
+        found = drawing_objects(self._train.given_unpack, self.criterion)
+        return [one for one in found if one is not self.gpu_augmentation]
+
+    def _averages(self) -> list[torch.nn.Module]:
+        """Return the modules that hooks of the optimizer use, such as a moving average of the weights."""
+        tables = (getattr(self.optimizer, name, None) or {} for name in STEP_HOOKS)
+        used = used_objects(*(hook for table in tables for hook in table.values()))
+        own = (vars(one).values() for one in used if is_plain_object(one, may_be_called=True))
+        found = [*used, *(one for values in own for one in values)]
+        modules = {id(one): one for one in found if issubclass(type(one), torch.nn.Module)}
+        known = {id(parameter) for parameter in self.model.parameters()}
+        return [one for one in modules.values() if known.isdisjoint(map(id, one.parameters()))]
+
+    @contextlib.contextmanager
+    def _without_draws(self) -> Iterator[None]:
+        """Raise at the end if `unpack` or the criterion has mixed or augmented at random: in validation."""
+        random = [one for one in self._drawing() if _is_random(one)]
+        before = [one.state_dict() for one in random]
+        yield
+        drawn = [o for o, then in zip(random, before, strict=True) if o.state_dict() != then]
+        if drawn:
+            raise InputError(
+                f"{type(drawn[0]).__name__} has drawn in validation: unpack and the criterion are for both.",
+                "draws in training only",
+                "unpack=lambda batch: mix(*batch) if model.training else batch",
+            )
 
     def _of_ranks(self, value: Any) -> Any:
         """Return the values of all ranks as a list; the value itself if there is one rank."""
@@ -262,6 +300,13 @@ class Resumable:
         if self.gpu_augmentation is not None and state["augmentation"] is not None:
             own_draws = {"stream": self.ranks.rank} if self.ranks.are_several else {}
             self.gpu_augmentation.load_state_dict(dict(state["augmentation"]) | own_draws)
+        averages = (state.get("averages") or {}).values()
+        for average, values in zip(self._averages(), averages, strict=False):
+            average.load_state_dict(values)
+        drawn = as_ranks(state.get("draws") or {})
+        positions = drawn[self.ranks.rank] if len(drawn) == self.ranks.world_size else {}
+        for one, position in zip(self._drawing(), positions.values(), strict=False):
+            one.load_state_dict(position)
         recurrent, carried, ranks = self._step.parts.recurrent, state["carried"], self.ranks
         if recurrent is not None:
             own = (
@@ -324,3 +369,10 @@ class Resumable:
         at.saved_step = at.num_steps
         self.note(Note(f"resumed at epoch {at.epoch}, step {at.num_steps}", Topic.RESUMED))
         return True
+
+
+def _is_random(drawing: Any) -> bool:
+    """Whether an object of stoker's draws numbers that change what it returns."""
+    if isinstance(drawing, Compose):
+        return not all(op.is_fixed for op in drawing.ops)
+    return isinstance(drawing, MixUp | CutMix)

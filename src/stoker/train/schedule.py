@@ -59,6 +59,15 @@ def choose_interval(
                 "scheduler_interval='epoch'",
                 "scheduler_interval='epoch'",
             )
+        if _needs_epoch(scheduler):
+            return "epoch"
+        mode = getattr(scheduler, "mode", None)
+        if mode in ("min", "max") and (mode == "max") is not settings.maximise:
+            raise InputError(
+                f"{name} has mode {mode!r}, and maximise is {settings.maximise} for monitor {settings.monitor!r}.",
+                "the same in both: mode 'max' with maximise True, 'min' with False",
+                f"config={{'monitor': {settings.monitor!r}, 'maximise': {mode == 'max'}}}",
+            )
         if not has_validation and settings.monitor != "loss":
             raise InputError(
                 f"{name}.step needs {needed!r}, and an epoch without validation has its loss only.",
@@ -84,26 +93,34 @@ def describe(scheduler: Any, interval: Interval) -> list[str]:
     return [] if scheduler is None else [f"scheduler {kind} is stepped after every {interval}"]
 
 
-def step_scheduler(scheduler: Any, score: float | None, is_first: bool) -> None:
+def step_scheduler(scheduler: Any, score: float | None, num_epochs: int, is_first: bool) -> None:
     """Step a scheduler, without torch's warning about a skipped update before its first step.
 
     Args:
         scheduler: Any object with `step`.
         score: The monitored metric, for a `step` that needs one.
+        num_epochs: Epochs that are done, for a `step` that needs their number.
         is_first: Whether this is its first step. Only then is the warning filtered, which costs time.
     """
-    metric = () if score is None or needed_argument(scheduler) is None else (score,)
+    needed: tuple[float, ...] = ()
+    if needed_argument(scheduler) is not None:
+        needed = (num_epochs,) if _needs_epoch(scheduler) else () if score is None else (score,)
     if not is_first:
-        scheduler.step(*metric)
+        scheduler.step(*needed)
         return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before")
-        scheduler.step(*metric)
+        scheduler.step(*needed)
+
+
+def _needs_epoch(scheduler: Any) -> bool:
+    """Whether `step` of a scheduler needs the number of the epoch, as those of timm do, and no metric."""
+    return "epoch" in (needed_argument(scheduler) or "")
 
 
 def check_alone(scheduler: Any) -> None:
     """Raise if `step` of a scheduler needs a metric: `train_epoch` leaves validation to the caller."""
-    if needed_argument(scheduler):
+    if needed_argument(scheduler) and not _needs_epoch(scheduler):
         raise InputError(
             f"train_epoch has no metric for {type(scheduler).__name__}: validation is yours.",
             "a trainer without a scheduler, which is stepped in your loop",

@@ -351,6 +351,8 @@ class Trainer(Configured, Resumable, Answers):
                     self._progress.say(line)
                 if self.history.fallback is not None:
                     self._progress.say(self.history.fallback.text)
+                if at.epoch >= settings.epochs:
+                    self._progress.say(f"{at.epoch} epochs are trained: train_epoch() adds one")
             shutdown.agree()
             first_step = at.num_steps
             while at.epoch < settings.epochs and shutdown.reason is None and not self._is_over:
@@ -677,6 +679,8 @@ class Trainer(Configured, Resumable, Answers):
         self._watch_numbers()
         step.parts.parallel.check(self.model)
         set_mode(self.optimizer, training=True)
+        if step.guarded:
+            make_guarded(self.optimizer, self.device)  # of groups that were added since
         fill_momentum(self.optimizer)  # of parameters that were frozen until now
         self._train.set_epoch(at.epoch)
         self._book = LossBook(self.device, self.settings.read_every, self.ranks)
@@ -704,7 +708,7 @@ class Trainer(Configured, Resumable, Answers):
         if self.scheduler is None or interval != self._interval:
             return
         score = None if report is None else self._score(report)
-        step_scheduler(self.scheduler, score, is_first=not self._at.has_scheduled)
+        step_scheduler(self.scheduler, score, self._at.epoch + 1, not self._at.has_scheduled)
         self._at.has_scheduled = True
 
     def _score(self, report: EpochReport) -> float | None:
@@ -782,7 +786,8 @@ class Trainer(Configured, Resumable, Answers):
         """Return the mean loss and the metrics over the validation loader; never augmented."""
         assert self._val is not None
         when = f"in epoch {self._at.epoch}"
-        return self._evaluator.evaluate(self._val, when, self._shutdown.look_alone)
+        with self._without_draws():
+            return self._evaluator.evaluate(self._val, when, self._shutdown.look_alone)
 
     # -- keeping ---------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
 from enum import Enum
-from operator import itemgetter
+from io import IOBase
+from operator import is_, itemgetter
 from types import (
     CellType,
     CodeType,
@@ -33,6 +34,7 @@ from types import (
     NoneType,
 )
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ from stoker.train.batches import is_equal
 from stoker.train.generators import capture_host_rng
 
 DRAWS_ON_HOST = "the step draws random numbers on the host"
-_OTHER_GROUPS = "the optimizer was given other parameter groups, which a graph cannot follow"
+OTHER_GROUPS = "the optimizer was given other parameter groups"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 MOST_COMPARED = 1000
 """Most entries of containers that are examined for one variable or attribute; larger containers are data."""
@@ -115,15 +117,27 @@ class FrozenGroups:
         groups = optimizer.param_groups if has_update else ()
         self._groups = [_freeze(optimizer, group, device, bring_rates) for group in groups]
         self._trained = self._list_trained()
+        self._kept: list[Any] | None = None
+
+    def has_other_groups(self) -> bool:
+        """Whether groups or state were added or replaced since the first call after the capture, or groups before.
+
+        `load_state_dict` replaces both; some users empty the state to begin anew with the moments.
+        """
+        groups = self._optimizer.param_groups if self._has_update else ()
+        if len(groups) != len(self._groups):
+            return True
+        if self._has_update:
+            kept = [*self._optimizer.state.values()]
+            if self._kept is None:
+                self._kept = kept
+            if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
+                return True
+        return any(now is not then[0] for now, then in zip(groups, self._groups, strict=True))
 
     def find_change(self) -> str | None:
         """Describe a change that a replay would ignore, or return None. Copies new learning rates to the graph's."""
-        groups = self._optimizer.param_groups if self._has_update else ()
-        if len(groups) != len(self._groups):
-            return _OTHER_GROUPS
-        for group, (recorded, rate, names, values) in zip(groups, self._groups, strict=True):
-            if group is not recorded:
-                return _OTHER_GROUPS
+        for group, rate, names, values in self._groups:
             if rate is not None and group["lr"] is not rate:
                 _put_back(group, rate)
             now = [group[name] for name in names]
@@ -232,7 +246,7 @@ class HostNumbers:
         keys = range(len(container)) if isinstance(container, list | deque) else list(container)
         for key in keys if len(keys) <= MOST_COMPARED else ():
             if key not in MODULE_TABLES and (only is None or key in only):
-                self._take(f"{name}.{key}", container, key, depth)
+                self._take(f"{name}.{name_key(key)}", container, key, depth)
 
     def _take(self, name: str, container: Any, key: Any, depth: int = _DEPTH) -> None:
         value = read_place(container, key)
@@ -313,6 +327,11 @@ class HostNumbers:
                 container.cell_contents = value
             elif read_place(container, key) is not value:
                 container[key] = value
+
+
+def name_key(key: Any) -> str:
+    """Return a key of a container as text; its class for an object such as a parameter, whose text has all values."""
+    return str(key) if isinstance(key, str | int | tuple) else type(key).__name__
 
 
 def _equals(one: Any, other: Any) -> bool:
@@ -586,6 +605,29 @@ def _is_own_file(file: str) -> bool:
     return "-packages" not in file and not file.startswith((_LIBRARY, "<frozen"))
 
 
+def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> str | None:
+    """Return the name of an iterator that code of a step names, in a variable or an attribute; None without one.
+
+    What is taken from it cannot be given back: a generator, `itertools.cycle`, the iterator of a loader. Files, which
+    are iterators too, are left out.
+    """
+    places: list[tuple[str, Any, Any]] = []
+    for given in functions:
+        places += surroundings(given)
+        owner = getattr(getattr(given, "func", given), "__self__", None)
+        named = names_in([given]) & getattr(owner, "__dict__", {}).keys()
+        places += [(f"{type(owner).__name__}.{name}", vars(owner), name) for name in named]
+    for module in {type(each): each for root in modules for each in root.modules()}.values():
+        named = names_in([type(module).forward]) & vars(module).keys() - MODULE_TABLES
+        places += [(f"{type(module).__name__}.{name}", vars(module), name) for name in named]
+    for name, container, key in places:
+        kind = type(read_place(container, key))
+        # A weak proxy has the methods of all kinds.
+        if issubclass(kind, Iterator) and not issubclass(kind, (IOBase, *ProxyTypes)):
+            return name
+    return None
+
+
 def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
     """Return `functions`, and the user's functions that they and forward passes name.
 
@@ -611,13 +653,18 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
     def enter(value: Any, names: Mapping[str, None], depth: int = 0) -> None:
         if is_opaque(value):
             return
+        if isinstance(value, dict | list | tuple):  # of callbacks
+            few = depth <= _DEPTH and len(value) <= _MOST_HELPERS
+            for one in (value.values() if isinstance(value, dict) else value) if few else ():
+                enter(one, names, depth + 1)
+            return
         if isinstance(value, FunctionType | MethodType | functools.partial):
             function = getattr(value, "func", value)
             if _is_own(getattr(function, "__func__", function)):
                 add(value)
             return
         is_plain = is_plain_object(value, may_be_called=True)
-        if depth > 1 or not (is_plain or isinstance(value, torch.nn.Module)):
+        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module)):
             return
         for name in (*names, "__call__") if is_plain else names:
             found = inspect.getattr_static(type(value), name, None)

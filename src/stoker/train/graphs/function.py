@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -33,6 +33,7 @@ from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import alike, is_plain, iterate_tensors, map_tensors
+from stoker.train.graphs.frozen import is_plain_object, name_key
 from stoker.train.graphs.graphed_step import GraphedStep, has_graphs
 from stoker.train.graphs.reasons import describe_failure, step_note
 from stoker.train.graphs.step_state import StepState, drawing_objects, used_objects
@@ -56,6 +57,13 @@ Several: TypeAlias = _T | Sequence[_T] | Mapping[str, _T]
 """One, a list of them, or a dict of them by name."""
 
 
+class _Arguments(NamedTuple):
+    """A batch that was given to the step as several arguments, or by name."""
+
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 def capture(
     step: StepFunction,
     example_batch: Any = None,
@@ -76,8 +84,8 @@ def capture(
             It must change only objects that are given here; pass a moving average of the weights in `model` too.
         example_batch: A batch as `step` gets it, to check that it can be captured. It is not trained on.
         model: Every module that `step` changes.
-        optimizer: Every optimizer that `step` steps.
-        scaler: Scaler of the gradients, if there is one.
+        optimizer: Every optimizer that `step` steps. Tensors in it that are no `nn.Parameter` need no module.
+        scaler: Scaler of the gradients, if there is one; one that `step` names is found.
         loader: A stoker `Loader`. Call the result with the items of its `index_batches()`; `step` then gets the
             batches that they stand for.
         say: Called with a line when steps continue eagerly; by default a RuntimeWarning is issued.
@@ -119,8 +127,8 @@ class CapturedFunction:
         calls: Sequence[Any] = (),
         refusal: str | None = None,
     ) -> None:
-        modules = _listed(model, torch.nn.Module)
         optimizers = _listed(optimizer, torch.optim.Optimizer)
+        modules = [*_listed(model, torch.nn.Module), *_bare_tensors(optimizers)]
         parameters = [parameter for module in modules for parameter in module.parameters()]
         if not callable(step) or not parameters or not optimizers:
             raise InputError(
@@ -146,7 +154,8 @@ class CapturedFunction:
             augmentation = None if loader is None else loader.augment
             return others if augmentation is None else [augmentation, *others]
 
-        scalers = [] if scaler is None else [scaler]
+        found = _scalers_of(step) if scaler is None else [scaler]
+        scalers = list({id(one): one for one in found}.values())
         ranks = Ranks.current()
         self._state = StepState(
             modules, optimizers, scalers, self.device, draws, ranks, [step, *calls]
@@ -223,12 +232,13 @@ class CapturedFunction:
         """Time of an eager step / time of a replay, as measured while they were compared; None before."""
         return self._graphs[0].slowdown if self._graphs else None
 
-    def __call__(self, *batches: Any) -> Any:
+    def __call__(self, *batches: Any, **named: Any) -> Any:
         """Train on a batch; return what the step returns, detached. Does not wait for the device.
 
         A step with several arguments, `step(x, y)`, is called with them, or with a tuple or dict of them.
         """
-        batch = batches[0] if len(batches) == 1 else batches
+        is_one = len(batches) == 1 and not named
+        batch = batches[0] if is_one else _Arguments(batches, named)
         if self._refusal is not None:
             return self.run_eagerly(batch)
         if not isinstance(batch, IndexBatch) and not is_plain(batch):
@@ -257,6 +267,8 @@ class CapturedFunction:
         return batch[names] if isinstance(names, str) else tuple(batch[name] for name in names)
 
     def _call(self, batch: Any) -> Any:
+        if isinstance(batch, _Arguments):
+            return self._step(*batch.given, **batch.named)
         if self._needs_several and isinstance(batch, tuple | list):
             return self._step(*batch)
         if self._needs_several and isinstance(batch, Mapping):
@@ -292,7 +304,13 @@ class CapturedFunction:
         made = _FunctionGraph(self, batch, self._state, self._loader, self._tell)
         # Shapes that were given up stay in the list, so that they are not tried again; they have no graph to count.
         if sum(not graph.is_given_up for graph in self._graphs) >= MOST_GRAPHS:
-            made.give_up(f"batches have more than {MOST_GRAPHS} shapes")
+            constant = _name_constant(made.shape, self._graphs[0].shape)
+            made.give_up(
+                f"batches have more than {MOST_GRAPHS} shapes"
+                if constant is None
+                else f"{constant} in a batch has more than {MOST_GRAPHS} values, and a graph repeats numbers and "
+                "texts: a tensor is followed, and what the step does not read can be left out"
+            )
         del self._graphs[2 * MOST_GRAPHS :]
         self._graphs.insert(0, made)
         return made
@@ -330,7 +348,7 @@ class _FunctionGraph(GraphedStep):
     def run(self, batch: Any) -> Any:
         """Train on a batch of this shape."""
         if self.is_given_up:
-            return self._run_eagerly(batch)
+            return self._owner.run_eagerly(batch)
         if self._is_trusted or self._num_warm < self._warm_up_steps:
             return self._run_captured(batch)
         try:
@@ -398,6 +416,10 @@ class _FunctionGraph(GraphedStep):
         return self._owner.run_static(self._views())
 
     def _run_eagerly(self, work: Any) -> Any:
+        if not isinstance(
+            work, IndexBatch
+        ):  # a step may take entries out of a dict, and runs again in a comparison
+            work = map_tensors(lambda tensor: tensor, work)
         return self._owner.run_eagerly(work)
 
     def _find_generation(self) -> tuple[int, int]:
@@ -418,6 +440,44 @@ def _listed(given: Any, kind: type[_T]) -> list[_T]:
         return [given]
     several = given.values() if isinstance(given, Mapping) else given
     return [one for one in several if isinstance(one, kind)] if several is not None else []
+
+
+def _bare_tensors(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.nn.Module]:
+    """Return a module of the optimizers' tensors that are no `Parameter`, and so in no module; none without them."""
+    trained = (p for one in optimizers for group in one.param_groups for p in group["params"])
+    bare = {id(p): p for p in trained if not isinstance(p, torch.nn.Parameter)}
+    holder: Any = torch.nn.Module()
+    holder._parameters.update((f"tensor_{n}", p) for n, p in enumerate(bare.values()))
+    return [holder] if bare else []
+
+
+def _scalers_of(step: StepFunction) -> list[torch.amp.GradScaler]:
+    """Return the gradient scalers that a step names, and those in the user's objects that it names."""
+    used = used_objects(step)
+    own = (vars(one).values() for one in used if is_plain_object(one, may_be_called=True))
+    inner = (one for values in own for one in values)
+    # `type` asks the object nothing.
+    return [one for one in (*used, *inner) if issubclass(type(one), torch.amp.GradScaler)]
+
+
+def _name_constant(one: Any, other: Any, name: str = "") -> str | None:
+    """Return the name of the first constant that differs between two batches; None if their tensors differ."""
+    if isinstance(one, _Arguments) and isinstance(other, _Arguments):
+        return _name_constant([*one.given, one.named], [*other.given, other.named], "argument")
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+        pairs = [(name_key(key), value, other[key]) for key, value in one.items()]
+    elif isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        pairs = [(str(place), *pair) for place, pair in enumerate(zip(one, other, strict=False))]
+    elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return None
+    else:
+        return name or "a constant"
+    differ = [(key, left, right) for key, left, right in pairs if not alike(left, right)]
+    found = [
+        _name_constant(left, right, f"{name}[{key}]" if name else key)
+        for key, left, right in differ
+    ]
+    return None if None in found else next(iter(found), None)
 
 
 def _check_trained(

@@ -37,8 +37,10 @@ from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
 from stoker.train.generators import restore_rng
 from stoker.train.graphs.frozen import (
     DRAWS_ON_HOST,
+    OTHER_GROUPS,
     FrozenGroups,
     HostNumbers,
+    find_iterator,
     has_drawn,
     quiet_host_rng,
 )
@@ -58,7 +60,7 @@ from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, Step
 from stoker.train.graphs.structure import Structure
 from stoker.train.graphs.written import WrittenTensors
 from stoker.train.oom import is_oom
-from stoker.train.step import compact_recurrent, is_capturable, is_guarded
+from stoker.train.step import compact_recurrent, is_capturable, is_guarded, make_guarded
 
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_RANKS = 11
@@ -66,8 +68,8 @@ WARM_UP_STEPS_OF_RANKS = 11
 CHECKED_REPLAYS = 3
 _WORTH_TELLING = 1.05
 _MOVED = (
-    "the step gives weights other memory (p.data = ...), which a graph cannot follow: p.data.copy_(...) "
-    "is followed"
+    "the step gives tensors other memory (p.data = ...), which a graph cannot follow: "
+    "p.data.copy_(...) is followed"
 )
 _MOST_REPEATED = 3
 """Pairs of eager steps that are run to learn how far equal steps are apart."""
@@ -197,6 +199,9 @@ class GraphedStep:
         self._set_static(work)
         if self._graph is None and not self._capture():
             return self._run_eagerly(work)
+        if any(frozen.has_other_groups() for frozen in self._frozen):
+            self._regroup()
+            return self._run_eagerly(work)
         change = next(filter(None, (frozen.find_change() for frozen in self._frozen)), None)
         if change is not None:
             if not self._can_split and self._num_replays >= _FIRST_RECHECK:
@@ -288,6 +293,10 @@ class GraphedStep:
     def _capture(self) -> bool:
         """Capture the step; return False if that fails. Nothing is computed, and numbers on the host do not change."""
         state = self._state
+        taken = find_iterator(state.changed_modules(), state.code())
+        if taken is not None:  # also not to try: what is taken from it would be lost
+            self.give_up(f"the step takes from {taken}, an iterator on the host")
+            return False
         on_host = state.find_on_host() if self.split_reason is None else None
         if on_host is not None:
             self._split(f"{on_host} keeps its counts on the host{self._advice}")
@@ -345,7 +354,8 @@ class GraphedStep:
         try:
             modules, code = state.changed_modules(), state.code()
             self._numbers = HostNumbers(modules, code, state.device)
-            held, kept = HeldTensors(modules, code), KeptObjects(state.optimizers, modules, code)
+            held = HeldTensors(modules, code)
+            kept = KeptObjects(state.optimizers, modules, code, held)
             before, watched = held.values(), WatchedTensors(modules, code)
             structure = Structure(modules, state.optimizers)
         except Exception as error:  # noqa: BLE001 (reading the attributes of a user's object may raise anything)
@@ -414,6 +424,7 @@ class GraphedStep:
     def _replay_and_check(self, work: Any) -> Any:
         """Run the step eagerly and as a replay from the same state; keep the replay's result if they agree."""
         keep = self._make_snapshot()
+        keep.keep_batch(iterate_tensors(self._given(work)))  # a step may change its batch in place
         try:
             return self._compare(work, keep)
         except Exception:
@@ -546,11 +557,21 @@ class GraphedStep:
         ):
             return True
         keep = self._make_snapshot()
-        run = functools.partial(self._run_eagerly, work)
-        one = self._outcome(run, keep)
-        keep.restore()
-        put_in(container, key, map_tensors(disturbed, now))
-        away = difference(one, [*iterate_tensors(run()), *self._state.tensors()])
+
+        def run(value: Any, is_moved: bool) -> Any:
+            put_in(container, key, value)
+            if is_moved:
+                self._state.move_weights()
+            return self._run_eagerly(work)
+
+        away = 0.0
+        # At the weights of this moment a tensor may have no effect: a penalty on the distance from weights just saved.
+        for is_moved in (False, True):
+            one, other = (
+                self._outcome(functools.partial(run, value, is_moved), keep)
+                for value in (now, map_tensors(disturbed, now))
+            )
+            away = max(away, difference(one, other))
         keep.restore()
         put_in(container, key, now)
         if away <= 1.0:
@@ -670,6 +691,17 @@ class GraphedStep:
             return
         self.forget()
         self._say(step_note(f"captured anew: {reason}", captured=True))
+
+    def _regroup(self) -> None:
+        """Capture the step again after the optimizer was given other groups, as by `load_state_dict`."""
+        for optimizer in self._state.optimizers:
+            make_guarded(optimizer, self._state.device)
+        if self._num_short < CHECKED_REPLAYS:
+            self._renew(OTHER_GROUPS)
+        else:
+            self._split(
+                f"{OTHER_GROUPS} again and again, which a graph cannot follow{self._advice}"
+            )
 
     def _split(self, reason: str) -> None:
         """Drop the graph, and capture the step without its update; continue eagerly if that was tried or cannot be."""

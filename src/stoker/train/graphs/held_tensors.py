@@ -27,6 +27,7 @@ from stoker.train.graphs.frozen import (
     attributes_read,
     is_opaque,
     is_plain_object,
+    name_key,
     named_in_step,
     names_in,
     read_place,
@@ -140,7 +141,7 @@ class WatchedTensors:
         places = HeldTensors(modules, functions).all_places()
         for name, held in containers_around(modules, functions):
             keys = held if isinstance(held, dict) else range(len(held))
-            places += [(f"{name}.{key}", held, key) for key in keys]
+            places += [(f"{name}.{name_key(key)}", held, key) for key in keys]
         self._places: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         for name, container, key in places:
             only, value = read.get(id(container)), read_place(container, key)
@@ -241,6 +242,8 @@ def _entries(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple):
         return value
+    if isinstance(value, torch.amp.GradScaler):
+        return list(vars(value).values())
     return list(vars(value).values()) if is_plain_object(value, may_be_called=True) else ()
 
 
@@ -290,7 +293,7 @@ def containers_around(
         left -= len(value)
         found[id(value)] = name, value
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            look(f"{name}.{key}", inner, depth + 1, in_object)
+            look(f"{name}.{name_key(key)}", inner, depth + 1, in_object)
 
     for module in (inner for root in modules for inner in root.modules()):
         for key in vars(module).keys() - MODULE_TABLES:

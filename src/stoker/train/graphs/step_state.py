@@ -21,6 +21,7 @@ from stoker.train.graphs.frozen import (
     is_opaque,
     is_plain_object,
     is_torchs_own,
+    name_key,
     with_helpers,
 )
 from stoker.train.graphs.held_tensors import (
@@ -86,6 +87,13 @@ class StepState:
                     yield value
         yield from self.gradients()
 
+    @torch.no_grad()
+    def move_weights(self) -> None:
+        """Give the modules other weights, a little larger than they are."""
+        for parameter in (each for module in self.modules for each in module.parameters()):
+            if parameter.is_floating_point() and parameter.layout == torch.strided:
+                parameter.add_(0.1 * (1 + parameter.abs()))
+
     def find_on_host(self) -> str | None:
         """Return the class name of an optimizer whose state is not on the device; None if there is none."""
         return next(
@@ -140,7 +148,7 @@ class StepState:
         around = containers_around(self.changed_modules(), self.code())
         named += [(name, entries) for name, entries in around if isinstance(entries, dict)]
         counts: list[tuple[str, Any]] = [
-            (f"{key} of {owner}", value)
+            (f"{name_key(key)} of {owner}", value)
             for owner, entries in named
             for key, value in entries.items()
             if issubclass(type(value), bool | int | float)  # asks the object nothing
@@ -177,7 +185,7 @@ class KeptObjects:
 
     Containers of optimizers are their states and groups, attributes of user-defined classes, and optimizers inside
     (`Lookahead`); of modules, the tables of buffers; of code, the dicts, lists and objects that it uses. The memory of
-    parameters is recorded too, because `p.data = ...` replaces it.
+    parameters, and of the tensors `around` the code, is recorded too, because `p.data = ...` replaces it.
     """
 
     def __init__(
@@ -185,6 +193,7 @@ class KeptObjects:
         optimizers: Sequence[torch.optim.Optimizer],
         modules: Sequence[torch.nn.Module],
         functions: Sequence[Any] = (),
+        around: HeldTensors | None = None,
     ) -> None:
         self._kept = [
             (type(one).__name__, *kept) for one in optimizers for kept in _kept_containers([one])
@@ -207,6 +216,10 @@ class KeptObjects:
             for tensor in (*each._parameters.values(), *each._buffers.values())
             if tensor is not None and tensor.layout == torch.strided
         ]
+        others = {id(t): t for _, t in (() if around is None else around.reachable())}
+        for each in others.values():
+            if type(each) is torch.Tensor and each.layout == torch.strided:
+                self._memory.append((each, each.data))
 
     def put_back(self) -> None:
         """Restore the entries of every container, and the memory of every parameter and buffer."""
@@ -232,7 +245,7 @@ class KeptObjects:
     def replacements(self) -> list[Replaced]:
         """Return the new values in dicts where tensors were replaced since construction."""
         return [
-            Replaced(f"{key} of {owner}", container, key, container[key])
+            Replaced(f"{name_key(key)} of {owner}", container, key, container[key])
             for owner, container, entries, _ in self._kept
             if isinstance(container, dict)
             for key, value in entries.items()
@@ -313,17 +326,18 @@ class Snapshot:
 
     def __init__(self, state: StepState, count: Any = None) -> None:
         self._state, self._count = state, count
+        self._batch: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._owners = list(state.tensors())
         self.tensors = [tensor.detach().clone() for tensor in self._owners]
-        self._kept = KeptObjects(state.optimizers, state.changed_modules(), state.code())
+        modules, code = state.changed_modules(), state.code()
+        self._held = HeldTensors(modules, code)
+        self._kept = KeptObjects(state.optimizers, modules, code, self._held)
         parameters = [parameter for module in state.modules for parameter in module.parameters()]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
             for parameter in parameters
         ]
-        modules, code = state.changed_modules(), state.code()
         self._numbers = HostNumbers(modules, code, state.device)
-        self._held = HeldTensors(modules, code)
         self._held_values = self._held.values()
         # The counters of objects that draw are restored by their `load_state_dict`.
         drawn = (tensor for drawing in state.draws() for tensor in tensors_in(drawing))
@@ -338,9 +352,17 @@ class Snapshot:
         self._rng = torch.cuda.get_rng_state(state.device), torch.get_rng_state()
         self._draws = [(drawing, drawing.state_dict()) for drawing in state.draws()]
 
+    def keep_batch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Restore these tensors of a batch too, if they were changed in place."""
+        kept = (tensor for tensor in tensors if not tensor.is_inference())
+        self._batch = [(tensor, tensor._version, tensor.detach().clone()) for tensor in kept]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Undo what happened since the snapshot. In place: the graph keeps its addresses."""
+        for each, version, before in self._batch:
+            if each._version != version:
+                each.copy_(before)
         self._kept.put_back()  # a step creates the state of a parameter at its first update
         owners = list(self._state.tensors())
         if len(owners) != len(self._owners):  # a buffer was added or removed
