@@ -244,10 +244,13 @@ class Survey:
         if problems:
             unusable = {problem.name for problem in problems if problem.option == "drop"}
             if unusable >= set(self.names):  # dropping them all would only be refused again
+                sep = _other_separator(sample) if len(self.names) == 1 else None
                 raise SourceError(
                     f"{self._path} has no column that can be packed:",
                     "numbers, true and false, dates, texts that repeat",
-                    "stoker.pack_from(SAMPLES, OUT), with samples from code of your own",
+                    f"--sep {quoted(sep)}"
+                    if sep
+                    else "stoker.pack_from(SAMPLES, OUT), with samples from code of your own",
                     [f"{problem.name!r} {problem.what}" for problem in problems],
                 )
             raise _problem_error(self._path, problems, blank, len(rows), table.num_rows)
@@ -431,6 +434,13 @@ def _problem_error(
         " ".join(typed),
         details,
     )
+
+
+def _other_separator(sample: Any) -> str | None:
+    """Return a sign that stands equally often in the name and all texts of a single column: "^" in "a^b"."""
+    texts = [sample.column_names[0], *map(str, sample.column(0).slice(0, 50).to_pylist())]
+    signs = (sign for sign in "^~:!#&@%$*+=/\x01" if texts[0].count(sign))
+    return next((sign for sign in signs if len({each.count(sign) for each in texts}) == 1), None)
 
 
 def _different(column: Any, most: int, words: Sequence[str]) -> set[str]:
