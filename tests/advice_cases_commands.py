@@ -285,6 +285,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "segmentation", "--images", "pictures/cat", "--masks", "masks/cat", "made", "--size", "16x16"], "from PIL import Image; e = Image.Exif(); e[0x0112] = 3; [Image.new('RGB', (16, 16)).save('pictures/cat/%d.png' % n, exif=e) for n in range(3)]"),
         Case(["pack", "segmentation", "--images", "empty", "--masks", "masks", "made", "--size", "8x8"]),
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--max-mz", "0"]),
+        Case(["pack", "table", "caret.csv", "made"], "open('caret.csv', 'w').write('a^b' + chr(10) + ''.join(f'{n}^{n / 8}' + chr(10) for n in range(12)))"),
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--structures", "mol"], then="MOL"),
         Case(["pack", "massspec", "--msp", "library.msp", "made", "--mol-dir", "none/none"]),
         Case(["pack", "massspec", "--msp", "bad.msp.gz", "made"]),

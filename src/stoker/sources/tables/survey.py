@@ -244,13 +244,16 @@ class Survey:
         if problems:
             unusable = {problem.name for problem in problems if problem.option == "drop"}
             if unusable >= set(self.names):  # dropping them all would only be refused again
-                sep = _other_separator(sample) if len(self.names) == 1 else None
+                if len(self.names) == 1 and (sep := _other_separator(sample)):
+                    raise SourceError(
+                        f"{self._path} has one column, {self.names[0]!r}, of texts that differ.",
+                        "the separator between its cells",
+                        f"--sep {quoted(sep)}",
+                    )
                 raise SourceError(
                     f"{self._path} has no column that can be packed:",
                     "numbers, true and false, dates, texts that repeat",
-                    f"--sep {quoted(sep)}"
-                    if sep
-                    else "stoker.pack_from(SAMPLES, OUT), with samples from code of your own",
+                    "stoker.pack_from(SAMPLES, OUT), with samples from code of your own",
                     [f"{problem.name!r} {problem.what}" for problem in problems],
                 )
             raise _problem_error(self._path, problems, blank, len(rows), table.num_rows)
