@@ -67,6 +67,7 @@ class Payload:
     classes: Sequence[str] = ()
     has_split: bool = False
     mask_map: MaskMap | None = None
+    some_masks: Sequence[str] = ()  # of the whole source, for an advice about all masks
 
 
 @dataclass
