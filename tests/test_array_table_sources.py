@@ -80,7 +80,7 @@ def test_files_that_are_not_arrays_are_named(tmp_path, name, content, message):
 
 def test_pickled_arrays_are_never_loaded(tmp_path):
     np.save(tmp_path / "a.npy", np.array([{"evil": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(SourceError, match="cannot be read as a numpy file"):
+    with pytest.raises(SourceError, match="holds Python objects, as pickles"):
         pack(ArraysSource((tmp_path / "a.npy",)), tmp_path / "s", ONE)
 
 
