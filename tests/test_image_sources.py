@@ -164,3 +164,23 @@ def test_masks_of_0_and_255_are_never_trained_as_one_class(tmp_path):
         pytest.raises(InputError, match="0 and 255 only"),
     ):
         find_classes(store, SegmentationOptions())
+
+
+def test_classes_that_lie_several_folders_deeper_are_no_single_class(tmp_path):
+    """As an archive is unpacked: all pictures became one class, which has the archive's name."""
+    for name in ("cat", "dog"):
+        (tmp_path / "in" / "set-1.2" / "Images" / name).mkdir(parents=True)
+        Image.new("L", (4, 4)).save(tmp_path / "in" / "set-1.2" / "Images" / name / "1.png")
+    (tmp_path / "in" / "set-1.2" / "README.md").write_text("text")
+    with pytest.raises(SourceError, match="Images': cat, dog") as refused:
+        ImagesSource((4, 4), 1, tmp_path / "in").prepare(tmp_path)
+    assert refused.value.fix.endswith(f"{tmp_path / 'in' / 'set-1.2' / 'Images'} OUT")
+
+
+def test_a_single_class_is_told_with_the_table_beside_it(tmp_path):
+    (tmp_path / "images").mkdir()
+    Image.new("L", (4, 4)).save(tmp_path / "images" / "1.png")
+    (tmp_path / "train.csv").write_text("image,label\\n1.png,3\\n")
+    (note,) = ImagesSource((4, 4), 1, tmp_path).prepare(tmp_path).notes
+    assert "one class, 'images'" in note
+    assert f"--labels {tmp_path / 'train.csv'}" in note
