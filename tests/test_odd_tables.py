@@ -263,6 +263,17 @@ def test_rows_without_any_value_are_no_samples(tmp_path):
         manifest, got = packed(tmp_path, text, **options)
         assert manifest.counts["ignored"] == {"no value in any column": 5}
         assert len(got["x"]) == 9
+    lists = ["[1]", "[2]", "null", "[3]"]  # a list that was dropped is a value, too
+    lines = [f'{{"x": {x}, "more": {more}}}' for x, more in zip("12", lists, strict=False)]
+    lines += [f'{{"x": null, "more": {more}}}' for more in lists[2:]]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n")
+    source = TableSource((tmp_path / "x.jsonl",), drop=("more",), missing="drop")
+    made = pack(source, tmp_path / "lines", PackOptions(jobs=1))
+    with open_store(made.path) as store:
+        assert store.manifest.counts["ignored"] == {
+            "no value in any column": 1,
+            "no value in column 'x'": 1,
+        }
     # A target alone is worth a word.
     with pytest.raises(QualityError, match="NaN"):
         packed(tmp_path, text + ",,1\n", target="y")

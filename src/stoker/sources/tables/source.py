@@ -48,6 +48,7 @@ from stoker.sources.tables.columns import (
     numbers,
     places_in,
     plain,
+    refuse_type,
     without_codes,
 )
 from stoker.sources.tables.layout import NULLS, parse_number
@@ -177,7 +178,8 @@ class TableSource(TableOptions):
             rows = np.arange(first, first + table.num_rows)
             fields["split"] = Dense(np.searchsorted(cuts, rows, side="right").astype(np.uint8))
         asked = {}
-        for row in plan.empty_rows(table, features, with_target=True):
+        # The only column of a table is worth a word where it has no value.
+        for row in plan.empty_rows(table, features, True) if table.num_columns > 1 else ():
             faults.pop(row, None)
             asked[row] = Fault("", _EMPTY, _EMPTY)
         _check_columns(faults, table, part.file)
@@ -329,20 +331,23 @@ class RowPlan:
                 unseen[column.name] = unknown
         return made, unseen
 
-    def empty_rows(self, table: Any, features: Array, with_target: bool = False) -> list[int]:
-        """Return the rows without any value, such as those below the last one of a spreadsheet.
+    def empty_rows(self, table: Any, features: Array, whole: bool = False) -> list[int]:
+        """Return the rows without a value in any column of the plan; or `whole`, in any column of the file.
 
-        Filled, they would be samples that nobody has measured. `with_target` asks for rows without a target too.
+        Filled, they would be samples that nobody has measured: spreadsheets are saved with rows of separators only.
         """
         marks = [name == f"{each.name}_missing" for each in self.columns for name in each.outputs]
         blank = np.flatnonzero((np.isnan(features) | (features == 0) | marks).all(axis=1))
         words = {each.name: each.words for each in self.columns}
-        if with_target and self.target is not None:
+        if self.target is not None:
             words[self.target.name] = self.target.words
-        for name, kept in words.items():
+        names = table.column_names if whole else [each.name for each in self.columns]
+        for name in names:
             if len(blank):
-                texts = as_text(table.column(name).take(pa.array(blank)), kept)
-                blank = blank[~as_numpy(texts.is_valid())]
+                cells = table.column(name).take(pa.array(blank))
+                if refuse_type(name, cells.type) is None:  # no list, and no bytes
+                    cells = as_text(cells, words.get(name, ()))
+                blank = blank[~as_numpy(cells.is_valid())]
         rows: list[int] = blank.tolist()
         return rows
 
