@@ -211,7 +211,6 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "series", "a.npy", "made", "--window", "0", "--stride", "0"]),
         Case(["pack", "series", "table.csv", "made", "--window", "4", "--dtype", "uint88"]),
         Case(["pack", "series", "a.npy", "made", "--window", "400"]),
-        Case(["pack", "arrays", "own.npy", "made"], "np.save('own.npy', np.array([np.zeros(3), np.zeros(5)], object))"),
         Case(["pack", "series", "a.npy", "made", "--window", "4", "--time-column", "x"]),
         Case(["pack", "series", "two.npz", "made", "--window", "2"]),
         Case(["pack", "series", "c.npy", "made", "--window", "2"], "np.save('c.npy', np.zeros((9, 2, 2), 'f4'))"),
