@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -184,3 +187,27 @@ def test_a_single_class_is_told_with_the_table_beside_it(tmp_path):
     (note,) = ImagesSource((4, 4), 1, tmp_path).prepare(tmp_path).notes
     assert "one class, 'images'" in note
     assert f"--labels {tmp_path / 'train.csv'}" in note
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "typed"),
+    [
+        ("{}.png", "{}_mask.png", {"mask_suffix": "_mask"}),
+        ("{}_sat.jpg", "{}_label.png", {"mask_suffix": "_label", "image_suffix": "_sat"}),
+        ("{}_image.png", "{}_gt.png", {"mask_suffix": "_gt", "image_suffix": "_image"}),
+    ],
+)
+def test_images_and_masks_in_one_folder_are_told_apart_by_a_word(tmp_path, image, mask, typed):
+    for number in range(12):
+        Image.new("L", (4, 4)).save(tmp_path / image.format(f"p{number}"))
+        Image.new("L", (4, 4), number % 2).save(tmp_path / mask.format(f"p{number}"))
+    source = SegmentationSource((4, 4), 1, tmp_path, tmp_path)
+    with pytest.raises(SourceError, match="12 of 24 images find a mask") as refused:
+        source.prepare(tmp_path)
+    words = shlex.split(refused.value.fix)
+    named = {
+        name[2:].replace("-", "_"): value
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert named == typed
+    assert sum(part.num_samples for part in replace(source, **typed).prepare(tmp_path).parts) == 12

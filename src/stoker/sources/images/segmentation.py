@@ -220,10 +220,10 @@ class SegmentationSource(PictureFolder):
         return f"with {_options(found[0])}, {found[1]:,} of {found[2]:,} images without a mask find one"
 
     def _no_pairs(self, images: Sequence[str], masks: Sequence[str]) -> SourceError:
-        shown = (
-            f"{first_names(images, 2)} in {self.images}; {first_names(masks, 2)} in {self.masks}"
-        )
-        if not images or not masks:
+        shown = f"{first_names(images, 2)} in {self.images}"
+        shown += f"; {first_names(masks, 2)} in {self.masks}" if masks else ""
+        found = suggest(images, images, mixed=True) if self.images == self.masks else None
+        if not images or (not masks and found is None):
             empty = self.masks if images else self.images
             return SourceError(
                 f"{empty} holds no masks ({len(images):,} images)."
@@ -232,9 +232,7 @@ class SegmentationSource(PictureFolder):
                 "a folder of images and a folder of masks, or one folder and --mask-suffix",
                 command("ls", empty),
             )
-        found = suggest(images, masks)
-        if found is None and self.images == self.masks:
-            found = suggest(images, images)
+        found = suggest(images, masks) or found
         fix = _options(found[0]) if found else command("ls", self.images, self.masks)
         hint = f" With it {found[1]:,} of {found[2]:,} images find a mask." if found else ""
         return SourceError(
