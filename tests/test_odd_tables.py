@@ -249,6 +249,15 @@ def test_new_rows_that_do_not_tell_the_decimal_sign_have_that_of_training(tmp_pa
         assert batch.batch["features"][0, 1].item() == pytest.approx(wanted)
 
 
+def test_a_file_that_does_not_tell_the_decimal_sign_has_that_of_its_table(tmp_path):
+    for name, cells in (("a.csv", ("1.234", "2.345")), ("b.csv", ("0,5", "1.000"))):
+        (tmp_path / name).write_text("x;n\n" + "".join(f"{cell};1\n" for cell in cells))
+    source = TableSource((tmp_path / "a.csv", tmp_path / "b.csv"))
+    with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
+        got = store.gather("features", np.arange(4))[:, 0]
+    assert got.tolist() == [1234, 2345, 0.5, 1000]
+
+
 def test_a_separator_behind_the_last_cell_does_not_move_the_names(tmp_path):
     lines = [f"{n},{n + 0.5},{n + 0.25}," for n in range(9)]
     _, got = packed(tmp_path, "\n".join(["a,b,c", *lines]) + "\n", drop=("unnamed_3",))
