@@ -211,3 +211,15 @@ def test_images_and_masks_in_one_folder_are_told_apart_by_a_word(tmp_path, image
     }
     assert named == typed
     assert sum(part.num_samples for part in replace(source, **typed).prepare(tmp_path).parts) == 12
+
+
+def test_labels_behind_a_space(tmp_path):
+    """As lists of ImageNet and Caffe have them; a name may have spaces too."""
+    (tmp_path / "in").mkdir()
+    for name in ("a 1.png", "b.png", "c.png"):
+        Image.new("L", (4, 4)).save(tmp_path / "in" / name)
+    (tmp_path / "val.txt").write_text("a 1.png 3\nb.png 17\nc.png 3\n")
+    source = ImagesSource((4, 4), 1, tmp_path / "in", tmp_path / "val.txt")
+    with open_store(pack(source, tmp_path / "s", ONE).path) as store:
+        assert store.manifest.attributes["classes"] == ["3", "17"]
+        assert store.read_rows("labels", 0, 3).tolist() == [0, 1, 0]
