@@ -318,3 +318,13 @@ def test_cells_of_databases_and_of_typeset_tables(tmp_path):
     assert got["x"][:4].tolist() == [0.5, -1.5, 2.5, -3.5]
     assert got["x_missing"].tolist() == [0] * 8 + [1]
     assert "kind=\\N" not in got
+
+
+def test_numbers_that_begin_with_a_zero_may_be_codes(tmp_path):
+    """Postal codes: as numbers they lose their zeros, and their order means nothing."""
+    text = "".join(f"{n % 7}021{n % 10},{n}.0,0.{n}\n" for n in range(20))
+    (tmp_path / "x.csv").write_text(f"postal code,size,share\n{text}")
+    notes = TableSource((tmp_path / "x.csv",)).prepare(tmp_path).notes
+    (note,) = (note for note in notes if "codes" in note)
+    assert note.startswith("column 'postal code' holds numbers such as '00210'")
+    assert note.endswith("--dtype 'postal code=category'")

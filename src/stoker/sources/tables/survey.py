@@ -267,7 +267,16 @@ class Survey:
             self.notes.append(
                 f"{shown_names(wide, _LISTED)} {needs} float64: float32 would lose some of the values"
             )
+        self._remark(sample, decimal, rows)
+
+    def _remark(self, sample: Any, decimal: str, rows: Any) -> None:
+        """Note columns of whole numbers that may be no quantities: codes, and numbers of rows."""
         for name in self._columns:
+            if name in self._whole and (code := _code_in(sample.column(name))):
+                as_code = f"--dtype {quoted(name + '=category')}"
+                self.notes.append(
+                    f"column {name!r} holds numbers such as {code!r}: if they are codes, {as_code}"
+                )
             if name in self._whole and _counts_rows(sample.column(name), name, decimal, rows):
                 self.notes.append(
                     f"column {name!r} counts the rows: if it is a number of the row, --drop {quoted(name)}"
@@ -470,6 +479,16 @@ def _is_long(column: Any) -> bool:
         longest = pc.max(pc.binary_length(column)).as_py()
         return longest is not None and longest >= _LONG_DIGITS
     return not pa.types.is_integer(column.type) or column.type.bit_width > 16
+
+
+def _code_in(column: Any) -> str | None:
+    """Return a number that begins with a 0, as postal codes do and quantities do not."""
+    if not is_text(column.type):
+        return None
+    texts = trimmed(plain(column)).drop_null().unique()
+    found = texts.filter(pc.match_substring_regex(texts, "^0[0-9]+$"))
+    code: str | None = found[0].as_py() if len(found) else None
+    return code
 
 
 def _counts_rows(column: Any, name: str, decimal: str, rows: Any) -> bool:
