@@ -229,11 +229,13 @@ def packed(tmp_path, text, repairs=(), **options):
         (",", '"{},500"', "{}.5", (1500, 1.5)),  # English
         (",", "1", '"0,{}25"', (1, 0.125)),  # no thousand begins with 0
         (";", "{}.10", "{},5", (None, 1.5)),  # a column of versions does not make all others text
+        (";", "{}.5", "{0},{0},{0}", (1.5, None)),  # nor does a column of lists
     ],
 )
 def test_the_decimal_sign_is_what_cannot_be_a_thousand(tmp_path, sep, one, two, values):
     lines = [sep.join((one.format(n), two.format(n), str(n))) for n in range(1, 10)]
-    drop = () if values[0] else ("one",)
+    lines = [*lines, sep.join((one.format(7), "7,8" if "{0}" in two else two.format(7), "7"))]
+    drop = tuple(name for name, value in zip(("one", "two"), values, strict=True) if value is None)
     _, got = packed(tmp_path, "\n".join([f"one{sep}two{sep}n", *lines]) + "\n", drop=drop)
     assert [got[name][0] for name in ("one", "two") if name in got] == [v for v in values if v]
 

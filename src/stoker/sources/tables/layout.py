@@ -34,6 +34,7 @@ NULLS = (
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "whitespace": " "}
 _SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of spaces"}
 _HEAD_ROWS = 2000
+_DECIMAL_ROWS = 200
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+(?:[eE][+-]?[0-9]+)?")
 _SIGNED_GROUPS = re.compile(
@@ -364,16 +365,29 @@ def _told_decimal(rows: Sequence[Sequence[str]], sep: str) -> str | None:
         return ","  # 1.234,56
     if any("." in cell and _GROUPED["."].fullmatch(cell) for cell in cells if "," in cell):
         return "."  # 1,234.56
-    points = sum("." in cell and _is_decimal(cell, ".") for cell in cells)
-    commas = sum("," in cell and _is_decimal(cell, ",") for cell in cells)
+    points = any(_is_decimal(cell, ".") for cell in cells)
+    commas = any(_is_decimal(cell, ",") for cell in cells)
     if points and commas:  # such as a column of versions, or of lists
-        return "," if commas >= points and sep != "," else "."
+        more = _num_decimal(rows, ",") - _num_decimal(rows, ".")
+        return "," if more > 0 or (more == 0 and sep != ",") else "."
     return "." if points else "," if commas else None
+
+
+def _num_decimal(rows: Sequence[Sequence[str]], decimal: str) -> int:
+    """Return how many columns hold numbers with this decimal sign; a list such as "3,4" has neighbours like "1,2,5"."""
+    num = 0
+    for column in zip(*rows[1:_DECIMAL_ROWS], strict=True):
+        cells = [text for cell in column if (text := cell.strip()) not in NULLS]
+        numbers = sum(parse_number(cell, decimal) is not None for cell in cells)
+        num += 10 * numbers >= 9 * len(cells) and any(
+            _is_decimal(_ungrouped(cell), decimal) for cell in cells
+        )
+    return num
 
 
 def _is_decimal(cell: str, decimal: str) -> bool:
     """Tell whether a cell is a number with this decimal sign, and could not be one with groups of digits."""
-    number = (_PLAIN if decimal == "." else _COMMA).fullmatch(cell)
+    number = decimal in cell and (_PLAIN if decimal == "." else _COMMA).fullmatch(cell)
     return bool(number) and not _GROUPED["," if decimal == "." else "."].fullmatch(cell)
 
 
