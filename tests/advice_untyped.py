@@ -9,6 +9,7 @@ UNTYPED: dict[str, str] = {
     "sources/tables/survey.py: 'stoker.pack_from(SAMPLES, OUT), with samples from code of your own'": "the code is the user's; test_pack_from.py packs such samples",
     "sources/massspec/formats.py: command('python3', '-c', code) if read else command('file', path)": "needs matchms, which was tried by hand",
     "sources/tables/layout.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
+    "sources/bars/text.py: other.convert or other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "store/hdf5.py: other.fix": "runs programs of others; test_foreign.py types those that are installed",
     "sources/tables/layout.py: f\"{command('sed', chr(34).join(('s/' + chr(39) + '/', '/g')), path)} > {quoted(copy)}\"": "writes another file; test_foreign.py types it",
     "loader/slabs.py: f'shuffle={device}'": "it replaces an argument without a name; test_loader_habits.py reaches it",

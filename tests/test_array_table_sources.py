@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+import stoker
 from stoker.errors import InputError, QualityError, SourceError
 from stoker.packing import PackOptions, pack
 from stoker.sources.arrays import ArraysSource
@@ -80,8 +82,19 @@ def test_files_that_are_not_arrays_are_named(tmp_path, name, content, message):
 
 def test_pickled_arrays_are_never_loaded(tmp_path):
     np.save(tmp_path / "a.npy", np.array([{"evil": 1}], dtype=object), allow_pickle=True)
-    with pytest.raises(SourceError, match="cannot be read as a numpy file"):
+    with pytest.raises(SourceError, match="holds Python objects, as pickles"):
         pack(ArraysSource((tmp_path / "a.npy",)), tmp_path / "s", ONE)
+
+
+def test_the_advice_for_arrays_of_objects_works(tmp_path, monkeypatch):
+    """Rows of different lengths, as numpy.save keeps them."""
+    monkeypatch.chdir(tmp_path)
+    np.save("own.npy", np.array([np.zeros(3), np.zeros(5)], dtype=object), allow_pickle=True)
+    with pytest.raises(SourceError) as refused:
+        pack(ArraysSource((Path("own.npy"),)), tmp_path / "s", ONE)
+    made = eval(refused.value.fix, {"stoker": stoker, "numpy": np})
+    with open_store(made.path) as store:
+        assert store.num_samples == 2
 
 
 # -- tables --------------------------------------------------------------------------------

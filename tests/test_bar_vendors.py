@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +203,67 @@ def test_bars_of_other_lengths_among_them_are_told():
     )
     weekly = np.concatenate([days, days[-1] + np.arange(1, 40) * 7 * DAY_NS])
     assert "are W1 apart, not D1" in describe_spacing(weekly, "D1", "f")[0]
+
+
+def write_bars(path, header, columns, tail=""):
+    """Write 40 bars of an hour; `columns` makes the cells of one from its time and its prices."""
+    lines = [header]
+    for number in range(40):
+        time, prices = f"2024-01-{number // 24 + 1:02d} {number % 24:02d}:00", (2.0, 3.0, 1.0, 2.5)
+        lines.append(columns(number, time, prices))
+    path.write_text("\n".join([*lines, tail]))
+    return path
+
+
+def test_the_advice_for_an_unknown_header_finds_its_columns(tmp_path):
+    """The first column only counts the rows: it was advised as the time."""
+    path = write_bars(
+        tmp_path / "x.csv",
+        "Index,Start Date,Open Price,High Price,Low Price,Latest,Volume,End Date",
+        lambda n, time, prices: f"{n},{time},{','.join(map(str, prices))},{n},{time}:59",
+    )
+    with pytest.raises(SourceError, match="names no") as told:
+        read_bars(path)
+    _, time, _, columns = shlex.split(told.value.fix)
+    bars = read_bars(path, naming=Naming.parse(time, columns, ()))
+    assert bars.columns["close"].tolist() == [2.5] * 40
+    assert bars.time[1] - bars.time[0] == 3600 * 10**9
+
+
+def test_further_columns_of_one_name_are_numbered(tmp_path):
+    """Change and %Change: the file was refused, with an advice about its prices."""
+    path = write_bars(
+        tmp_path / "x.csv",
+        "Time,Open,High,Low,Close,Change,%Change,$Change",
+        lambda n, time, prices: f"{time},{','.join(map(str, prices))},{n},0.5,{n + 1}",
+    )
+    columns = read_bars(path).columns
+    assert [columns[name][3] for name in ("change", "change_2", "change_3")] == [3, 0.5, 4]
+
+
+def test_archives_and_json_are_no_bars(tmp_path):
+    """A zip whose file is not compressed was read as text: its first bar was lost, without the header's names."""
+    path = write_bars(
+        tmp_path / "x.csv", "", lambda n, time, prices: f"{time},{','.join(map(str, prices))}"
+    )
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.write(path)
+    with pytest.raises(SourceError, match="is a zip archive") as told:
+        read_bars(tmp_path / "x.zip")
+    assert told.value.fix.startswith("unzip")
+    (tmp_path / "x.json").write_text(
+        '{"time": 1, "open": 2, "high": 3, "low": 1, "close": 2}\n' * 9
+    )
+    with pytest.raises(SourceError, match="is lines of JSON"):
+        read_bars(tmp_path / "x.json")
+
+
+def test_years_of_two_digits_are_named_as_such(tmp_path):
+    path = write_bars(
+        tmp_path / "x.csv",
+        "Date,Open,High,Low,Close",
+        lambda n, time, prices: f"{n % 28 + 1}-Jan-22,{','.join(map(str, prices))}",
+    )
+    with pytest.raises(SourceError, match="do not read as bars") as told:
+        read_bars(path)
+    assert told.value.fix.startswith("years of four digits")

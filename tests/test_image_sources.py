@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -164,3 +167,59 @@ def test_masks_of_0_and_255_are_never_trained_as_one_class(tmp_path):
         pytest.raises(InputError, match="0 and 255 only"),
     ):
         find_classes(store, SegmentationOptions())
+
+
+def test_classes_that_lie_several_folders_deeper_are_no_single_class(tmp_path):
+    """As an archive is unpacked: all pictures became one class, which has the archive's name."""
+    for name in ("cat", "dog"):
+        (tmp_path / "in" / "set-1.2" / "Images" / name).mkdir(parents=True)
+        Image.new("L", (4, 4)).save(tmp_path / "in" / "set-1.2" / "Images" / name / "1.png")
+    (tmp_path / "in" / "set-1.2" / "README.md").write_text("text")
+    with pytest.raises(SourceError, match="Images': cat, dog") as refused:
+        ImagesSource((4, 4), 1, tmp_path / "in").prepare(tmp_path)
+    assert refused.value.fix.endswith(f"{tmp_path / 'in' / 'set-1.2' / 'Images'} OUT")
+
+
+def test_a_single_class_is_told_with_the_table_beside_it(tmp_path):
+    (tmp_path / "images").mkdir()
+    Image.new("L", (4, 4)).save(tmp_path / "images" / "1.png")
+    (tmp_path / "train.csv").write_text("image,label\\n1.png,3\\n")
+    (note,) = ImagesSource((4, 4), 1, tmp_path).prepare(tmp_path).notes
+    assert "one class, 'images'" in note
+    assert f"--labels {tmp_path / 'train.csv'}" in note
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "typed"),
+    [
+        ("{}.png", "{}_mask.png", {"mask_suffix": "_mask"}),
+        ("{}_sat.jpg", "{}_label.png", {"mask_suffix": "_label", "image_suffix": "_sat"}),
+        ("{}_image.png", "{}_gt.png", {"mask_suffix": "_gt", "image_suffix": "_image"}),
+    ],
+)
+def test_images_and_masks_in_one_folder_are_told_apart_by_a_word(tmp_path, image, mask, typed):
+    for number in range(12):
+        Image.new("L", (4, 4)).save(tmp_path / image.format(f"p{number}"))
+        Image.new("L", (4, 4), number % 2).save(tmp_path / mask.format(f"p{number}"))
+    source = SegmentationSource((4, 4), 1, tmp_path, tmp_path)
+    with pytest.raises(SourceError, match="12 of 24 images find a mask") as refused:
+        source.prepare(tmp_path)
+    words = shlex.split(refused.value.fix)
+    named = {
+        name[2:].replace("-", "_"): value
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert named == typed
+    assert sum(part.num_samples for part in replace(source, **typed).prepare(tmp_path).parts) == 12
+
+
+def test_labels_behind_a_space(tmp_path):
+    """As lists of ImageNet and Caffe have them; a name may have spaces too."""
+    (tmp_path / "in").mkdir()
+    for name in ("a 1.png", "b.png", "c.png"):
+        Image.new("L", (4, 4)).save(tmp_path / "in" / name)
+    (tmp_path / "val.txt").write_text("a 1.png 3\nb.png 17\nc.png 3\n")
+    source = ImagesSource((4, 4), 1, tmp_path / "in", tmp_path / "val.txt")
+    with open_store(pack(source, tmp_path / "s", ONE).path) as store:
+        assert store.manifest.attributes["classes"] == ["3", "17"]
+        assert store.read_rows("labels", 0, 3).tolist() == [0, 1, 0]

@@ -294,6 +294,38 @@ def test_rounding_decides_what_lies_above_max_mz(tmp_path, pack, rounding, taken
     assert ("x" in packed.texts("name")) is taken
 
 
+def test_peaks_above_max_mz_are_told_with_the_bin_that_takes_all(tmp_path, pack):
+    """With the default of 500, a model of MS/MS spectra never sees the peaks above it."""
+    msp = write_msp(
+        tmp_path,
+        msp_record("x", SMILES="CCO", peaks=[(500.6, 1), (913.2, 2)]),
+        msp_record("y", SMILES="CCO", peaks=[(31, 1), (900.5, 2)]),
+    )
+    packed = pack(MassSpecSource(msp))
+    (note,) = (note for note in packed.preparation.notes if "above" in note)
+    assert "3 of 4 peaks (75%)" in note
+    assert [refusal.fix for refusal in packed.refused] == ["--max-mz 914"]
+    packed = pack(MassSpecSource(msp, max_mz=914))
+    assert not any("above" in note for note in packed.preparation.notes)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "Consensus Pep=Tryptic Charge=2 Parent=582.3537 Nreps=3/3",
+        'Mods=0 Parent=582.3537 MS_mode="+" Precursor_type="[M+2H]2+" Charge=2 NCE="28"',
+    ],
+)
+def test_peptide_libraries_are_no_ei_spectra(tmp_path, pack, comment):
+    """Their precursor stands in the comment, as NIST, SpectraST and MS2PIP write it."""
+    record = f"Name: AAK/2\nMW: 1162.69\nComment: {comment}\nNum peaks: 2\n71.1 5\n147.1 9\n\n"
+    (tmp_path / "lib.msp").write_text(3 * record)
+    packed = pack(MassSpecSource(tmp_path / "lib.msp", structures="none"))
+    assert packed.texts("spectrum_kind") == ["MS/MS"] * 3
+    assert packed.texts("precursor_mz") == ["582.3537"] * 3
+    assert packed.texts("charge") == ["2"] * 3
+
+
 # -- where structures come from --------------------------------------------------------------
 
 

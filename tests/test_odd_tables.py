@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from stoker.cli.main import app
-from stoker.errors import SourceError, StoreError
+from stoker.errors import QualityError, SourceError, StoreError
 from stoker.packing import PackOptions, pack
+from stoker.recipes.raw_tables import open_raw_table
 from stoker.sources.bars import read_bars
 from stoker.sources.tables import TableSource, TextOptions, reading
 from stoker.sources.tables.columns import Column, Unusable, encode, find_kind
@@ -209,3 +210,123 @@ def test_numbers_with_units_that_repeat_are_told(tmp_path):
     notes = TableSource((tmp_path / "x.csv",)).prepare(tmp_path).notes
     (told,) = (note for note in notes if "signs or units" in note)
     assert told.startswith("column 'share' holds numbers with signs or units, such as '9.5 %', and")
+
+
+def packed(tmp_path, text, repairs=(), **options):
+    """Pack a text; return the store's manifest and its features by column."""
+    (tmp_path / "x.csv").write_text(text)
+    source = TableSource((tmp_path / "x.csv",), **options)
+    made = pack(source, tmp_path / "store", PackOptions(jobs=1, repairs=repairs))
+    with open_store(made.path) as store:
+        features = store.gather("features", np.arange(store.num_samples))
+        return store.manifest, dict(zip(store.fields["features"].columns, features.T, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sep", "one", "two", "values"),
+    [
+        (";", "{}.500", "{},5", (1500, 1.5)),  # German: a thousand beside a decimal comma
+        (",", '"{},500"', "{}.5", (1500, 1.5)),  # English
+        (",", "1", '"0,{}25"', (1, 0.125)),  # no thousand begins with 0
+        (";", "{}.10", "{},5", (None, 1.5)),  # a column of versions does not make all others text
+        (";", "{}.5", "{0},{0},{0}", (1.5, None)),  # nor does a column of lists
+    ],
+)
+def test_the_decimal_sign_is_what_cannot_be_a_thousand(tmp_path, sep, one, two, values):
+    lines = [sep.join((one.format(n), two.format(n), str(n))) for n in range(1, 10)]
+    lines = [*lines, sep.join((one.format(7), "7,8" if "{0}" in two else two.format(7), "7"))]
+    drop = tuple(name for name, value in zip(("one", "two"), values, strict=True) if value is None)
+    _, got = packed(tmp_path, "\n".join([f"one{sep}two{sep}n", *lines]) + "\n", drop=drop)
+    assert [got[name][0] for name in ("one", "two") if name in got] == [v for v in values if v]
+
+
+def test_new_rows_that_do_not_tell_the_decimal_sign_have_that_of_training(tmp_path):
+    """A row "14;1.234" was read as 1.234, where training had 1234."""
+    lines = [f"{n},5;{n}.234" for n in range(1, 10)]
+    manifest, _ = packed(tmp_path, "\n".join(["t;amount", *lines]) + "\n")
+    facts = {"table": manifest.attributes["table"], "repairs": {}}
+    for text, wanted in (("14;1.234", 1234), ("14.5;1.234", 1.234), ("14,5;1234", 1234)):
+        (tmp_path / "new.csv").write_text(f"t;amount\n{text}\n")
+        (batch,) = open_raw_table(tmp_path / "new.csv", facts, {})
+        assert batch.batch["features"][0, 1].item() == pytest.approx(wanted)
+
+
+def test_a_file_that_does_not_tell_the_decimal_sign_has_that_of_its_table(tmp_path):
+    for name, cells in (("a.csv", ("1.234", "2.345")), ("b.csv", ("0,5", "1.000"))):
+        (tmp_path / name).write_text("x;n\n" + "".join(f"{cell};1\n" for cell in cells))
+    source = TableSource((tmp_path / "a.csv", tmp_path / "b.csv"))
+    with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
+        got = store.gather("features", np.arange(4))[:, 0]
+    assert got.tolist() == [1234, 2345, 0.5, 1000]
+
+
+def test_a_separator_behind_the_last_cell_does_not_move_the_names(tmp_path):
+    lines = [f"{n},{n + 0.5},{n + 0.25}," for n in range(9)]
+    _, got = packed(tmp_path, "\n".join(["a,b,c", *lines]) + "\n", drop=("unnamed_3",))
+    assert [got[name][1] for name in "abc"] == [1, 1.5, 1.25]
+
+
+def test_rows_without_any_value_are_no_samples(tmp_path):
+    """Spreadsheets are saved with hundreds of them: filled, they were samples that nobody has measured."""
+    rows = [f"{n},{'ab'[n % 2]},{n % 3}" for n in range(9)] + [",,"] * 5
+    text = "\n".join(["x,kind,y", *rows]) + "\n"
+    for options in ({"missing": "flag"}, {"missing": "drop"}, {"target": "y"}):
+        manifest, got = packed(tmp_path, text, **options)
+        assert manifest.counts["ignored"] == {"no value in any column": 5}
+        assert len(got["x"]) == 9
+    lists = ["[1]", "[2]", "null", "[3]"]  # a list that was dropped is a value, too
+    lines = [f'{{"x": {x}, "more": {more}}}' for x, more in zip("12", lists, strict=False)]
+    lines += [f'{{"x": null, "more": {more}}}' for more in lists[2:]]
+    (tmp_path / "x.jsonl").write_text("\n".join(lines) + "\n")
+    source = TableSource((tmp_path / "x.jsonl",), drop=("more",), missing="drop")
+    made = pack(source, tmp_path / "lines", PackOptions(jobs=1))
+    with open_store(made.path) as store:
+        assert store.manifest.counts["ignored"] == {
+            "no value in any column": 1,
+            "no value in column 'x'": 1,
+        }
+    # A target alone is worth a word.
+    with pytest.raises(QualityError, match="NaN"):
+        packed(tmp_path, text + ",,1\n", target="y")
+
+
+@pytest.mark.parametrize(
+    ("lines", "advice", "told"),
+    [
+        (["a^b", *(f"{n}^{n / 3:.3f}" for n in range(12))], "--sep '^'", "has one column"),
+        (["d,x", *(f"{n + 10}-Jan-20,{n}" for n in range(12))], "--drop d", "years of four digits"),
+    ],
+)
+def test_a_table_that_cannot_be_packed_says_what_would_help(tmp_path, lines, advice, told):
+    (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
+    with pytest.raises(SourceError, match=told) as refused:
+        TableSource((tmp_path / "x.csv",)).prepare(tmp_path)
+    assert refused.value.fix == advice
+
+
+def test_the_encoding_that_is_advised_gives_letters(tmp_path):
+    """gb18030 reads nearly all bytes, as letters for private use where they are none of its own."""
+    lines = ["編號,名稱", *(f"{n},臺灣銀行證券{n % 3}" for n in range(20))]
+    (tmp_path / "x.csv").write_bytes("\n".join(lines).encode("big5"))
+    with pytest.raises(SourceError) as refused:
+        TableSource((tmp_path / "x.csv",)).prepare(tmp_path)
+    assert refused.value.fix == "--encoding big5"
+
+
+def test_cells_of_databases_and_of_typeset_tables(tmp_path):
+    lines = [f"{n % 2},{'−' if n % 2 else ''}{n}.5,{'ab'[n % 2]}" for n in range(8)]
+    text = "\n".join(["y,x,kind", *lines, "1,\\N,\\N"]) + "\n"
+    _, got = packed(tmp_path, text, ("fill:median",), missing="flag", target="y")
+    assert got["x"][:4].tolist() == [0.5, -1.5, 2.5, -3.5]
+    assert got["x_missing"].tolist() == [0] * 8 + [1]
+    assert "kind=\\N" not in got
+
+
+def test_numbers_that_begin_with_a_zero_may_be_codes(tmp_path):
+    """Postal codes: as numbers they lose their zeros, and their order means nothing."""
+    text = "".join(f"{n % 7}021{n % 10},{n}.0,0.{n}\n" for n in range(20))
+    (tmp_path / "x.csv").write_text(f"postal code,size,share\n{text}")
+    notes = TableSource((tmp_path / "x.csv",)).prepare(tmp_path).notes
+    (note,) = (note for note in notes if "codes" in note)
+    assert note.startswith("column 'postal code' holds numbers such as '00210'")
+    assert note.endswith("--dtype 'postal code=category'")

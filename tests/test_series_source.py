@@ -165,6 +165,20 @@ def test_files_that_cannot_be_read_say_what_to_type(tmp_path, name, content, opt
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("x.csv", "uint8"), ("x.csv", "int16"), ("x.txt", "int16")]
+)
+def test_the_letters_of_numbers_are_no_numbers(tmp_path, name, dtype):
+    """--dtype, typed to choose the type of a table's numbers, made windows of its letters."""
+    (tmp_path / name).write_text("".join(f"{n}.5\n" for n in range(10, 50)))
+    source = SeriesSource((tmp_path / name,), window=4, dtype=dtype)
+    with pytest.raises(SourceError, match="its bytes are letters") as refused:
+        pack(source, tmp_path / "store", ONE)
+    assert refused.value.fix == "leave --dtype out"
+    with open_store(pack(replace(source, dtype=None), tmp_path / "store", ONE).path) as store:
+        assert store.num_samples == 10
+
+
 def test_inspect_shows_the_windows(tmp_path):
     (tmp_path / "x.txt").write_bytes(bytes(range(97, 123)) * 5)
     words = ("inspect", tmp_path / "x.txt", "--window", 13, "--dtype", "uint8")

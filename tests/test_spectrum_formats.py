@@ -247,6 +247,11 @@ def test_mzml(tmp_path):
     made, records, _ = converted(tmp_path, mzml_text("profile spectrum").encode(), "run.mzML")
     assert not records
     assert "profile spectrum" in made.refused[0].reason
+    assert made.refused[0].fix.startswith("msconvert")
+    made, *_ = converted(tmp_path, b"<mzML><run><chromatogramList/></run></mzML>", "run.mzML")
+    assert str(made.refused[0]).endswith(
+        "run.mzML: it holds no spectrum; chromatograms are not read"
+    )
     packed = mzml_text().replace("MS:1000574", "MS:1002312")
     assert "numpress" in converted(tmp_path, packed.encode(), "run.mzML")[0].refused[0].reason
     with pytest.raises(StokerError, match="cannot be read as mzML"):

@@ -16,6 +16,7 @@ from stoker.recipes.inference import load_trained
 from stoker.runs.evaluation import Evaluation
 from stoker.sources.bars.reading import read_bars
 from stoker.sources.bars.timeframes import name_file
+from stoker.sources.images.decoding import decode, to_pixels
 from stoker.sources.images.listing import list_pictures
 from stoker.sources.images.masks import check_values, parse_mask_map
 from stoker.sources.images.segmentation import SegmentationSource
@@ -138,7 +139,8 @@ def write_coloured(folder, colours):
         )
 
 
-def test_the_advice_for_colours_names_all_and_works(tmp_path):
+def test_the_advice_for_colours_names_those_of_all_masks_and_works(tmp_path):
+    """Colours that only other masks have were `other`: whole classes that counted nowhere."""
     write_coloured(tmp_path, [(10 * n, 255 - n, n) for n in range(11)])
     source = {"images": tmp_path / "images", "masks": tmp_path / "masks", "size": (8, 8)}
     with pytest.raises(QualityError, match="11 colours") as found:
@@ -149,8 +151,13 @@ def test_the_advice_for_colours_names_all_and_works(tmp_path):
     pack(made, tmp_path / "store", PackOptions(jobs=1))
     with open_store(tmp_path / "store") as store:
         assert store.num_samples == 3
-        assert store.manifest.attributes["mask_values"] == [*range(11), 255]
+        assert store.manifest.attributes["mask_values"] == [*range(12)]
     assert parse_mask_map([entries]).other == 255
+    some = SegmentationSource(**source, mask_map=("#00ff00=0,other=255",))
+    made = pack(some, tmp_path / "store", PackOptions(jobs=1))
+    with open_store(made.path) as store:
+        (note,) = (note for note in store.manifest.attributes["notes"] if "255" in note)
+    assert note.startswith("colours that --mask-map does not name")
 
 
 def write_palettes(folder, palettes):
@@ -183,12 +190,11 @@ def test_a_map_of_values_above_255_has_all_of_them(tmp_path, values, later, stor
         Image.fromarray(pixels).save(tmp_path / "masks" / f"{number}.png")
         Image.new("RGB", (8, 8)).save(tmp_path / "images" / f"{number}.png")
     source = SegmentationSource(images=tmp_path / "images", masks=tmp_path / "masks", size=(8, 8))
-    for _ in range(2):
-        with pytest.raises(QualityError) as told:
-            pack(source, tmp_path / "store", PackOptions(jobs=1))
-        option, entries = shlex.split(told.value.fix.partition(";")[0])[:2]
-        assert option == "--mask-map"
-        source = replace(source, mask_map=(entries,))
+    with pytest.raises(QualityError) as told:
+        pack(source, tmp_path / "store", PackOptions(jobs=1))
+    option, entries = shlex.split(told.value.fix.partition(";")[0])[:2]
+    assert option == "--mask-map"
+    source = replace(source, mask_map=(entries,))
     with open_store(pack(source, tmp_path / "store", PackOptions(jobs=1)).path) as store:
         assert store.manifest.attributes["mask_values"] == stored
 
@@ -263,3 +269,18 @@ def test_chance_and_the_baseline_are_drawn_as_two_lines():
     drawn = str(line_chart(chart))
     # Each in the legend and in the picture.
     assert drawn.count('class="limit"') == drawn.count('class="limit dashed"') == 2
+
+
+def test_sixteen_bits_with_a_transparent_value_are_not_white(tmp_path):
+    """Pillow turns such a picture into colours of 8 bits by clipping: all above 255 were white."""
+    values = np.array([[0, 1000, 32768, 65535]], np.uint16)
+    Image.fromarray(values).save(tmp_path / "a.png", transparency=1000)
+    decoded = decode(tmp_path / "a.png")
+    made = to_pixels(decoded, tmp_path / "a.png", (1, 4), 1)
+    assert made.values.ravel().tolist() == [0, 255, 128, 255]
+
+
+def test_signed_bytes_are_refused(tmp_path):
+    Image.new("L", (4, 4), 200).save(tmp_path / "a.tif", tiffinfo={339: 2})
+    with pytest.raises(SourceError, match="signed values of 8 bits"):
+        decode(tmp_path / "a.tif")

@@ -371,7 +371,7 @@ CASES = [
     Case("train beside other classes", lambda f: classes(f / "in", "train car"), IMAGES, "a class", 6, (),
          _class_names("car", "train")),
     Case("one folder too high", lambda f: classes(f / "in" / "data"), IMAGES, "refused, with the folder", None,
-         ("its only folder 'data'", "stoker pack images in/data OUT")),
+         ("its folder 'data'", "stoker pack images in/data OUT")),
     Case("a flat folder", lambda f: picture(f / "in" / "0.png"), IMAGES, "refused, with the option", None,
          ("no class folders and 1 pictures", "--labels FILE.csv")),
     Case("a flat folder with a CSV of labels",

@@ -27,7 +27,7 @@ from stoker.sources.tables.columns import (
     without_codes,
 )
 from stoker.sources.tables.layout import TextOptions, header_advice
-from stoker.sources.tables.reading import TableFile, batches, find_files, open_table, shown_names
+from stoker.sources.tables.reading import TableFile, batches, find_files, open_tables, shown_names
 from stoker.sources.tables.source import RowPlan
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
@@ -60,7 +60,7 @@ def open_raw_table(
         asked = told.get("text")
         asked = TextOptions(**recorded["text"]) if asked in (None, TextOptions()) else asked
         found, _ = find_files([given])
-        files = [open_table(path, asked, partitions) for path, partitions in found]
+        files = open_tables(found, asked, recorded.get("decimal"))
     for file in files:
         missing = [name for name in used if name not in file.names]
         if missing:
@@ -239,7 +239,7 @@ class RawTable:
     def _features(self, file: TableFile, table: Any) -> tuple[Array, list[str | None], Array]:
         faults: dict[int, Fault] = {}
         features, unseen = self._plan.features(table, file.decimal, faults, str(file.path))
-        empty = self._empty_rows(table, features)
+        empty = self._plan.empty_rows(table, features)
         features = apply_repairs(features, self._repairs, self._outputs)
         reasons: list[str | None] = [None] * table.num_rows
 
@@ -270,18 +270,6 @@ class RawTable:
         answered[[*empty, *faults]] = False
         features[~answered] = 0
         return features, reasons, answered
-
-    def _empty_rows(self, table: Any, features: Array) -> list[int]:
-        """Return the rows without any value: repairs would fill them, and the answer would mean nothing."""
-        blank = np.flatnonzero((np.isnan(features) | (features == 0)).all(axis=1))
-        if len(blank):
-            some = table.take(blank)
-            for column in self._columns:
-                texts = as_text(some.column(column.name), column.words)
-                is_blank = ~as_numpy(texts.is_valid())
-                blank, some = blank[is_blank], some.filter(is_blank)
-        rows: list[int] = blank.tolist()
-        return rows
 
     def _truth(self, file: TableFile, table: Any) -> Array | None:
         """Return the targets, used to evaluate the answers; None if the table has none that can be compared."""

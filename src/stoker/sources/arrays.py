@@ -300,11 +300,22 @@ def _open(
         if isinstance(error, OSError) and (known := file_error(error, scratch)) is not None:
             raise known from error
         usable = _usable(path)
+        if isinstance(error, _ObjectsError) and not usable:
+            one = "" if path.suffix == ".npy" else "['NAME']"
+            raise SourceError(
+                f"{path} holds Python objects, as pickles, which run code when they are read.",
+                "numbers; or samples in memory, from a file of your own",
+                f"stoker.pack_from(numpy.load({str(path)!r}, allow_pickle=True){one}, 'OUT')",
+            ) from error
         raise SourceError(
             f"{path} cannot be read as a numpy file: {error}.",
             "an intact .npy or .npz",
             command("--fields", ",".join(usable)) if usable else "",
         ) from error
+
+
+class _ObjectsError(ValueError):
+    """An array of Python objects."""
 
 
 def _usable(path: Path) -> list[str]:
@@ -400,7 +411,7 @@ def _read_header(stream: IO[bytes], name: str) -> _Header:
     except Exception as error:  # numpy evaluates the text as Python: anything can go wrong
         raise ValueError(f"{name} has a damaged header: {type(error).__name__}") from error
     if dtype.hasobject:
-        raise ValueError("Object arrays cannot be loaded: they are pickles, which run code")
+        raise _ObjectsError("Object arrays cannot be loaded: they are pickles, which run code")
     if min(shape, default=0) < 0:
         raise ValueError(f"{name} has shape {shape}")
     return _Header(shape, dtype, is_fortran, 8 + len(size) + length)

@@ -12,6 +12,7 @@ Windows do not cross files. A part repeats the rows that its first windows share
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -187,7 +188,10 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[Rows
             "a time column of CSV, Parquet or Feather",
             "leave --time-column out",
         )
+    is_numbers = not is_array and is_table(path) and (suffix != ".txt" or _holds_lines(path))
     if source.dtype is not None and not is_array:
+        if is_numbers and suffix != ".txt":
+            raise _no_raw_numbers(path, source.dtype, "leave --dtype out")
         yield _raw(path, np.dtype(source.dtype))
     elif is_array:
         chosen = ArraysSource((path,), chosen=Selection(None, source.columns, None))
@@ -212,7 +216,7 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[Rows
                     "leave --dtype out",
                 )
             yield rows
-    elif is_table(path) and suffix != ".txt":
+    elif is_numbers:
         yield _table(source, path, scratch)
     else:
         raise SourceError(
@@ -224,12 +228,22 @@ def _open_rows(source: SeriesSource, path: Path, scratch: Path) -> Iterator[Rows
 
 def _looks_like_text(path: Path) -> bool:
     """Whether a file begins as UTF-8 text does, or has an odd number of bytes and so no numbers of two each."""
-    if path.stat().st_size % 2:
-        return True
+    return bool(path.stat().st_size % 2) or _is_text(path)
+
+
+def _is_text(path: Path) -> bool:
     with path.open("rb") as file, suppress(UnicodeDecodeError):
         text = codecs.getincrementaldecoder("utf-8")().decode(file.read(4096))
         return not any(ord(each) < 9 for each in text)
     return False
+
+
+def _holds_lines(path: Path) -> bool:
+    """Whether a text holds lines of numbers, perhaps below a header, and no prose."""
+    with path.open("rb") as file:
+        lines = file.read(4096).splitlines()
+    lines = [line for line in lines[:-1] if line.strip()][1:]  # the last one may be cut
+    return bool(lines) and all(re.fullmatch(rb"[0-9.,;|eE+\-\s]+|nan", line) for line in lines)
 
 
 def _raw(path: Path, dtype: np.dtype[Any]) -> Rows:
@@ -241,7 +255,18 @@ def _raw(path: Path, dtype: np.dtype[Any]) -> Rows:
             f"a multiple of {dtype.itemsize}",
             "--dtype uint8",
         )
+    if dtype.itemsize > 1 and _is_text(path):  # two letters make no number
+        fix = "leave --dtype out" if _holds_lines(path) else "--dtype uint8"
+        raise _no_raw_numbers(path, dtype.name, fix)
     return Rows.of(np.memmap(path, dtype.newbyteorder("<"), mode="r"))
+
+
+def _no_raw_numbers(path: Path, dtype: str, fix: str) -> SourceError:
+    return SourceError(
+        f"--dtype is {dtype}, and {path} is text: its bytes are letters, not raw numbers.",
+        "raw numbers; a table, which has numbers of its own; or the letters of a text, as uint8",
+        fix,
+    )
 
 
 def _table(source: SeriesSource, path: Path, scratch: Path) -> Rows:

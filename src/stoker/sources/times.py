@@ -70,6 +70,16 @@ _PATTERNS = tuple(
 _PARTS = ("year", "month", "day", "hour", "minute", "second", "zone_hour", "zone_minute")
 
 
+_SHORT_YEAR = re.compile(
+    rf" *[0-9]{{1,2}}[-./ ](?:[0-9]{{1,2}}|{_MONTH})[-./ ][0-9]{{2}}(?![0-9:]).*"
+)
+
+
+def has_short_year(text: str) -> bool:
+    """Tell whether a text is a date with a year of two digits, whose century nobody can know."""
+    return match_time(text) is None and _SHORT_YEAR.fullmatch(text) is not None
+
+
 def match_time(text: str) -> re.Match[str] | None:
     """Return the match of the first pattern that reads the whole of `text`, or None."""
     for pattern in _PATTERNS:

@@ -25,6 +25,7 @@ from stoker.strict_json import parse_json
 _HEAD_BYTES = 16 << 10
 _TAR_MARK = slice(257, 262)
 TAR, JSON_LINES = "a tar archive", "lines of JSON"
+LIBSVM = "in the format of LIBSVM"
 _HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4", ".mat", ".h5ad", ".cdf")
 _OF_TORCH = (".pt", ".pth", ".ckpt")
 _OPENERS: dict[bytes, Callable[..., Any]] = {
@@ -39,6 +40,7 @@ class Foreign(NamedTuple):
 
     what: str
     fix: str
+    convert: str = ""  # the part of `fix` that makes a text of it
 
 
 def identify_file(path: Path) -> Foreign | None:
@@ -88,7 +90,7 @@ def _archive(path: Path, head: bytes) -> Foreign | None:
         with suppress(zipfile.BadZipFile, OSError):
             names = zipfile.ZipFile(path).namelist()
         if path.suffix == ".xlsx" or any(name.startswith("xl/") for name in names):
-            return Foreign("an Excel workbook", _by_pandas(path, "read_excel"))
+            return _by_pandas("an Excel workbook", path, "read_excel")
         if any(name.endswith("/data.pkl") for name in names) or path.suffix in _OF_TORCH:
             return _pickled(path)
         return Foreign("a zip archive", command("unzip", path))
@@ -131,14 +133,14 @@ def _binary(path: Path, head: bytes) -> Foreign | None:
         )
         return Foreign("an Avro file", command("python3", "-c", code))
     if head.startswith(b"\xd0\xcf\x11\xe0"):
-        return Foreign("an Excel workbook", _by_pandas(path, "read_excel"))
+        return _by_pandas("an Excel workbook", path, "read_excel")
     if head.startswith(b"SQLite format 3\0"):
         return Foreign(
             "an SQLite database",
             f"{command('sqlite3', '-csv', '-header', path, 'SELECT * FROM NAME')} > rows.csv",
         )
     if head.startswith(b"<?xml"):
-        return Foreign("XML", _by_pandas(path, "read_xml"))
+        return _by_pandas("XML", path, "read_xml")
     if head.startswith(b"\x80"):
         return _pickled(path)
     return None
@@ -184,9 +186,12 @@ def text_kind(path: Path, head: bytes) -> Foreign | None:
     if start.startswith(b"{"):
         with suppress(ValueError):
             if isinstance(parse_json(start.split(b"\n", 1)[0]), dict):
-                return Foreign(JSON_LINES, command("stoker", "pack", "table", path, "OUT"))
+                made = unused_beside(path, ".csv")
+                code = f"import pandas; pandas.read_json({str(path)!r}, lines=True).to_csv({made!r}, index=False)"
+                packs = command("stoker", "pack", "table", path, "OUT")
+                return Foreign(JSON_LINES, packs, command("python3", "-c", code))
     if start[:1] in (b"{", b"[") and start[1:].lstrip()[:1] in (b"{", b'"', b"["):
-        return Foreign("JSON", _by_pandas(path, "read_json"))
+        return _by_pandas("JSON", path, "read_json")
     lines = [line.split(b"#")[0].split() for line in start.splitlines()[:50]]
     cells = [line[1:] for line in lines if len(line) > 1]
     if cells and all(_is_placed(cell) for line in cells for cell in line[:20]):
@@ -194,7 +199,7 @@ def text_kind(path: Path, head: bytes) -> Foreign | None:
             f"import numpy, sklearn.datasets; x, y = sklearn.datasets.load_svmlight_file({str(path)!r}); "
             f"numpy.savez({unused_beside(path, '.npz')!r}, features=x.toarray(), targets=y)"
         )
-        return Foreign("in the format of LIBSVM", command("python3", "-c", code))
+        return Foreign(LIBSVM, command("python3", "-c", code))
     return None
 
 
@@ -212,7 +217,8 @@ def _by_arrow(path: Path, module: str, read: str) -> str:
     return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'table', made, 'OUT')}"
 
 
-def _by_pandas(path: Path, read: str) -> str:
+def _by_pandas(what: str, path: Path, read: str) -> Foreign:
     made = unused_beside(path, ".csv")
     code = f"import pandas; pandas.{read}({str(path)!r}).to_csv({made!r}, index=False)"
-    return f"{command('python3', '-c', code)}; {command('stoker', 'pack', 'table', made, 'OUT')}"
+    convert = command("python3", "-c", code)
+    return Foreign(what, f"{convert}; {command('stoker', 'pack', 'table', made, 'OUT')}", convert)

@@ -20,7 +20,14 @@ from functools import lru_cache
 
 from stoker.display import quoted
 from stoker.errors import InputError, SourceError
-from stoker.sources.times import find_day_first, has_offset, is_slashed, match_time, parse_time
+from stoker.sources.times import (
+    find_day_first,
+    has_offset,
+    has_short_year,
+    is_slashed,
+    match_time,
+    parse_time,
+)
 
 PRICES = ("open", "high", "low", "close")
 VOLUMES = ("volume", "tick_volume", "real_volume")
@@ -320,8 +327,10 @@ def _headed_layout(header: list[str], rows: list[list[str]], naming: Naming) -> 
             )
         gone = adjusted or name in TIME_NAMES or name in NO_FEATURES
         kept.append(None if cell in time_cells or gone or cell == complete_cell else name)
-    repeated = [name for name, count in Counter(kept).items() if name and count > 1]
-    if repeated or not set(PRICES) <= {*kept}:
+    for cell, name in enumerate(kept):  # "Change" and "%Change"
+        if name is not None and name not in PRICES and name in kept[:cell]:
+            kept[cell] = f"{name}_{names[:cell].count(name) + 1}"
+    if any(kept.count(name) != 1 for name in PRICES):
         return None
     return Dialect(
         "", "", tuple(kept), time_cells, 0, left_out=tuple(left_out), symbol_cell=symbol_cell, ticker_cell=ticker_cell,
@@ -614,20 +623,36 @@ def unknown_header(file: str, header: Sequence[str], naming: Naming, bar: str = 
         )
     names = {clean_name(cell) for cell in header}
     missing = [name for name in PRICES if name not in names]
-    time = next(
-        (cell for cell in header if clean_name(cell) in TIME_NAMES), header[0] if header else "NAME"
-    )
+    time = next((cell for cell in header if clean_name(cell) in TIME_NAMES), None)
+    time = time or _holding(header, ("start", "open_time", "date", "time")) or [*header, "NAME"][0]
     if bar and not missing and clean_name(time) in TIME_NAMES:
-        is_timed = any(match_time(cell.strip()) for cell in re.split("[,;\t|]", bar))
+        cells = re.split("[,;\t|]", bar)
+        is_timed = any(match_time(cell.strip()) for cell in cells)
         return SourceError(
             f"{file}: the lines below its header do not read as bars; one is {bar[:80]!r}.",
             "a time such as 2020-04-23 15:00, 2020-04-23 11:00-04:00 or 1587654000, and plain numbers",
             "prices without signs and units"
             if is_timed
+            else "years of four digits: in 20-10-22 or 22-Oct-20, nobody can know the year"
+            if any(map(has_short_year, cells))
             else "the time in UTC or with its offset: letters such as EDT or CST stand for several zones",
         )
+    words = {**{name: (name,) for name in PRICES}, "close": ("close", "last", "latest")}
+    pairs = [f"{name}={_holding(header, words[name]) or 'NAME'}" for name in PRICES]
+    named = f"--time-column {quoted(time)} --columns {quoted(','.join(pairs))}"
     return SourceError(
         f"{file}: its header names no {', '.join(missing) or 'time'}; it has {', '.join(header)}.",
         "a time column, and open, high, low, close",
-        f"--time-column {quoted(time)} --columns open=NAME,high=NAME,low=NAME,close=NAME, with the names of the file",
+        f"{named}, with the names of the file" if "NAME" in named else named,
     )
+
+
+def _holding(header: Sequence[str], words: Sequence[str]) -> str | None:
+    """Return the first cell of a header that is, or else begins with, or holds, one of some words."""
+    cells = [cell for cell in header if "," not in cell]
+    for pattern in (r"{}", r"{}_.*", r".*{}.*"):
+        for word in words:
+            for cell in cells:
+                if re.fullmatch(pattern.format(word), clean_name(cell)):
+                    return cell
+    return None

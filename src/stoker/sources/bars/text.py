@@ -19,6 +19,7 @@ from stoker.display import command
 from stoker.errors import SourceError
 from stoker.sources.tables.layout import file_kind
 from stoker.sources.tables.reading import read_arrow, readable
+from stoker.store.foreign import LIBSVM, TAR, name_kind
 from stoker.units import format_bytes
 
 _SAMPLE_BYTES = 128 << 10
@@ -36,6 +37,7 @@ def read_head(path: Path, decimal: str | None = None) -> tuple[bytes, int]:
     if file_kind(path) in ("parquet", "arrow"):
         text = _typed_text(path)
         return text[: text.rfind(b"\n", 0, _SAMPLE_BYTES) + 1] or text, len(text)
+    _refuse_other(path)
     size = path.stat().st_size
     with path.open("rb") as stream:
         raw = stream.read(_SAMPLE_BYTES)
@@ -60,6 +62,7 @@ def find_text(path: Path, decimal: str | None = None) -> tuple[bytes, str | None
     """
     if file_kind(path) in ("parquet", "arrow"):
         return _typed_text(path), None
+    _refuse_other(path)
     bounds.require_memory(_TEXT_COPIES * path.stat().st_size, f"reading {path}", _SPLIT)
     data, cut = path.read_bytes(), None
     if data[:2] == b"\x1f\x8b":
@@ -69,6 +72,21 @@ def find_text(path: Path, decimal: str | None = None) -> tuple[bytes, str | None
         text = text[: text.rfind(b"\n") + 1]
     bounds.LINE.check(_longest_line(text), f"a line of {path}", command("file", path))
     return _unquote(text, path, decimal), cut
+
+
+def _refuse_other(path: Path) -> None:
+    """Refuse archives, JSON and binary files by name: a zip whose files are not compressed would read as text."""
+    other = name_kind(path)
+    with path.open("rb") as stream:
+        is_gzip = stream.read(2) == b"\x1f\x8b"
+    # A gzip is unpacked here, and "12 09:00" may be a time.
+    if other is None or other.what == LIBSVM or (is_gzip and other.what != TAR):
+        return
+    raise SourceError(
+        f"{path} is {other.what}.",
+        "bars as text, plain or gzipped; Parquet or Feather",
+        other.convert or other.fix,
+    )
 
 
 def _longest_line(text: bytes) -> int:

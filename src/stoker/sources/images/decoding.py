@@ -46,6 +46,7 @@ _HEIC = (b"hei", b"hev", b"mif", b"msf")
 _HEADER = "whose header is damaged or unknown to Pillow"
 ORIENTATION = 0x0112
 _BITS_PER_SAMPLE = 258  # tag of a TIFF
+_SIGN = 339  # another, for the format of its samples
 _TRANSPOSES = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
     8: "ROTATE_90",
@@ -125,7 +126,7 @@ class Decoded:
             return "16-bit" if self.format in ("PPM", "PNG") else "32-bit"
         if self.is_deep_colour:
             return "16-bit colour"
-        if _is_transparent(self.image) and not mode.startswith("I;16"):
+        if _is_transparent(self.image) and _KINDS.get(mode) not in ("16-bit", "float"):
             return "transparent"
         return _KINDS.get(mode, "8-bit")
 
@@ -284,6 +285,13 @@ def decode(
             if orientation > 1 and opened.format == "TIFF" and data is None:
                 # Pillow reads plain TIFF files of this kind by a memory map of the wrong width; bytes it does not.
                 return decode(path, first_frame, path.read_bytes(), upright=upright, small=small)
+            if opened.format == "TIFF" and opened.mode == "L" and opened.tag_v2.get(_SIGN) == (2,):
+                raise PictureError(
+                    "holds signed values of 8 bits, which would be read as others.",
+                    "values from 0 to 255, or 16 bits",
+                    path=path,
+                    kind="signed values of 8 bits",
+                )
             if small and opened.format in ("JPEG", "MPO"):
                 opened.draft(None, (max(1, opened.width // 8), max(1, opened.height // 8)))
             opened.load()
@@ -402,8 +410,7 @@ def _scaled(
     if value_range is None and kind != "16-bit" and (kind == "32-bit" or low < 0 or high > 1):
         raise _no_range(path, kind, low, high)
     scaled = np.clip((values - bottom) * (255.0 / (top - bottom)), 0, 255)
-    clear = image.info.get("transparency")  # one value of a PNG
-    if kind == "16-bit" and isinstance(clear, int):
+    if isinstance(clear := image.info.get("transparency"), int):  # one value, laid over white
         scaled[values == clear] = 255
     return pillow().fromarray(np.rint(scaled).astype(np.uint8)), (low, high)
 

@@ -171,8 +171,12 @@ def _read_csv(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
             file.seek(0)
             # The header decides: column names rarely contain another separator.
             separator = max((",", ";", "\t", "|"), key=first.count)
-            reader = csv.reader(file, delimiter=separator, strict=True)
-            table = [(reader.line_num, row) for row in reader if row]
+            if separator in first:
+                reader = csv.reader(file, delimiter=separator, strict=True)
+                table = [(reader.line_num, row) for row in reader if row]
+            else:  # "n01/x.jpg 17", as in lists of ImageNet and Caffe
+                lines = enumerate(file.read().splitlines(), 1)
+                table = [(number, line.rsplit(None, 1)) for number, line in lines if line.strip()]
     except (UnicodeDecodeError, csv.Error) as error:
         raise SourceError(
             f"{path} cannot be read as CSV: {error}.", "UTF-8 text", command("head", path)

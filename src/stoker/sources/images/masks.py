@@ -31,6 +31,8 @@ _HINT = "--mask-map 255=1"
 _SPREAD, _FEW, _LOOK_AT = 63, 16, 16
 _MANY = 200  # COCO-Stuff, the most of the usual sets, has 182 classes
 _MOST_COLOURS = 64
+COLOURS, LARGE_VALUES = "colours without a table", "mask value above 255"
+"""Kinds of refusals whose advice needs the colours or values of all masks; see `map_of_all`."""
 _MOST_ENTRIES = 20
 
 
@@ -334,7 +336,7 @@ def _by_value(values: Array, path: Path, chosen: MaskMap) -> Array:
                 f"mask {path} holds the value {max(left)}.",
                 "classes from 0 to 255, or a map",
                 command("--mask-map", _map_of_large(left, chosen)),
-                kind="mask value above 255",
+                kind=LARGE_VALUES,
             )
     table = np.arange(65536, dtype=np.int64)
     if chosen.other is not None:
@@ -392,8 +394,36 @@ def _colours_without_table(values: Array, path: Path) -> PictureError:
         f"mask {path} has {len(colours)} colours, and nothing says which class each is: {listed}.",
         "--mask-colors FILE (r, g, b and a name a line), or --mask-map with colours",
         command("--mask-map", entries),
-        kind="colours without a table",
+        kind=COLOURS,
     )
+
+
+def map_of_all(masks: Iterable[Path], chosen: MaskMap | None) -> str | None:
+    """Return the map that names the colours, or else the values above 255, of all these masks; None if there are none.
+
+    One mask rarely has all colours: those that a map of its own left out would be `other`, and count nowhere.
+    """
+    colours: Counter[str] = Counter()
+    values: set[int] = set()
+    for path in masks:
+        try:
+            image = decode(path).image
+        except SourceError:
+            continue
+        if image.mode in ("RGB", "RGBA", "P"):
+            for count, (red, green, blue) in image.convert("RGB").getcolors(_MANY) or ():
+                colours[f"#{red:02x}{green:02x}{blue:02x}"] += count
+        elif image.mode in ("L", "I", "I;16", "I;16B"):
+            found = np.asarray(image).ravel()
+            if found.min(initial=0) >= 0 and found.max(initial=0) < 65536:
+                values.update(np.flatnonzero(np.bincount(found)).tolist())
+    if colours:
+        named = [f"{code}={n}" for n, (code, _) in enumerate(colours.most_common(_MOST_COLOURS))]
+        return command("--mask-map", ",".join([*named, f"other={IGNORE}"]))
+    chosen = chosen or MaskMap()
+    named_values = {value for low, high, _ in chosen.values for value in range(low, high + 1)}
+    left = sorted(values - named_values)
+    return command("--mask-map", _map_of_large(left, chosen)) if left and left[-1] > 255 else None
 
 
 class ContradictionError(SourceError):

@@ -27,6 +27,7 @@ MASK_FOLDERS = {
 }  # fmt: skip
 IMAGE_FOLDERS = {"image", "images", "img", "imgs", "jpegimages"}
 _OBJECT = r"(?:[_-]?\d+)?"
+_MASK_WORD = re.compile(r"(?i)mask|label|seg|annot|truth|manual|(?<![a-z])gt(?![a-z])")
 _LOOK = 400
 
 
@@ -169,8 +170,15 @@ def _take_by_name(
             found[keys[0]] = left.pop(left_masks[name][0])
 
 
-def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, int] | None:
+def suggest(
+    images: Iterable[str], masks: Iterable[str], mixed: bool = False
+) -> tuple[Affixes, int, int] | None:
     """Return the suffix or prefix that would bring most images together with masks.
+
+    Args:
+        images: Names of images.
+        masks: Names of masks.
+        mixed: Whether both are the names of one folder: then only a word such as "mask" tells a mask.
 
     Returns:
         The affixes, how many of the images that were tried find a mask with them, and how many were tried; None when
@@ -183,7 +191,8 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
     for stem in image_stems[:50]:
         ends = [mask for mask in mask_stems if mask.endswith(stem) and mask != stem]
         tried.update(Affixes(mask_prefix=mask[: -len(stem)]) for mask in ends)
-        shared = (os.path.commonprefix([stem, mask]) for mask in mask_stems)  # noqa: RUF071  letters
+        others = [mask for mask in mask_stems if mask != stem]
+        shared = (os.path.commonprefix([stem, mask]) for mask in others)  # noqa: RUF071  letters
         best = max(shared, key=len, default="")
         if not best:
             continue
@@ -198,7 +207,10 @@ def suggest(images: Iterable[str], masks: Iterable[str]) -> tuple[Affixes, int, 
                     )
     scored = []
     for affixes in tried:
-        if not affixes:
+        of_mask = f"{affixes.mask_prefix} {affixes.mask_suffix}"
+        if not affixes.mask_prefix and affixes.mask_suffix == affixes.image_suffix:
+            continue  # nothing, or the name of the image itself
+        if mixed and not _MASK_WORD.search(of_mask):
             continue
         hits = sum(
             f"{affixes.mask_prefix}{stem[: len(stem) - len(affixes.image_suffix)]}{affixes.mask_suffix}"

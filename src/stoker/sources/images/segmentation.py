@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +20,13 @@ from stoker.display import command, first_names
 from stoker.errors import InputError, SourceError
 from stoker.sources.contract import Json, Part, PartContext, PartData
 from stoker.sources.images.coco import Outlines, find_coco, read_coco
-from stoker.sources.images.decoding import Decoded, pillow
+from stoker.sources.images.decoding import Decoded, PictureError, pillow
 from stoker.sources.images.encoded import Encoded, encode_mask, picture_field
 from stoker.sources.images.listing import Listing, list_pictures, no_pictures, split_of
 from stoker.sources.images.masks import (
+    COLOURS,
     IGNORE,
+    LARGE_VALUES,
     ContradictionError,
     MaskMap,
     MaskOrientation,
@@ -32,6 +35,7 @@ from stoker.sources.images.masks import (
     check_values,
     find_map,
     join_objects,
+    map_of_all,
     parse_mask_map,
     read_colour_table,
     read_mask,
@@ -47,6 +51,9 @@ from stoker.sources.images.pairing import (
 )
 from stoker.sources.images.source import Columns, Found, Payload, PictureFolder, stack
 from stoker.store.fields import Array, Dense
+
+_SOME_MASKS = 256
+"""Most masks that are looked at for an advice about all of them: a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,11 @@ class SegmentationSource(PictureFolder):
         if found.refused and (better := self._advice(pairing)):
             found.notes.append(better)
         names = self.class_names or (mask_map.names if mask_map else ())
-        found.payload = replace(found.payload, classes=names, mask_map=mask_map)
+        step = max(1, len(found.payload.items) // _SOME_MASKS)
+        some = [name for item in found.payload.items[::step] for name in item[1]]
+        found.payload = replace(
+            found.payload, classes=names, mask_map=mask_map, some_masks=some[:_SOME_MASKS]
+        )
         return found
 
     def _by_outlines(self, files: Sequence[Path], images: Listing) -> Found:
@@ -209,10 +220,10 @@ class SegmentationSource(PictureFolder):
         return f"with {_options(found[0])}, {found[1]:,} of {found[2]:,} images without a mask find one"
 
     def _no_pairs(self, images: Sequence[str], masks: Sequence[str]) -> SourceError:
-        shown = (
-            f"{first_names(images, 2)} in {self.images}; {first_names(masks, 2)} in {self.masks}"
-        )
-        if not images or not masks:
+        shown = f"{first_names(images, 2)} in {self.images}"
+        shown += f"; {first_names(masks, 2)} in {self.masks}" if masks else ""
+        found = suggest(images, images, mixed=True) if self.images == self.masks else None
+        if not images or (not masks and found is None):
             empty = self.masks if images else self.images
             return SourceError(
                 f"{empty} holds no masks ({len(images):,} images)."
@@ -221,9 +232,7 @@ class SegmentationSource(PictureFolder):
                 "a folder of images and a folder of masks, or one folder and --mask-suffix",
                 command("ls", empty),
             )
-        found = suggest(images, masks)
-        if found is None and self.images == self.masks:
-            found = suggest(images, images)
+        found = suggest(images, masks) or found
         fix = _options(found[0]) if found else command("ls", self.images, self.masks)
         hint = f" With it {found[1]:,} of {found[2]:,} images find a mask." if found else ""
         return SourceError(
@@ -240,15 +249,21 @@ class SegmentationSource(PictureFolder):
         masks: list[Any] = []  # bytes where pictures stay encoded, else pixels
         pixels = np.zeros(256, dtype=np.int64)
         palettes = Palettes() if self._takes_values else None
+        advice = cache(partial(self._map_of_all, payload))
         for name, mask_names, split in payload.items:
             path = self.images / name
             try:
                 made, decoded = self._read(path)
                 size = made.size if isinstance(made, Encoded) else self.size
                 mask = self._mask(mask_names, decoded, path, payload.mask_map, size, palettes)
-            except ContradictionError:
-                raise
+            except ContradictionError as error:
+                if palettes is None or payload.mask_map is not None or not (better := advice()):
+                    raise
+                fix = f"{better}, or --mask-map keep"
+                raise ContradictionError(error.given, error.allowed, fix) from error
             except SourceError as error:
+                if isinstance(error, PictureError) and error.kind in (COLOURS, LARGE_VALUES):
+                    error.fix = advice() or error.fix
                 columns.refuse(path, error)
                 continue
             columns.add(made, decoded, name, split)
@@ -262,6 +277,9 @@ class SegmentationSource(PictureFolder):
             "palette": {str(key): code for key, code in colours.items()},
         }
         return columns.part({"masks": field}, extra)
+
+    def _map_of_all(self, payload: Payload) -> str | None:
+        return map_of_all((self.masks / name for name in payload.some_masks), payload.mask_map)
 
     def _mask(
         self,
@@ -303,10 +321,12 @@ class SegmentationSource(PictureFolder):
         if extras and extras[0]["binary"]:
             merged["mask_map"] = "255=1"
         if IGNORE in pixels:
-            share = pixels[IGNORE] / sum(pixels.values())
+            share = f"({pixels[IGNORE] / sum(pixels.values()):.1%} of the pixels)"
+            given = parse_mask_map(self.mask_map)
             merged["notes"].append(
-                f"mask value 255 ({share:.1%} of the pixels) counts nowhere in training; "
-                "--mask-map 255=CLASS makes it a class"
+                f"colours that --mask-map does not name {share} count nowhere in training (other=255)"
+                if given is not None and given.colours
+                else f"mask value 255 {share} counts nowhere in training; --mask-map 255=CLASS makes it a class"
             )
         if not merged["classes"]:
             del merged["classes"]

@@ -67,6 +67,7 @@ class Payload:
     classes: Sequence[str] = ()
     has_split: bool = False
     mask_map: MaskMap | None = None
+    some_masks: Sequence[str] = ()  # of the whole source, for an advice about all masks
 
 
 @dataclass
@@ -442,6 +443,8 @@ def _by_folders(listing: Listing) -> Found:
         notes.append(f"{', '.join(splits)} are taken as splits, the folders below as classes")
     if empty:
         notes.append(f"class folders without pictures are no classes: {first_names(empty, _NAMED)}")
+    if len(kept) == 1:
+        notes.append(_of_one_class(listing, kept[0]))
     if num_nested:
         notes.append(f"{num_nested:,} pictures lie deeper; their class is the first folder")
     items = [(name, numbers[kind], split) for name, kind, split in placed]
@@ -485,16 +488,26 @@ def _refuse_parts(listing: Listing, names: Sequence[str]) -> None:
 def _check_level(
     listing: Listing, classes: Sequence[str], placed: Sequence[tuple[str, str, int]], depth: int
 ) -> None:
-    """Refuse a folder whose only class holds all the classes: one level too high."""
-    below = {name.split("/")[depth + 1] for name, _, _ in placed if name.count("/") > depth + 1}
-    direct = any(name.count("/") == depth + 1 for name, _, _ in placed)
-    if len(classes) == 1 and len(below) > 1 and not direct and not depth:
+    """Refuse a folder whose only class holds all the classes: one level too high, or several."""
+    if len(classes) > 1 or depth:
+        return
+    parents = {name.rpartition("/")[0] for name, _, _ in placed}
+    common = os.path.commonpath(parents)
+    below = {parent[len(common) + 1 :].partition("/")[0] for parent in parents}
+    if len(below) > 1 and common not in parents:
         raise SourceError(
-            f"all pictures of {listing.root} lie in folders of its only folder {classes[0]!r}: "
+            f"all pictures of {listing.root} lie in folders of its folder {common!r}: "
             f"{first_names(sorted(below), _NAMED)}.",
             "the folder whose folders are the classes",
-            command("stoker", "pack", "images", listing.root / classes[0], "OUT"),
+            command("stoker", "pack", "images", listing.root / common, "OUT"),
         )
+
+
+def _of_one_class(listing: Listing, name: str) -> str:
+    """Return a note about a set of one class, with the CSV that may hold the labels."""
+    beside = sorted(listing.root.glob("*.csv"))
+    labels = f": {command('--labels', beside[0])} may tell others" if beside else ""
+    return f"all pictures are of one class, {name!r}, and training needs two{labels}"
 
 
 def _no_classes(listing: Listing) -> SourceError:

@@ -44,6 +44,7 @@ Spectra = Literal["auto", "ei", "msms", "ms1", "all"]
 SPLIT_NAMES = ("train", "val", "test")
 NO_PEAKS = "no peaks"
 NO_STRUCTURE = "no structure"
+ABOVE = "all peaks above max_mz"
 _SMALLEST = np.float16(2.0**-24)
 _MOLECULE_FIELDS: dict[str, type[np.generic]] = {
     "atoms": np.uint32, "bonds": np.uint32, "functional_groups": np.uint64, "ecfp_bits": np.uint16,
@@ -83,6 +84,7 @@ class Payload:
     kinds: tuple[SpectrumKind, ...]  # kinds of spectra that are taken; others are ignored
     record_kinds: bytes  # index of each record's kind in `KINDS`, a byte each
     conditions: tuple[str, ...]  # conditions that some record of the source has: a field each
+    highest_bin: int  # of all peaks of the source
     # counts from the scan, in the first part only; `MassSpecSource.finish` adds them up
     before: Mapping[str, Json] = field(default_factory=dict)
 
@@ -174,7 +176,11 @@ class Building:
                 continue
             reason, detail = outcome
             self.reasons[reason] += 1
-            fixes = {NO_PEAKS: "--without-spectra", NO_STRUCTURE: self.source.structure_advice}
+            fixes = {
+                NO_PEAKS: "--without-spectra",
+                NO_STRUCTURE: self.source.structure_advice,
+                ABOVE: f"--max-mz {self.payload.highest_bin}",
+            }
             fix = fixes.get(reason, "")
             # A record of another format has its original place.
             file = record.meta.get("source_file", str(self.source.msp))
@@ -282,6 +288,11 @@ class Building:
         return {name: Ragged.from_strings(values) for name, values in texts.items()}
 
 
+def first_mz_above(source: Options) -> float:
+    """Return the m/z from which on `bin_spectrum` drops peaks."""
+    return source.max_mz + (0.5 if source.rounding == "nearest" else 1.0)
+
+
 class _Spectra:
     """The peaks of one batch, all at once: a loop over records would cost more than RDKit."""
 
@@ -294,9 +305,7 @@ class _Spectra:
         self._mz = batch.mz
         intensity = batch.intensity.astype(np.float64)
         self._positive = intensity > 0
-        # `bin_spectrum` drops peaks from here on.
-        limit = source.max_mz + (0.5 if source.rounding == "nearest" else 1.0)
-        self._above = batch.mz >= limit
+        self._above = batch.mz >= first_mz_above(source)
         base = np.zeros(num)
         np.maximum.at(base, self._owner, intensity)
         relative = intensity / np.where(base > 0, base, 1)[self._owner]
@@ -316,7 +325,7 @@ class _Spectra:
             return NO_PEAKS, "all peaks of the record have zero intensity"
         if not self._num_inside[number]:
             return (
-                "all peaks above max_mz",
+                ABOVE,
                 f"all {self._num_positive[number]} peaks lie above max_mz {self._max_mz}",
             )
         return None

@@ -304,7 +304,9 @@ def _taken(drafts: Iterable[_Draft], path: Path, made: Converted) -> Iterator[Sp
     """Yield the records of a file; one that cannot be read is refused."""
     for draft in drafts:
         if reason := draft.find_problem():
-            made.refused.append(Refusal(str(path), draft.line, reason, kind=draft.kind))
+            fix = command("msconvert", path, *_PICKING) if reason == _IS_PROFILE else ""
+            line = draft.line or None
+            made.refused.append(Refusal(str(path), line, reason, kind=draft.kind, fix=fix))
             made.num_unread += draft.kind == UNREADABLE
         else:
             yield draft.spectrum(path)
@@ -460,6 +462,8 @@ def _read_sdf(plain: Path, path: Path) -> Iterator[_Draft]:
 
 
 _PROFILE = "MS:1000128"
+_IS_PROFILE = "it is a profile spectrum: peaks must be picked first"
+_PICKING = ("--filter", "peakPicking true 1-", "-o", "picked")
 _MZ, _INTENSITY = "MS:1000514", "MS:1000515"
 _TYPES = {"MS:1000523": "<f8", "MS:1000521": "<f4", "MS:1000519": "<i4", "MS:1000522": "<i8"}
 _PLAIN, _ZLIB = "MS:1000576", "MS:1000574"
@@ -508,6 +512,8 @@ def _read_mzml(plain: Path, path: Path) -> Iterator[_Draft]:
                 )
             elif tag == "chromatogram":
                 element.clear()
+            elif tag == "run" and not number:
+                yield _Draft(0, problem="it holds no spectrum; chromatograms are not read")
     except SourceError:  # a spectrum that claims to exceed the limit of one record
         raise
     except (ElementTree.ParseError, ValueError) as error:  # no whole XML, or a number that is none
@@ -559,7 +565,7 @@ def _spectrum(
             elif accession in _MODES:
                 meta["ion_mode"] = _MODES[accession]
             elif accession == _PROFILE:
-                made.problem = "it is a profile spectrum: peaks must be picked first"
+                made.problem = _IS_PROFILE
     made.mz, made.intensity = arrays.get(_MZ, []), arrays.get(_INTENSITY, [])
     if len(made.mz) != len(made.intensity):
         unequal = f"it has {len(made.mz)} m/z and {len(made.intensity)} intensities"

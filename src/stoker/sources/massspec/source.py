@@ -36,6 +36,7 @@ therefore a `split`: nothing in the test set was seen in training under another 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ from stoker.sources.massspec.building import (
     Payload,
     Spectra,
     Structures,
+    first_mz_above,
 )
 from stoker.sources.massspec.conditions import KINDS, SpectrumKind, conditions_of, spectrum_kind
 from stoker.sources.massspec.formats import LINE_IN_RECORD, as_msp
@@ -81,6 +83,9 @@ from stoker.sources.msp import MspRange, Rounding, read_range, split_msp
 from stoker.store.fields import Array
 
 _NEARLY_ALL = 0.9
+_MOST_MZ = 65_535
+_FEW = 0.01
+"""Share of peaks above `max_mz` from which a note says so."""
 _BY_OPTION: dict[str, tuple[SpectrumKind, ...]] = {
     "ei": ("EI",),
     "msms": ("MS/MS",),
@@ -98,6 +103,8 @@ class _Survey:
     own: Array  # whether a record without a MOL file has a structure itself, or needs none
     kinds: Array  # index of the kind of spectrum in `KINDS`
     num_peaks: int  # sum over all records
+    num_above: int  # peaks above `max_mz`
+    highest_bin: int
     whole_mz: bool  # every m/z is a whole number
     conditions: set[str]  # conditions that some record has
     refused: list[Refusal]  # refused lines of ranges without a record to build
@@ -114,7 +121,7 @@ class MassSpecSource(Options):
         object.__setattr__(self, "msp", Path(self.msp))
         if self.mol_dir is not None:
             object.__setattr__(self, "mol_dir", Path(self.mol_dir))
-        if not 1 <= self.max_mz <= 65_535:
+        if not 1 <= self.max_mz <= _MOST_MZ:
             raise InputError(f"max_mz is {self.max_mz}.", "1 to 65535", "--max-mz 500")
         if self.max_samples is not None and self.max_samples < 1:
             raise InputError(f"max_samples is {self.max_samples}.", "1 or more, or none", "")
@@ -163,7 +170,7 @@ class MassSpecSource(Options):
             place = self.mol_dir or made.structures
             index = MolIndex(place, place == made.structures) if place is not None else None
         ranges = split_msp(made.path, self.molecules_per_part)
-        survey = _survey(made.path, ranges, index, self.structures)
+        survey = _survey(made.path, ranges, index, self)
         kinds = self._kinds(survey)
         wanted = [KINDS.index(kind) for kind in kinds]
         usable = ((survey.rows >= 0) | survey.own) & np.isin(survey.kinds, wanted)
@@ -187,6 +194,7 @@ class MassSpecSource(Options):
                     kinds,
                     survey.kinds[taken].tobytes(),
                     tuple(sorted(survey.conditions)),
+                    survey.highest_bin,
                 )
                 label = f"records {first}-{stop - 1} of {self.msp.name}"
                 parts.append(Part(len(parts), label, int(usable[taken].sum()), payload))
@@ -296,14 +304,15 @@ class MassSpecSource(Options):
 
 
 def _survey(
-    msp: Path, ranges: Sequence[MspRange], index: MolIndex | None, structures: Structures
+    msp: Path, ranges: Sequence[MspRange], index: MolIndex | None, source: MassSpecSource
 ) -> _Survey:
+    structures = source.structures
     # Ten bytes per record: a library may have millions.
     rows, own, kinds = array("q"), bytearray(), bytearray()
     lengths: list[int] = []
     keys: set[str] = set()
     refused = RefusalList()
-    num_peaks, whole_mz = 0, True
+    num_peaks, num_above, highest, whole_mz = 0, 0, 0.0, True
     for piece in ranges:
         first, lines = len(rows), RefusalList()
         for batch in read_range(msp, piece):
@@ -317,6 +326,8 @@ def _survey(
                 kinds.append(KINDS.index(spectrum_kind(record.meta)))
                 keys.update(record.meta)
             num_peaks += len(batch.mz)
+            num_above += int((batch.mz >= first_mz_above(source)).sum())
+            highest = max(highest, float(batch.mz.max(initial=0)))
             is_whole = (batch.mz == np.rint(batch.mz)) & (batch.mz <= 65_535)
             whole_mz = whole_mz and bool(is_whole.all())
             lines.extend(batch.refused)
@@ -329,6 +340,8 @@ def _survey(
         np.frombuffer(own, dtype=bool),
         np.frombuffer(kinds, dtype=np.uint8),
         num_peaks,
+        num_above,
+        min(math.ceil(highest), _MOST_MZ),
         whole_mz,
         conditions_of(keys) | ({"spectrum_kind"} if any(kinds) else set()),
         refused,
@@ -359,6 +372,12 @@ def _notes(
             notes.append(f"{num:,} {kind} spectra are ignored; --spectra all takes them")
         elif num and number:
             notes.append(f"{num:,} of {num_records:,} records are {kind} spectra, not EI")
+    if survey.num_above > _FEW * survey.num_peaks:
+        share = survey.num_above / survey.num_peaks
+        notes.append(
+            f"{survey.num_above:,} of {survey.num_peaks:,} peaks ({share:.0%}) lie above --max-mz {source.max_mz}, "
+            f"and no model gets them; --max-mz {survey.highest_bin} takes all"
+        )
     whole = "uint16: every value is a whole number"
     stored = whole if survey.whole_mz else "float32: some have decimals"
     return [*notes, f"m/z is stored as {stored}"]

@@ -58,6 +58,12 @@ _HASH_KEY = re.compile(r";[ \t]*([A-Za-z]{2,8}#)[ \t]*:")
 _CAS_AND_NIST = re.compile(r"(\nCAS#:[^;\n]*);[ \t]*(NIST#:)")
 _COMMA_DECIMAL = re.compile(r"([0-9]+),([0-9]+)")
 _QUOTED_PAIR = re.compile(r'(?<!\S)"([^"=]{1,60})=([^"]*)"(?!\S)')
+_PARENT = "Parent="  # in the comments of peptide libraries: NIST, SpectraST, MS2PIP
+_OF_PARENT = {
+    "Parent": "precursor_mz", "Charge": "charge", "Precursor_type": "precursor_type",
+    "Collision_energy": "collision_energy", "MS_mode": "ion_mode",
+}  # fmt: skip
+_PLAIN_PAIR = re.compile(rf'(?<!\S)({"|".join(_OF_PARENT)})=(?:"([^"]*)"|([^\s"]+))')
 
 
 Folded = tuple[dict[str, str], tuple[str, ...]]  # meta and synonyms
@@ -141,12 +147,15 @@ class _Header:
             self._place(key, value)
 
     def finish(self) -> Folded:
-        """Return what was folded, with the pairs of a MoNA comment filled in."""
+        """Return what was folded, with the pairs of a comment filled in."""
         for key, values in self._repeats.items():
             self.meta[key] = "; ".join(values)
         comment = self.meta.get("comment")
         if comment is not None and '"' in comment and "=" in comment:
             self._take_quoted_pairs(comment)
+        if comment is not None and _PARENT in comment:
+            for raw, in_quotes, plain in _PLAIN_PAIR.findall(comment):
+                self.meta.setdefault(_OF_PARENT[raw], in_quotes or plain)
         return self.meta, tuple(self.synonyms)
 
     def _place(self, key: Key, value: str) -> None:
@@ -245,7 +254,8 @@ class _Template(NamedTuple):
             if meta.get("name") in _MISSING:
                 return None
             meta = {key: value for key, value in meta.items() if value not in _MISSING}
-        return None if '"' in meta.get("comment", "") else (meta, synonyms)
+        comment = meta.get("comment", "")
+        return None if '"' in comment or _PARENT in comment else (meta, synonyms)
 
 
 class HeaderReader:

@@ -36,6 +36,7 @@ from stoker.sources.times import (
     LATEST_NS,
     SECOND_NS,
     has_offset,
+    has_short_year,
     is_slashed,
     match_time,
     parse_times,
@@ -259,6 +260,8 @@ def judge_texts(name: str, num_values: int, num_rows: int, example: str) -> Colu
     if num_values <= CODE_VALUES and not differs and 2 * num_values <= num_rows:
         return Column(name, "codes")
     shown = f"{example[:_SHOWN_TEXT]!r}"
+    if has_short_year(example):
+        shown += " (dates need years of four digits)"
     if _SIGNED.fullmatch(example):
         shown += f" (numbers are read without signs and units: {example.strip(_SIGNS)!r})"
     return Unusable(

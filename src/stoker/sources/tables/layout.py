@@ -29,18 +29,20 @@ HEAD_BYTES = 256 << 10
 NULLS = (
     *("", "NA", "N/A", "n/a", "NaN", "nan", "NULL", "null", "None", "-", "?"),
     *(".", "#N/A", "#NA", "<NA>", "1.#QNAN", "-1.#IND"),  # of SAS and Stata, Excel, pandas, Windows
+    "\\N",  # of MySQL, Hive and PostgreSQL
 )
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "whitespace": " "}
 _SHOWN = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar", " ": "runs of spaces"}
 _HEAD_ROWS = 2000
+_DECIMAL_ROWS = 200
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+(?:[eE][+-]?[0-9]+)?")
 _SIGNED_GROUPS = re.compile(
     r"[+-]?[0-9]{1,3}(['\u2019\u00a0\u202f\u2009])[0-9]{3}(?:\1[0-9]{3})*(?:[.,][0-9]+)?"
 )
 _GROUPED = {  # digits in groups of three, by the decimal sign that then remains
-    ".": re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?"),
-    ",": re.compile(r"[+-]?[0-9]{1,3}(?:\.[0-9]{3})+(?:,[0-9]*)?"),
+    ".": re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]*)?"),
+    ",": re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3})+(?:,[0-9]*)?"),
 }
 _MAGIC = {
     b"PAR1": "parquet",
@@ -114,6 +116,7 @@ class Layout:
     comment: str | None = None  # how lines that are no rows begin; they are skipped
     is_empty: bool = False  # whether there is a header and nothing below it
     is_usual: bool = False  # whether it is a header and rows in UTF-8 with commas: not worth a note
+    is_decimal_told: bool = False  # whether the cells tell the decimal sign, or the user did
 
 
 def file_kind(path: Path, encoding: str | None = None) -> str:
@@ -148,8 +151,18 @@ def refuse_kind(path: Path, kind: str) -> SourceError | None:
     return SourceError(f"{path} is {kind}.", "CSV, JSON lines, Parquet or Feather", fix)
 
 
-def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) -> Layout:
-    """Find how a text table is written. `asked` overrides detection; `is_whole`: `head` is the whole file."""
+def find_layout(
+    head: bytes, path: Path, asked: TextOptions, *, is_whole: bool, usual_decimal: str | None = None
+) -> Layout:
+    """Find how a text table is written.
+
+    Args:
+        head: First bytes of the text.
+        path: For messages.
+        asked: What the user said; it overrides detection.
+        is_whole: Whether `head` is the whole file.
+        usual_decimal: Decimal sign of the other files, for a file whose cells do not tell it.
+    """
     if asked.sep is None and (other := text_kind(path, head)) is not None:  # also if compressed
         raise SourceError(
             f"{path} is {other.what}.", "CSV, JSON lines, Parquet or Feather", other.fix
@@ -188,14 +201,17 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     before = rows[start - 1][1] if start else []
     given = [cell.strip() for cell in before]
     is_named = all(given) and len({*given}) == len(given) and not any(map(_is_number, given))
-    # R and pandas leave the name of the first column, the row's own name, out.
     is_short = is_named and len(before) == width - 1 > 1 and asked.header is not False
+    # A separator behind the last cell of each row makes one cell more. Else R left the name of the first column out.
+    is_behind = is_short and not any(cells[-1].strip() for cells in [first, *body])
     if is_short:
-        first_line, first, body = rows[start - 1][0], ["", *before], [first, *body]
+        named = [*before, ""] if is_behind else ["", *before]
+        first_line, first, body = rows[start - 1][0], named, [first, *body]
         asked = replace(asked, header=True)
     # A quoted cell may span lines: a row ends at its line number, and begins after the row before.
     preamble = first_line - 1 - sum(cell.count("\n") for cell in first)
-    decimal = asked.decimal or _find_decimal([first, *body], sep)
+    told = asked.decimal or _told_decimal([first, *body], sep)
+    decimal = told or usual_decimal or _likely_decimal([first, *body], sep)
     has_header = asked.header
     if has_header is None:
         has_header = _find_header(first, body, decimal, path)
@@ -207,7 +223,8 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     said = ["decimal comma"] if decimal == "," else []
     said += [f"encoding {encoding}"] if encoding != "utf-8" else []
     said += [] if has_header else [f"no header, so columns are named c0 to c{width - 1}"]
-    said += ["the header names all columns but the first"] if is_short else []
+    said += ["rows end with a separator, which the header does not"] if is_behind else []
+    said += ["the header names all columns but the first"] if is_short and not is_behind else []
     said += [f"{format_count(preamble, 'line')} above the table ignored"] if preamble else []
     is_usual = width > 1 and sep == "," and not said
     skip = first_line if has_header else preamble
@@ -216,7 +233,7 @@ def find_layout(head: bytes, path: Path, asked: TextOptions, *, is_whole: bool) 
     words = ", ".join([separated, *said])
     return Layout(
         sep, decimal, encoding, skip, preamble, names, has_header, words,
-        is_empty=is_empty, is_usual=is_usual,
+        is_empty=is_empty, is_usual=is_usual, is_decimal_told=told is not None,
     )  # fmt: skip
 
 
@@ -225,11 +242,12 @@ _ENCODINGS = ("shift_jis", "gb18030", "euc_kr", "big5", "cp1251", "cp1250", "lat
 
 def _unknown_encoding(head: bytes, path: Path, is_whole: bool) -> SourceError:
     """Return the error for text that is neither UTF-8 nor Western, with the encodings that could read it."""
-    fitting = []
+    private: dict[str, int] = {}  # letters that stand for nothing: gb18030 reads nearly all bytes
     for name in _ENCODINGS:
         with suppress(UnicodeError):
-            codecs.getincrementaldecoder(name)().decode(head, final=is_whole)
-            fitting.append(name)
+            text = codecs.getincrementaldecoder(name)().decode(head, final=is_whole)
+            private[name] = sum("\ue000" <= letter <= "\uf8ff" for letter in text)
+    fitting = sorted(private, key=private.__getitem__)
     return SourceError(
         f"{path} is text in an encoding that its bytes do not tell: neither UTF-8 nor Western.",
         f"the encoding it was written in; of usual ones {', '.join(fitting)} can read it",
@@ -342,17 +360,45 @@ def _is_number(cell: str) -> bool:
     return bool(_PLAIN.fullmatch(cell) or _COMMA.fullmatch(cell))
 
 
-def _find_decimal(rows: Sequence[Sequence[str]], sep: str) -> str:
+def _told_decimal(rows: Sequence[Sequence[str]], sep: str) -> str | None:
+    """Return the decimal sign that the cells tell; None where "1.234" or "1,234" may be a thousand in all of them."""
     cells = [_ungrouped(cell.strip()) for row in rows for cell in row]
-    points = sum("." in cell and bool(_PLAIN.fullmatch(cell)) for cell in cells)
-    commas = [cell for cell in cells if _COMMA.fullmatch(cell)]
-    if any(_GROUPED[","].fullmatch(cell) and "," in cell for cell in cells):
+    if any("," in cell and _GROUPED[","].fullmatch(cell) for cell in cells if "." in cell):
         return ","  # 1.234,56
-    if not commas or any(_GROUPED["."].fullmatch(cell) and "." in cell for cell in cells):
+    if any("." in cell and _GROUPED["."].fullmatch(cell) for cell in cells if "," in cell):
         return "."  # 1,234.56
-    grouped = all(_GROUPED["."].fullmatch(cell) for cell in commas)
-    # "1,234" is a thousand in a file split by commas, and 1.234 where commas are free for decimals.
-    return "." if points or (grouped and sep == ",") else ","
+    points = any(_is_decimal(cell, ".") for cell in cells)
+    commas = any(_is_decimal(cell, ",") for cell in cells)
+    if points and commas:  # such as a column of versions, or of lists
+        more = _num_decimal(rows, ",") - _num_decimal(rows, ".")
+        return "," if more > 0 or (more == 0 and sep != ",") else "."
+    return "." if points else "," if commas else None
+
+
+def _num_decimal(rows: Sequence[Sequence[str]], decimal: str) -> int:
+    """Return how many columns hold numbers with this decimal sign; a list such as "3,4" has neighbours like "1,2,5"."""
+    num = 0
+    for column in zip(*rows[1:_DECIMAL_ROWS], strict=True):
+        cells = [text for cell in column if (text := cell.strip()) not in NULLS]
+        numbers = sum(parse_number(cell, decimal) is not None for cell in cells)
+        num += 10 * numbers >= 9 * len(cells) and any(
+            _is_decimal(_ungrouped(cell), decimal) for cell in cells
+        )
+    return num
+
+
+def _is_decimal(cell: str, decimal: str) -> bool:
+    """Tell whether a cell is a number with this decimal sign, and could not be one with groups of digits."""
+    number = decimal in cell and (_PLAIN if decimal == "." else _COMMA).fullmatch(cell)
+    return bool(number) and not _GROUPED["," if decimal == "." else "."].fullmatch(cell)
+
+
+def _likely_decimal(rows: Sequence[Sequence[str]], sep: str) -> str:
+    """Return the decimal sign of cells such as "1,234": a thousand where commas split cells, else 1.234."""
+    cells = [cell.strip() for row in rows for cell in row]
+    points = any("." in cell and _PLAIN.fullmatch(cell) for cell in cells)
+    commas = any(_COMMA.fullmatch(cell) for cell in cells)
+    return "," if commas and not points and sep != "," else "."
 
 
 def _ungrouped(text: str) -> str:
@@ -363,7 +409,7 @@ def _ungrouped(text: str) -> str:
 
 def parse_number(text: str, decimal: str) -> float | None:
     """Return the number in a cell, with or without groups of three digits; None where it holds none."""
-    text = _ungrouped(text.strip())
+    text = _ungrouped(text.strip().replace("\u2212", "-"))  # the minus sign of typeset tables
     if _GROUPED[decimal].fullmatch(text):
         text = text.replace("," if decimal == "." else ".", "")
     if decimal == ",":

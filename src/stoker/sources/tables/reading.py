@@ -123,10 +123,37 @@ def find_files(
     return found, ignored
 
 
+def open_tables(
+    found: Sequence[tuple[Path, Mapping[str, str]]],
+    asked: TextOptions,
+    usual_decimal: str | None = None,
+) -> list[TableFile]:
+    """Look at the files of one table.
+
+    A file whose cells do not tell its decimal sign ("1.234") has the usual one; by default that of the first file whose
+    cells do.
+    """
+    files = [open_table(path, asked, partitions, usual_decimal) for path, partitions in found]
+    usual = usual_decimal or told_decimal(files)
+    for place, file in enumerate(files):
+        if usual and file.layout and not file.layout.is_decimal_told and file.decimal != usual:
+            files[place] = open_table(file.path, asked, file.partitions, usual)
+    return files
+
+
+def told_decimal(files: Sequence[TableFile]) -> str | None:
+    """Return the decimal sign of the first file whose cells tell it."""
+    told = (file.decimal for file in files if file.layout and file.layout.is_decimal_told)
+    return next(told, None)
+
+
 def open_table(
-    path: Path, asked: TextOptions, partitions: Mapping[str, str] | None = None
+    path: Path,
+    asked: TextOptions,
+    partitions: Mapping[str, str] | None = None,
+    usual_decimal: str | None = None,
 ) -> TableFile:
-    """Look at a file: its kind, its columns, and how it is written."""
+    """Look at a file: its kind, its columns, and how it is written; see `find_layout`."""
     partitions = dict(partitions or {})
     kind = file_kind(path, asked.encoding)
     wrong = refuse_kind(path, kind)
@@ -141,7 +168,7 @@ def open_table(
             found = text_kind(path, head) if asked.sep is None else None
             kind = "json" if found is not None and found.what == JSON_LINES else "text"
         if kind == "text":
-            layout = find_layout(head, path, asked, is_whole=is_whole)
+            layout = find_layout(head, path, asked, is_whole=is_whole, usual_decimal=usual_decimal)
             raw: Sequence[str] = layout.names
         elif kind == "parquet":
             with parquet.ParquetFile(path) as file:

@@ -40,6 +40,7 @@ from stoker.sources.tables.columns import (
     KINDS,
     Column,
     Fault,
+    as_numpy,
     as_text,
     encode,
     is_text,
@@ -47,6 +48,7 @@ from stoker.sources.tables.columns import (
     numbers,
     places_in,
     plain,
+    refuse_type,
     without_codes,
 )
 from stoker.sources.tables.layout import NULLS, parse_number
@@ -54,8 +56,9 @@ from stoker.sources.tables.reading import (
     TableFile,
     batches,
     find_files,
-    open_table,
+    open_tables,
     shown_names,
+    told_decimal,
 )
 from stoker.sources.tables.survey import Survey, TableOptions, Target, class_name
 from stoker.store.fields import Array, Dense, FieldData
@@ -63,6 +66,7 @@ from stoker.units import format_count
 
 _PIECE = "table-{:05d}.arrow"
 _SPLITS = ("train", "val", "test")
+_EMPTY = "no value in any column"
 _EXPECTED = 5
 """If a split should have this many rows of a class by its share, having none is not chance (1 in 150)."""
 _PART_BYTES = 512 << 20
@@ -90,7 +94,7 @@ class TableSource(TableOptions):
     """
 
     kind: ClassVar[str] = "table"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
         check_shares(self.split)
@@ -121,7 +125,7 @@ class TableSource(TableOptions):
                 "stoker pack table FILE.csv OUT",
             )
         paths, ignored = find_files(self.paths)
-        files = [open_table(path, self.text, partitions) for path, partitions in paths]
+        files = open_tables(paths, self.text)
         survey = Survey(self, files[0])
         _check_alike(files, survey.wanted)
         survey.check_types(files[0])
@@ -151,7 +155,7 @@ class TableSource(TableOptions):
         for number, (file, row, count) in enumerate(pieces):
             label, payload = (
                 f"{file.path} rows {row}-{row + count}",
-                (plan, file.decimal, firsts[number], cuts),
+                (plan, file.decimal, firsts[number], cuts, told_decimal(files)),
             )
             parts.append(Part(number, label, count, payload, str(file.path), row))
         size = total * (len(plan.outputs) * plan.dtype.itemsize + 12) + (1 << 20)
@@ -163,7 +167,7 @@ class TableSource(TableOptions):
 
     def build(self, part: Part, context: PartContext) -> PartData:
         """Turn one piece into numbers; rows with cells that cannot be read are refused."""
-        plan, decimal, first, cuts = part.payload
+        plan, decimal, first, cuts, told = part.payload
         table = _read_piece(context.scratch, part.index)
         faults: dict[int, Fault] = {}
         features, unseen = plan.features(table, decimal, faults, part.file)
@@ -173,11 +177,15 @@ class TableSource(TableOptions):
         if cuts:
             rows = np.arange(first, first + table.num_rows)
             fields["split"] = Dense(np.searchsorted(cuts, rows, side="right").astype(np.uint8))
-        _check_columns(faults, table, part.file)
         asked = {}
+        # The only column of a table is worth a word where it has no value.
+        for row in plan.empty_rows(table, features, True) if table.num_columns > 1 else ():
+            faults.pop(row, None)
+            asked[row] = Fault("", _EMPTY, _EMPTY)
+        _check_columns(faults, table, part.file)
         if self.missing == "drop":
             blank = np.isnan(features)
-            for row in set(np.flatnonzero(blank.any(axis=1)).tolist()) - {*faults}:
+            for row in set(np.flatnonzero(blank.any(axis=1)).tolist()) - {*faults, *asked}:
                 column = plan.outputs[int(blank[row].argmax())]
                 reason = f"no value in column {column!r}"
                 asked[row] = Fault(column, reason, reason)
@@ -194,6 +202,7 @@ class TableSource(TableOptions):
             extra["table"] = {
                 **plan.to_json(),
                 "text": asdict(self.text),
+                "decimal": told,
                 "codes": {name: list(codes) for name, codes in self.codes.items()},
             }
         kept = {name: data.keep(keep) for name, data in fields.items()}
@@ -321,6 +330,26 @@ class RowPlan:
             if len(unknown):
                 unseen[column.name] = unknown
         return made, unseen
+
+    def empty_rows(self, table: Any, features: Array, whole: bool = False) -> list[int]:
+        """Return the rows without a value in any column of the plan; or `whole`, in any column of the file.
+
+        Filled, they would be samples that nobody has measured: spreadsheets are saved with rows of separators only.
+        """
+        marks = [name == f"{each.name}_missing" for each in self.columns for name in each.outputs]
+        blank = np.flatnonzero((np.isnan(features) | (features == 0) | marks).all(axis=1))
+        words = {each.name: each.words for each in self.columns}
+        if self.target is not None:
+            words[self.target.name] = self.target.words
+        names = table.column_names if whole else [each.name for each in self.columns]
+        for name in names:
+            if len(blank):
+                cells = table.column(name).take(pa.array(blank))
+                if refuse_type(name, cells.type) is None:  # no list, and no bytes
+                    cells = as_text(cells, words.get(name, ()))
+                blank = blank[~as_numpy(cells.is_valid())]
+        rows: list[int] = blank.tolist()
+        return rows
 
     def targets(self, table: Any, decimal: str, faults: dict[int, Fault]) -> Array:
         """Return the targets of a table's rows: numbers of classes, -1 for unknown ones; or values."""

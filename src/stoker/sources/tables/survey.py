@@ -244,6 +244,12 @@ class Survey:
         if problems:
             unusable = {problem.name for problem in problems if problem.option == "drop"}
             if unusable >= set(self.names):  # dropping them all would only be refused again
+                if len(self.names) == 1 and (sep := _other_separator(sample)):
+                    raise SourceError(
+                        f"{self._path} has one column, {self.names[0]!r}, of texts that differ.",
+                        "the separator between its cells",
+                        f"--sep {quoted(sep)}",
+                    )
                 raise SourceError(
                     f"{self._path} has no column that can be packed:",
                     "numbers, true and false, dates, texts that repeat",
@@ -261,7 +267,16 @@ class Survey:
             self.notes.append(
                 f"{shown_names(wide, _LISTED)} {needs} float64: float32 would lose some of the values"
             )
+        self._remark(sample, decimal, rows)
+
+    def _remark(self, sample: Any, decimal: str, rows: Any) -> None:
+        """Note columns of whole numbers that may be no quantities: codes, and numbers of rows."""
         for name in self._columns:
+            if name in self._whole and (code := _code_in(sample.column(name))):
+                as_code = f"--dtype {quoted(name + '=category')}"
+                self.notes.append(
+                    f"column {name!r} holds numbers such as {code!r}: if they are codes, {as_code}"
+                )
             if name in self._whole and _counts_rows(sample.column(name), name, decimal, rows):
                 self.notes.append(
                     f"column {name!r} counts the rows: if it is a number of the row, --drop {quoted(name)}"
@@ -433,6 +448,13 @@ def _problem_error(
     )
 
 
+def _other_separator(sample: Any) -> str | None:
+    """Return a sign that stands equally often in the name and all texts of a single column: "^" in "a^b"."""
+    texts = [sample.column_names[0], *map(str, sample.column(0).slice(0, 50).to_pylist())]
+    signs = (sign for sign in "^~:!#&@%$*+=/\x01" if texts[0].count(sign))
+    return next((sign for sign in signs if len({each.count(sign) for each in texts}) == 1), None)
+
+
 def _different(column: Any, most: int, words: Sequence[str]) -> set[str]:
     """Return the different texts of a column, at most `most` of them; `words` count as values."""
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -457,6 +479,16 @@ def _is_long(column: Any) -> bool:
         longest = pc.max(pc.binary_length(column)).as_py()
         return longest is not None and longest >= _LONG_DIGITS
     return not pa.types.is_integer(column.type) or column.type.bit_width > 16
+
+
+def _code_in(column: Any) -> str | None:
+    """Return a number that begins with a 0, as postal codes do and quantities do not."""
+    if not is_text(column.type):
+        return None
+    texts = trimmed(plain(column)).drop_null().unique()
+    found = texts.filter(pc.match_substring_regex(texts, "^0[0-9]+$"))
+    code: str | None = found[0].as_py() if len(found) else None
+    return code
 
 
 def _counts_rows(column: Any, name: str, decimal: str, rows: Any) -> bool:
