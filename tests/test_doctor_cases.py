@@ -84,9 +84,10 @@ def test_the_top_finding_is_the_planted_one(cases, tmp_path):
         found = diagnose(seen[name])
         top = found[0].name if found else None
         if top != planted:
-            # Where other work has the cores, more workers gain nothing, and the doctor says so.
+            # Where other work has the cores, the doctor may be silent and say so; it may not name another cause.
             is_crowded = any("other work on this machine" in note for note in seen[name].notes)
-            (crowded if is_crowded else wrong).append(describe(name, found, seen[name]))
+            is_silent = top is None and is_crowded
+            (crowded if is_silent else wrong).append(describe(name, found, seen[name]))
     # 13 of 14 is what is asked for.
     assert len(wrong) <= len(cases) // 14, "\n".join(wrong)
     if len(crowded) > len(cases) // 4:

@@ -12,7 +12,8 @@ import torch
 
 from stoker.doctor.findings import Consultation
 from stoker.doctor.measurements import MachineFacts
-from stoker.doctor.probe import places, recorder, sampling, steps
+from stoker.doctor.probe import clocks, places, recorder, sampling, steps
+from stoker.doctor.probe.recorder import UNWATCHED, Fetch
 from stoker.doctor.rules import diagnose, why_unjudged
 from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
@@ -204,6 +205,56 @@ def test_values_that_python_code_of_the_forward_pass_fetches_go_with_it(in_model
     if in_model:
         assert found[0].gain.likely == pytest.approx(0.0115 / 0.0055), "the kernels are left"
         assert "4 ms more is spent on fetching the values" in found[0].evidence[2]
+
+
+def test_loading_and_fetching_are_no_python_code_of_a_forward_pass_that_waits():
+    """Figures of a busy machine: the forward pass sleeps for 10 ms, in which no operator and no Python code runs."""
+    times = {"seconds": 0.0182, "cpu": 0.0074, "wait": 0.0038, "sync": 0.0033, "backward": 0.0003}
+    rows = [row(**times, loader=0, batches=1) for _ in range(40)]
+    fetches = [Fetch(0.0, 0.0037, 0.0037, 0.0, 0.0, 0)] * 40
+    where = {"where": "a.py:8", "dataset_where": "a.py:3", "collate_where": None, "length": 99}
+    loader = {
+        **{"number": 0, "workers": 0, "batch_size": 512, "epochs": [], "ends": []},
+        **{"prefetch_factor": None, "persistent_workers": False},
+        **where,
+    }
+    site = {"family": "sync", "where": "a.py:9", "call": "item", "calls": 20480, "bytes": 0}
+    told = state(
+        loaders=[loader], sites=[{**site, "seconds": 40 * 0.0033}], profile={"python_seconds": 0.0115},
+        torch={}, training={"model": 80}, between={}, model_lines={"a.py:12": 58},
+    )  # fmt: skip
+    seen = measure([Process(rows, fetches, told)], "python a.py", MachineFacts(cores=2))
+    assert seen.python_seconds < 0.1 * seen.step_seconds.median
+    assert "sync-every-step" in {one.name for one in diagnose(seen)}
+
+
+def test_fetches_leave_a_step_its_sleep():
+    """12,800 calls of `float`: timing them takes a step of 27 ms, 6 of which sleep, to 90 ms (measured gain: 4.4)."""
+    timed = [row(seconds=0.090, cpu=0.084, sync=0.0835) for _ in range(40)]
+    plain = [row(seconds=0.027, cpu=0.021, backward=0.0005, flags=UNWATCHED) for _ in range(40)]
+    site = {"family": "sync", "where": "a.py:9", "call": "float", "calls": 40 * 12_800, "bytes": 0}
+    told = state(num_steps=80, num_watched=40, torch={}, sites=[{**site, "seconds": 40 * 0.0835}])
+    seen = measure([Process(timed + plain, [], told)], "python a.py", MachineFacts(cores=2))
+    (finding,) = diagnose(seen)
+    assert finding.name == "sync-every-step"
+    assert finding.gain.likely == pytest.approx(4.4, rel=0.3)
+
+
+@pytest.mark.parametrize(("free", "grows"), [(30 << 20, 0.0), (1 << 20, 1 << 20)])
+def test_memory_that_malloc_keeps_is_no_leak(free, grows):
+    """A gradient of 1 MB a step, made and freed: glibc's heap grew by 20 MB before it was trimmed."""
+    rows = [row(host_bytes=(300 + at) << 20) for at in range(40)]
+    told = state(torch={}, heap_free=[2 << 20, (2 << 20) + free])
+    seen = measure([Process(rows, [], told)], "python a.py", MachineFacts())
+    assert seen.memory.host_bytes_per_step == pytest.approx(grows)
+
+
+@pytest.mark.skipif(clocks._mallinfo is None, reason="not glibc, or before 2.33")
+def test_free_memory_of_the_heap_is_seen():
+    kept = [bytes(100_000) for _ in range(200)]
+    before = clocks.free_bytes()
+    del kept[::2]
+    assert clocks.free_bytes() - before > 5_000_000
 
 
 def test_a_fetch_knows_whether_a_module_calls_it():

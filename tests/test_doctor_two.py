@@ -286,7 +286,7 @@ def test_what_the_sampling_thread_takes_is_not_waiting_for_a_disk(monkeypatch):
     monkeypatch.setattr(recorder, "get", lambda: seen)
     monkeypatch.setattr(recorder, "watching", True)
     monkeypatch.setattr(sampling, "begin", lambda: None)
-    monkeypatch.setattr(clocks, "run_delay", lambda: 0.0)
+    monkeypatch.setattr(clocks, "run_delay", lambda _: 0.0)
     awake = iter([1.0, 1.004])
     monkeypatch.setattr(sampling, "awake_seconds", lambda: next(awake))
     fetch = loading._timed_fetch(lambda fetcher, indices: time.sleep(0.02))

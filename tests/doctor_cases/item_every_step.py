@@ -2,7 +2,7 @@
 
 import torch
 from loop import DEVICE, arguments, small_model, train
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 if __name__ == "__main__":
     chosen = arguments()
@@ -17,4 +17,7 @@ if __name__ == "__main__":
         for row in range(len(output)):
             right.append(output[row, 0].item() > 0)
 
-    train(DataLoader(data, batch_size=512), small_model(64, 0.010), chosen.steps, after_step=count)
+    # Whole batches: fetching 512 samples one by one would be a cause of its own.
+    whole = BatchSampler(range(len(data)), 512, drop_last=False)
+    loader = DataLoader(data, batch_size=None, sampler=whole)
+    train(loader, small_model(64, 0.010), chosen.steps, after_step=count)

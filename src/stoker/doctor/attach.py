@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -267,13 +268,20 @@ def machine_facts() -> MachineFacts:
 _WORK = """
 import json, sys, time, zlib
 text, packed = json.dumps(list(range(300))), zlib.compress(bytes(range(256)) * 16)
-time.sleep(max(0.0, float(sys.argv[1]) - time.time()))
-until, began, count = time.perf_counter() + 0.15, time.process_time(), 0
-while time.perf_counter() < until:
-    count += sum(json.loads(text)) > 0 and len(zlib.decompress(packed)) > 0
-print(count / max(time.process_time() - began, 1e-9))
+begin, slot, rounds, is_first = *map(float, sys.argv[1:4]), sys.argv[4] == "0"
+for number in range(2 * int(rounds)):
+    if number % 2 or is_first:
+        time.sleep(max(0.0, begin + number * slot - time.time()))
+        until, began, count = begin + (number + 0.9) * slot, time.process_time(), 0
+        while not count or time.time() < until:
+            count += sum(json.loads(text)) > 0 and len(zlib.decompress(packed)) > 0
+        print(count / max(time.process_time() - began, 1e-9))
 """
-"""Work like a dataset's. The result is per second of CPU time, so that other programs hardly change it."""
+"""Work like a dataset's, in turns: the first process alone, then all of them. The results are per second of CPU time,
+so that other programs hardly change them."""
+_TURN_SECONDS, _TURNS = 0.04, 5
+"""One turn takes so long, and there are so many of each kind: a single one is wrong by up to half where the neighbours
+of a rented machine come and go (readings of one machine: 1.06 to 2.0)."""
 _MOST_CORES = 32
 
 
@@ -285,22 +293,30 @@ def cores_worth(cores: int | None) -> float | None:
     """
     if cores is None or not 2 <= cores <= _MOST_CORES:
         return None
-
-    def rates(number: int) -> list[float]:
-        begin = time.time() + 0.1 + 0.02 * number
-        words = [sys.executable, "-I", "-S", "-c", _WORK, str(begin)]
-        started = [subprocess.Popen(words, stdout=subprocess.PIPE) for _ in range(number)]
-        return [float(one.communicate(timeout=10)[0]) for one in started]
-
+    begin = time.time() + 0.1 + 0.02 * cores
+    turns = [str(begin), str(_TURN_SECONDS), str(_TURNS)]
     try:
-        alone, together = max(rates(1)), sum(rates(cores))
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WORK, *turns, str(number)],
+                stdout=subprocess.PIPE,
+            )
+            for number in range(cores)
+        ]
+        first, *others = (
+            [float(rate) for rate in one.communicate(timeout=10)[0].split()] for one in started
+        )
+        together = [sum(rates) for rates in zip(first[1::2], *others, strict=True)]
+        shares: list[float] = [
+            of_all / one for one, of_all in zip(first[::2], together, strict=True)
+        ]
     except (
         OSError,
         ValueError,
         subprocess.SubprocessError,
     ):  # those that still run end by themselves
         return None
-    return min(float(cores), max(1.0, together / max(alone, 1e-9)))
+    return min(float(cores), max(1.0, statistics.median(shares)))
 
 
 def physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int | None:

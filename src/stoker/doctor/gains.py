@@ -29,6 +29,8 @@ _FEWEST_CORES = 2
 """Assumed number of cores if it is unknown: the predicted gains are then smallest."""
 _SECOND_THREAD = 0.5
 """Work that the second thread of a physical core adds (measured with workers on an H200's host: 0.3 to 0.6)."""
+_WAKE_UP_SECONDS = 1e-3
+"""Time until the training gets a core, if its workers have all of them when it wakes up (measured on two cores)."""
 _EXPLAINED = 0.5
 """Loading explains the waiting if the workers, all busy, need at least this share of a step for a step's batches."""
 
@@ -117,6 +119,21 @@ def worth(threads: float, machine: MachineFacts) -> float:
     if machine.cores_worth is None or cores < 2 or running <= 1:
         return running
     return 1 + (running - 1) * (machine.cores_worth - 1) / (cores - 1)
+
+
+def crowded_seconds(
+    own: float, load: float, step: float, workers: int, machine: MachineFacts
+) -> float:
+    """Return the seconds of a step for which the training queues for a core behind its own workers.
+
+    `own` are its seconds on a core, `load` those of loading a step's batches in one process. 0 if the workers leave it
+    a core: else the processes share the cores evenly, while all workers are busy.
+    """
+    cores = machine.cores or _FEWEST_CORES
+    if workers < cores:
+        return 0.0
+    all_busy = min(1.0, load / (workers * max(step, 1e-9))) ** cores
+    return all_busy * (own * (workers + 1 - cores) / cores + _WAKE_UP_SECONDS)
 
 
 def side_by_side(loader: LoaderFacts, workers: int, machine: MachineFacts) -> float:

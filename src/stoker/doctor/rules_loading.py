@@ -12,6 +12,7 @@ from stoker.doctor.cases import WORTHWHILE, Case, Rule, at, milliseconds, while_
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     Pace,
+    crowded_seconds,
     gain,
     gain_of_steps,
     hand_over_seconds,
@@ -281,10 +282,13 @@ def slow_between_steps(case: Case) -> Finding | None:
     rest = max(step - between, known, _LEAST_REST * step, pace.device_busy)
     workers = suggested_workers(between, rest, case.cores, 0.0)
     machine = case.measured.machine
+    handed, busy = hand_over_seconds(LoaderFacts()), step * (case.measured.busy_cores or 0.0)
+    beside = rest + handed
+    own = max(0.0, busy - between) + handed
     divided = max(
         between / (_OVERLAP * worth(workers, machine)),
-        rest + hand_over_seconds(LoaderFacts()),
-        _OVERLAP * step * (case.measured.busy_cores or 0.0) / worth(case.cores, machine),
+        beside + crowded_seconds(own, between, beside, workers, machine),
+        (_OVERLAP * busy + handed) / worth(case.cores, machine),
     )
     lines = [
         f"{line.where}: {milliseconds(line.seconds_per_step)} per step "
@@ -292,7 +296,10 @@ def slow_between_steps(case: Case) -> Finding | None:
         for line in case.measured.between[:3]
     ]
     # Other work than loading, such as logging, can be left out of most steps.
-    likely = divided if case.measured.between_loads else rest + _LIKELY * between
+    likely, cautious = rest + _LIKELY * between, max(rest, between)
+    if case.measured.between_loads:
+        # One background thread still needs the whole time; workers divide it, on cores that may be worth less.
+        likely, cautious = divided, max(cautious, 1.25 * divided)
     if not case.measured.between_loads:
         remedy = (
             "Do this work in fewer steps, in one call for a whole batch, or in another process while the model "
@@ -320,8 +327,7 @@ def slow_between_steps(case: Case) -> Finding | None:
             *lines,
         ],
         remedy,
-        # One background thread still needs the whole time; workers divide it.
-        gain_of_steps(step, max(rest, between), likely, rest),
+        gain_of_steps(step, cautious, likely, rest),
         where=case.measured.between[0].where if case.measured.between else None,
         script=script,
     )

@@ -187,15 +187,18 @@ def batch_too_small(case: Case) -> Finding | None:
     while times < _MOST_TIMES_LARGER and times * growing < fixed and times * samples < _ENOUGH:
         times *= 2
 
-    def gained(grows: float) -> float:
+    def gained(grows: float, loads: float) -> float:
         after = replace(
-            pace.loading(pace.load + (times - 1) * loading),
+            pace.loading(pace.load + (times - 1) * loads),
             compute=fixed + grows * times,
             device_busy=pace.device_busy + (times - 1) * grows * case.on_gpu,
         )
-        return times * pace.step / after.step
+        return max(1.0, times * pace.step / after.step)
 
-    low, likely, high = sorted(max(1.0, gained(growing * f)) for f in (3.0, 1.0, 0.3))
+    # One more sample costs microseconds here, which are known to a factor only.
+    likely = gained(growing, loading)
+    low = min(gained(3.0 * growing, 2.0 * loading), 1 + 0.85 * (likely - 1))
+    high = max(gained(0.3 * growing, 0.8 * loading), 1 + 1.15 * (likely - 1))
     if likely < 1.5:
         return None
     size = round(samples * times)

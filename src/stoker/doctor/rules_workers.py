@@ -10,6 +10,7 @@ from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
     COLD_SECONDS,
     Pace,
+    crowded_seconds,
     gain_of_steps,
     hand_over_seconds,
     running_share,
@@ -40,19 +41,28 @@ def _more_workers(case: Case, loader: LoaderFacts, pace: Pace) -> tuple[int, Gai
     workers = suggested_workers(pace.load, pace.compute, case.cores, blocked)
     busy = loader.busy_cores
     step = pace.step
-    # Lower bound of a step: all cores busy with the measured work, less 5 % for the probe's own work and for waking up
-    # at each batch.
     machine = case.measured.machine
-    bound = 0.95 * step * busy / worth(case.cores, machine) if busy is not None else 0.0
+    handed = hand_over_seconds(loader)
     # The device computes while the host loads, so a step also takes at least the device's time.
-    compute = max(pace.compute + hand_over_seconds(loader), pace.device_busy)
+    compute = max(pace.compute + handed, pace.device_busy)
+    bound = floor = 0.0
+    if busy is not None:
+        # Lower bound of a step: all cores busy with the measured work, less 5 % for the probe's own, and with receiving
+        # batches.
+        floor = 0.95 * step * busy / worth(case.cores, machine)
+        bound = floor + handed * (loader.workers == 0) / worth(case.cores, machine)
+        own = step * (loader.main_cpu_share or 0.0) + handed
+        if not loader.workers:
+            own -= pace.load * (1 - blocked)
+        compute += crowded_seconds(max(0.0, own), pace.load, compute, workers, machine)
     # Processes never overlap perfectly: assume half of the loss that the present workers show.
     now = loader.workers * running_share(loader)
     efficiency = (1 + min(1.0, pace.active_workers / now)) / 2 if loader.workers else 0.95
     active_workers = side_by_side(loader, workers, machine) if blocked < 0.5 else float(workers)
     likely = max(pace.load / (active_workers * efficiency), compute, bound)
-    floor = max(pace.compute, pace.device_busy, bound * 0.95)
-    hopeful = max(pace.load / max(active_workers, 1.0), floor)
+    hopeful = max(
+        pace.load / max(active_workers, 1.0), pace.compute, pace.device_busy, 0.95 * floor
+    )
     return workers, gain_of_steps(step, likely * 1.25, likely, hopeful)
 
 

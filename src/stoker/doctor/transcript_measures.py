@@ -52,7 +52,7 @@ _MOST_UNEXPLAINED = 2.0
 _UNEVEN = 3.0
 """Beside other programs, steps are too uneven to judge if their upper quartile is this many times the lower one."""
 _TIMING_SECONDS = 4e-6
-"""Most time that timing one call costs."""
+"""Most time that timing one call usually costs; in a loop of thousands it was 5."""
 _LEAST_SYNC = 0.5
 """Least share of the measured seconds of syncs that counts as theirs, whatever the timing costs."""
 _AHEAD = 0.9
@@ -117,9 +117,7 @@ def measure(
         kernels=_kernels(profile, step),
         operators=_operators(profile),
         allocator=_allocator(state, usual),
-        memory=MemoryFacts.of(
-            [row.device_bytes for row in main.rows], [row.host_bytes for row in main.rows]
-        ),
+        memory=_memory(main),
         host_calls=usual.calls(state, "host"),
         between=between,
         between_seconds=between_seconds,
@@ -127,7 +125,7 @@ def measure(
         evaluation_seconds=usual.evaluated,
         evaluation_where=next((s["where"] for s in _costliest(state, "evaluation")), None),
         long_steps=_long_steps(state, elsewhere),
-        python_seconds=_python(state, step, usual.known, plain),
+        python_seconds=_python(seen, usual),
         python_lines=tuple(state.get("model_lines", ())),
         busy_cores=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         hdf5=read_hdf5(seen),
@@ -258,8 +256,25 @@ def _usual_sync(
     timed = share * slowed.median
     calls = float(sum(site["calls"] for site in sites)) / seen.num_watched
     least = max(timed - calls * _TIMING_SECONDS, _LEAST_SYNC * share * step.median)
-    # On a busy machine timing takes longer, but calls never take longer than their step.
-    return min(timed, step.median, max(step.median - slowed.median + timed, least)) / whole
+    # On a busy machine timing takes longer, but calls never take longer than what is left of their step.
+    most = step.median
+    if not seen.state["torch"].get("cuda"):  # a GPU keeps the host waiting, on a core or not
+        most = min(most, _own_seconds(seen))
+    return min(timed, most, max(step.median - slowed.median + timed, least)) / whole
+
+
+def _own_seconds(seen: Training) -> float:
+    """Return the seconds of a usual step on a core that loading, the backward pass and the optimizer leave."""
+    fetches = [] if seen.num_workers else [one for own in seen.loading for one in own.fetches]
+    loaded = sum(one.seconds - one.delay for one in fetches)
+    on_core = sum(one.cpu for one in fetches) / loaded if loaded > 0 else 0.0
+    spent = (
+        row.cpu
+        - (row.backward + row.optimizer) * undisturbed(row)
+        - (row.wait - row.wait_delay) * on_core
+        for row in seen.plain
+    )
+    return max(0.0, statistics.median(spent))
 
 
 def _usual_host(seen: Training) -> float:
@@ -323,21 +338,24 @@ def _between(
     return lines, None, [f"{told}; most of the time went to {lines[0].where}" if lines else told]
 
 
-def _python(
-    state: Mapping[str, Any], step: Spread | None, known: float, rows: Sequence[Row]
-) -> float:
+def _python(seen: Training, usual: _Usual) -> float:
     """Return the seconds of a step in which the forward pass runs Python code and no operator.
 
     The smallest of three upper bounds: samples in a module's code may be in operators that it calls, the few profiled
-    steps may be unusual, and a waiting thread runs no code. `known` is as in `_between`.
+    steps may be unusual, and a waiting thread runs no code. So the third is the time on a core that loading, fetches,
+    the backward pass and the optimizer leave.
     """
+    state, step = seen.state, usual.step
     looks = int(sum(count for kind, count in state.get("training", {}).items() if kind != "timed"))
     profiled = float(state["profile"].get("python_seconds", 0.0))
-    if step is None or looks < _FEW_LOOKS or not rows:
+    if step is None or looks < _FEW_LOOKS or not seen.plain:
         return 0.0
     inside = int(sum(state.get("model_lines", {}).values()))
-    ran = statistics.median(row.cpu - row.backward * undisturbed(row) for row in rows)
-    shared = (step.median - known) * min(1.0, inside / looks)
+    ran = _own_seconds(seen)
+    if not state["torch"].get("cuda"):  # on a GPU a fetch waits for kernels, on a core or not
+        syncs = usual.calls(state, "sync")
+        ran -= sum(sync.seconds_per_step for sync in syncs if not sync.in_model)
+    shared = (step.median - usual.known) * min(1.0, inside / looks)
     return float(max(0.0, min(profiled, shared, ran)))
 
 
@@ -373,6 +391,18 @@ def _copies(state: Mapping[str, Any], usual: _Usual) -> tuple[DeviceCopy, ...]:
         for site in _costliest(state, family)
     )
     return tuple(sorted(found, key=lambda copy: -copy.seconds_per_step))
+
+
+def _memory(main: Process) -> MemoryFacts:
+    """Return the growth of memory; 0 on the host if most of it is free memory that malloc keeps.
+
+    A program that frees all that it takes still grows by tens of MB if pieces of a MB do not fit into the gaps.
+    """
+    rows = main.rows
+    found = MemoryFacts.of([row.device_bytes for row in rows], [row.host_bytes for row in rows])
+    before, after = main.state.get("heap_free") or (0, 0)
+    grown = (found.host_bytes_per_step or 0.0) * len(rows)
+    return replace(found, host_bytes_per_step=0.0) if 0 < grown < 2 * (after - before) else found
 
 
 def _allocator(state: Mapping[str, Any], usual: _Usual) -> AllocatorFacts:

@@ -7,6 +7,7 @@ another thread may be capturing a graph, and such a call would abort the capture
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -36,6 +37,30 @@ def memory() -> tuple[int | None, int | None]:
         # `memory_allocated` first builds a flat dictionary of the same figures, which takes five times as long.
         device = int(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"])
     return resident, device
+
+
+class _Heap(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        *((f"_{number}", ctypes.c_size_t) for number in range(8)),
+        ("free", ctypes.c_size_t),
+        ("_8", ctypes.c_size_t),
+    ]
+
+
+_mallinfo: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)
+"""None without glibc, and before its version 2.33."""
+if _mallinfo is not None:
+    _mallinfo.restype = _Heap
+
+
+def free_bytes() -> int:
+    """Return the resident bytes that malloc keeps for later; 0 if unknown.
+
+    Takes 30 µs, and 0.1 s with a heap of 100,000 free pieces: not for every step.
+    """
+    return int(_mallinfo().free) if _mallinfo is not None else 0
 
 
 def uses_cuda(torch: Any) -> bool:
@@ -70,6 +95,23 @@ def run_delay(cpu: float | None = None) -> float:
     queued = _schedstat(thread, "thread-self")[1]
     _delays[thread] = away, queued
     return queued
+
+
+_TOGETHER_SECONDS, _MOST_READINGS = 1e-4, 4
+
+
+def read() -> tuple[float, float, float]:
+    """Return the wall clock, this thread's seconds on a core, and those queued for one, of the same moment.
+
+    A busy machine takes the core from a thread mostly at system calls, such as these readings: if they took long, they
+    are repeated. Else a time and its queueing would begin or end at different moments.
+    """
+    for _ in range(_MOST_READINGS):
+        now, cpu = time.perf_counter(), time.thread_time()
+        delay = run_delay(cpu)
+        if time.perf_counter() - now < _TOGETHER_SECONDS:
+            break
+    return now, cpu, delay
 
 
 def awake_seconds(thread: threading.Thread) -> float:

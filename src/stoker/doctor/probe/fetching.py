@@ -206,14 +206,14 @@ def _waiting(original: Any, family: str, call: str) -> Any:
         # Collectives are part of every step, and housekeeping is rare: those are always timed.
         if not recorder.watching and family == "sync":
             return original(*args, **kwargs)
-        delay, began = clocks.run_delay(), time.perf_counter()
+        began, _, delay = clocks.read()
         try:
             return original(*args, **kwargs)
         finally:
             try:
-                ended = time.perf_counter()
+                ended, _, queued = clocks.read()
                 # Leave out the time queued for a core: other work caused it.
-                queued = min(ended - began, clocks.run_delay() - delay)
+                queued = min(ended - began, queued - delay)
                 frame = sys._getframe(1)
                 if not _is_torchs_own(frame.f_code):
                     _add(family, call, frame, began + queued, ended)

@@ -161,7 +161,7 @@ def _timed_epoch_start(original: Any) -> Any:
         facts = None
         with recorder.guarded("epoch start"):
             facts = _facts(self)
-        began, delay = time.perf_counter(), clocks.run_delay()
+        began, _, delay = clocks.read()
         # Workers that are started meanwhile learn from it which loader they work for, forked or spawned. If the script
         # fails to start them, the variable is as before.
         before = os.environ.get(_LOADER_VARIABLE)
@@ -174,9 +174,9 @@ def _timed_epoch_start(original: Any) -> Any:
             else:
                 os.environ[_LOADER_VARIABLE] = before
         with recorder.guarded("epoch start"):
-            queued = clocks.run_delay() - delay
+            ended, _, queued = clocks.read()
             iterator._stoker_facts = facts
-            iterator._stoker_first = _add_wait(recorder.get(), began, time.perf_counter(), queued)
+            iterator._stoker_first = _add_wait(recorder.get(), began, ended, queued - delay)
         return iterator
 
     return __iter__
@@ -200,9 +200,8 @@ def _timed_next(original: Any) -> Any:
         if facts is None or of_thread.inside:
             return original(self)
         seen = recorder.get()
-        # Without workers the fetch reads this clock itself, and a second reading would cost time.
-        delay = clocks.run_delay() if facts["workers"] else 0.0
-        began = time.perf_counter()
+        # Without workers the fetch reads these clocks itself, and a second reading would cost time.
+        began, _, delay = clocks.read() if facts["workers"] else (time.perf_counter(), 0.0, 0.0)
         seen.loader_id = facts["number"]
         seen.fetch_delay = 0.0
         of_thread.inside = True
@@ -215,14 +214,16 @@ def _timed_next(original: Any) -> Any:
             raise
         finally:
             of_thread.inside = False
-        ended = time.perf_counter()
+        if facts["workers"]:
+            ended, _, queued = clocks.read()
+        else:
+            ended, queued = time.perf_counter(), seen.fetch_delay
         try:
             if seen.kind in ("", "batch"):
                 # Without an optimizer or backward pass, asking for a batch begins a step; the end of an epoch does not.
                 seen.mark("batch", began)
                 seen.step_start = began
-            queued = clocks.run_delay() - delay if facts["workers"] else seen.fetch_delay
-            _note_batch(seen, self, facts, data, _add_wait(seen, began, ended, queued))
+            _note_batch(seen, self, facts, data, _add_wait(seen, began, ended, queued - delay))
         except Exception as error:  # noqa: BLE001  cheaper than a context manager
             recorder.note_failure("batch", error)
         return data
@@ -305,14 +306,16 @@ def _timed_fetch(original: Any) -> Any:
             indices = _StampedIndices.of(self, indices)
         sampling.active_thread = clocks.current_thread()
         held = sampling.awake_seconds() if recorder.watching else None
-        began, cpu, delay = time.perf_counter(), _fetching_cpu(seen), clocks.run_delay()
+        others = _children_seconds(seen)
+        began, cpu, delay = clocks.read()
         try:
             return original(self, indices)
         finally:
             sampling.active_thread = 0
             with recorder.guarded("fetch"):
-                wall, busy = time.perf_counter() - began, _fetching_cpu(seen) - cpu
-                seen.fetch_delay = max(0.0, clocks.run_delay() - delay)
+                ended, on_core, queued = clocks.read()
+                wall, busy = ended - began, on_core - cpu + _children_seconds(seen) - others
+                seen.fetch_delay = max(0.0, queued - delay)
                 if held is not None:
                     blocked = max(0.0, wall - busy - seen.fetch_delay)
                     held = min(blocked, sampling.awake_seconds() - held)
@@ -331,10 +334,9 @@ def _timed_fetch(original: Any) -> Any:
     return fetch
 
 
-def _fetching_cpu(seen: Any) -> float:
-    """Return the CPU seconds of this thread; in a worker also those of programs that it ran, such as a decoder."""
-    own = time.thread_time()
-    return own + clocks.children_seconds() if seen.role == "worker" else own
+def _children_seconds(seen: Any) -> float:
+    """Return the CPU seconds of programs that a worker ran, such as a decoder; the training's children are workers."""
+    return clocks.children_seconds() if seen.role == "worker" else 0.0
 
 
 def _counted_fetch(original: Any, fetcher: Any, indices: Any) -> Any:

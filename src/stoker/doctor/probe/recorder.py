@@ -35,6 +35,8 @@ FIRST_DRAWN, NUM_DRAWN = 10, 6
 """The first step, and the number of steps, whose spans of time are kept for the timeline on the page."""
 _STOP_POLL_SECONDS = 0.2
 _STUCK_SECONDS = 2.0
+_LONG_LOOK_SECONDS = 1e-3
+"""If a look at the heap takes longer, there is only one more, at the end: no other thread gets memory meanwhile."""
 _HIGH_NUMBER = 1000
 
 DISTURBED, OTHER_LOADER, EPOCH_START, UNWATCHED, PROFILED = 1, 2, 4, 8, 16
@@ -68,6 +70,8 @@ def is_watched(number: int, usual_seconds: float = float("inf")) -> bool:
     return bool(_PATTERN >> (stretch % 32) & 1)
 
 
+_LATE_SECONDS = 1e-4
+"""If a thread's clocks are read later than this after the end of a step, or before its begin, it lost its core."""
 _SHORT_SECONDS, _READ_EVERY = 4e-3, 4
 _ON_CORE, _USUAL = 0.97, 1.2
 """Reading a thread's clocks costs as much as all else at the end of a step. While steps are below `_SHORT_SECONDS`, and
@@ -85,7 +89,7 @@ COUNTS = ("doing", "lines", "training", "between", "late", "late_lines", "model_
 calls, in steps that take too long, in modules."""
 _TOLD = (
     "pid", "ppid", "role", "kind", "num_steps", "num_watched", "num_fetches", "num_watched_fetches", "loader_id",
-    "worker_id", "profile", "torch", "first_torch",
+    "worker_id", "profile", "torch", "first_torch", "heap_free",
 )  # fmt: skip
 """Attributes that a snapshot contains unchanged."""
 
@@ -210,6 +214,7 @@ class Recorder:
         self.num_replays = 0
         self.num_unread = 0
         self.step_start = self.step_delay = self.step_cpu = self.memory_at = 0.0
+        self.read_at = time.perf_counter()  # when the thread's clocks were read
         self.disturbed_steps = 0
         self.stepped: set[int] = set()
         self.on_step: list[Any] = []
@@ -243,6 +248,9 @@ class Recorder:
         self.first_busy: float | None = None
         self.first_torch: dict[str, Any] = {}
         self.torch: dict[str, Any] = {}
+        # Free bytes of the heap after the warm-up and now, and the seconds that reading them took.
+        self.heap_free: list[int] = []
+        self.heap_seconds = 0.0
         self._file: _OwnFile | None = None
         self._last_flush = 0.0
         self._flusher: threading.Thread | None = None
@@ -279,7 +287,7 @@ class Recorder:
             for name in COUNTS[2:]:
                 self.counts[name].clear()
             self.write({"event": "restart", "kind": kind})
-        self.step_cpu, self.step_delay = time.thread_time(), clocks.run_delay()
+        self.read_at = 0.0
         self._begin_step()
         self.start_flusher()
         for call in self.on_restart:
@@ -296,6 +304,10 @@ class Recorder:
         self.loader_of_step = -1
         self.drawing = FIRST_DRAWN <= self.num_steps < FIRST_DRAWN + NUM_DRAWN
         self.step_start = time.perf_counter()
+        if (
+            self.step_start - self.read_at > _LATE_SECONDS
+        ):  # what the thread did or queued since is no step's
+            self.step_start, self.step_cpu, self.step_delay = clocks.read()
 
     def _end_step(self, now: float) -> None:
         seconds = now - self.step_start
@@ -306,18 +318,19 @@ class Recorder:
             and not self.wait_delay
         ):
             self.num_unread += 1
-            cpu, delay = self.step_cpu + seconds, self.step_delay
+            self.read_at, cpu, delay = now, self.step_cpu + seconds, self.step_delay
+            late = 0.0
         else:
             # One reading of the thread's clocks ends this step and begins the next.
-            cpu = time.thread_time()
-            delay = clocks.run_delay(cpu)
+            self.read_at, cpu, delay = clocks.read()
+            late = self.read_at - now
             on_core = cpu - self.step_cpu > _ON_CORE * seconds
             self.num_unread = int(on_core and seconds < _SHORT_SECONDS)
         ran = max(0.0, min(cpu - self.step_cpu, seconds))
-        # Time queued for a core while the probe records a step belongs to no step. So the queueing of a step is limited
-        # to its time off a core.
+        # Time queued for a core while the probe records a step belongs to no step.
         queued = delay - self.step_delay + self.held_delay
-        queued = min(queued, max(self.wait_delay, seconds - ran))
+        queued -= late if late > _LATE_SECONDS else 0.0
+        queued = max(0.0, min(queued, max(self.wait_delay, seconds - ran)))
         if self.disturbed_steps:
             self.disturbed_steps -= 1
             self.flags |= DISTURBED
@@ -362,6 +375,7 @@ class Recorder:
             self.first_cpu = (time.process_time(), time.perf_counter())
             self.first_busy = clocks.busy_seconds()
             self.first_torch = clocks.torch_facts()
+            self.heap_free = [clocks.free_bytes()] * 2
         self.step_cpu, self.step_delay = cpu, delay
         if self.num_steps >= self.call_at or self.num_counted >= self.stop_at:
             for call in self.on_step:
@@ -408,6 +422,11 @@ class Recorder:
         until = time.perf_counter() if self.asked_at is None else self.asked_at
         running = [until - self.step_start, self.flags, self.loader_of_step]
         sites = list(self.sites.items())
+        is_last = self.finished or self.asked_at is not None
+        if self.heap_free and (is_last or self.heap_seconds < _LONG_LOOK_SECONDS):
+            began = time.perf_counter()
+            self.heap_free[1] = clocks.free_bytes()
+            self.heap_seconds = time.perf_counter() - began
         return {
             "event": "state",
             **{name: getattr(self, name) for name in _TOLD},
