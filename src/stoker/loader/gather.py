@@ -312,7 +312,6 @@ class Assembler:
         tensors: Values on the device by dataset.
         augment: Augmentation of `images` and `masks`.
         is_resident: Whether the tensors hold all data.
-        is_unnamed: Whether the data came without names, so that its images are `features`.
     """
 
     def __init__(
@@ -321,7 +320,6 @@ class Assembler:
         tensors: Mapping[str, torch.Tensor],
         augment: Augments | None,
         is_resident: bool = False,
-        is_unnamed: bool = False,
     ) -> None:
         self._tensors = tensors
         self._augment = augment
@@ -331,7 +329,7 @@ class Assembler:
         self._encoded = [(column, row) for column, row in ragged if column.is_encoded]
         self._is_resident = is_resident
         coded = [column.field for column, _ in self._encoded]
-        self._images = [] if augment is None or coded else _find_images(self._gathers, is_unnamed)
+        self._images = [] if augment is None or coded else _find_images(self._gathers)
         self._image_names = [gather.name for gather in self._images] or [
             name for name in ("images", "masks") if name in coded
         ]
@@ -495,15 +493,19 @@ def check_augment(augment: Any, tier: str, name: str = "augment") -> None:
         )
 
 
-def _find_images(gathers: Sequence[FieldGather], is_unnamed: bool) -> list[FieldGather]:
+def _find_images(gathers: Sequence[FieldGather]) -> list[FieldGather]:
     """Return the fields that an augmentation is applied to: images, then masks if there are any.
 
-    Of data without names, `features` are the images if they have the shape of images, and no masks, which would have
-    to move with them, are beside them.
+    Tuples and single arrays have no names: their `features` are the images if they have the shape of images, and no
+    masks, which would have to move with them, are beside them.
     """
     found = {gather.name: gather for gather in gathers if not gather.is_window}
     num_axes = {name: gather.values.dim() for name, gather in found.items()}
-    if is_unnamed and num_axes.pop("features", 0) == 4 and max([*num_axes.values(), 0]) < 3:
+    if (
+        "images" not in found
+        and num_axes.pop("features", 0) == 4
+        and max([*num_axes.values(), 0]) < 3
+    ):
         return [found["features"]]
     if "images" not in found:
         raise InputError(

@@ -177,7 +177,6 @@ class Loader(Habits):
             self.store, self.samples, weights, balance, epoch_samples, self._mixture
         )
         order = pick_mode(order, shuffle, is_drawn=draws is not None)
-        self._is_unnamed = form is not None
         example = default_fields(self.store.fields)
         self.as_tuple = form if as_tuple is None else check_names(as_tuple, None, example)
         self.columns = make_columns(self.store, self._fields_to_load(fields), self.samples)
@@ -684,7 +683,7 @@ class Loader(Habits):
         if self._pictures is not None:
             is_resident = self._data.is_resident
             augment = self._pictures.use(augment)
-        return Assembler(self.columns, tensors, augment, is_resident, self._is_unnamed)
+        return Assembler(self.columns, tensors, augment, is_resident)
 
     def use_augmentation(self, augment: Augments | None) -> None:
         """Augment from the next batch on; None stops it."""
