@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from stoker.augment import RandomHorizontalFlip
+from stoker.augment import Compose, RandomHorizontalFlip
 from stoker.errors import InputError, StoreError
 from stoker.loader import arguments
 from stoker.loader.batch import Batch
@@ -178,6 +178,20 @@ def test_a_loader_over_memory_is_pickled_with_its_data_and_place():
         with twin:
             rest = [y.tolist() for _, y in twin]
         assert rest == [y.tolist() for _, y in walk]
+    pictures = torch.arange(4 * 12, dtype=torch.uint8).reshape(4, 3, 2, 2), torch.arange(4)
+    with (
+        Loader(pictures, 4, "cpu", augment=Compose([RandomHorizontalFlip(0.5)])) as loader,
+        pickle.loads(pickle.dumps(loader)) as twin,
+    ):
+        assert torch.equal(next(iter(loader))[0], next(iter(twin))[0])
+
+
+def test_a_loader_lists_what_it_has_not_the_options_that_are_fixed():
+    with loader_of() as loader:
+        listed = [name for name in dir(loader) if not name.startswith("_")]
+        assert all(hasattr(loader, name) for name in listed)
+        assert "epoch" in listed
+        assert "weights" not in listed
 
 
 # -- keywords of a DataLoader ----------------------------------------------------------------------

@@ -205,6 +205,14 @@ class Habits:
     _batch_size: int
     _augment: Augments | None
 
+    def __dir__(self) -> list[str]:
+        kind = type(self)
+        return [
+            name
+            for name in super().__dir__()
+            if not isinstance(getattr(kind, name, None), FixedOption)
+        ]
+
     @property
     def batch_size(self) -> int:
         """Samples per batch and rank."""

@@ -189,19 +189,7 @@ class Loader(Habits):
             "weights": weights, "balance": balance, "epoch_samples": epoch_samples,
             "on_broken": on_broken, "broken_budget": broken_budget,
         }  # fmt: skip
-        encoded = [column.field for column in self.columns if column.is_encoded]
-        policy = make_policy(on_broken, broken_budget, len(self.samples))
-        self._pictures: Pictures | None = None
-        if encoded:
-            if on_broken != "stop" and any(
-                column.kind == "ragged" and not column.is_encoded for column in self.columns
-            ):
-                raise InputError(
-                    f"on_broken={on_broken!r} with a field of several values per sample.",
-                    "fields with one row per sample beside the pictures",
-                    "fields=['images', 'labels']",
-                )
-            self._pictures = Pictures(self.store, encoded, self.samples, self.device, policy)
+        self._pictures = self._open_pictures(on_broken, broken_budget)
         self.plan = self._take_plan(plan, batch_size, data_bytes, chunk_bytes, num_slots)
         # Streamed batches are assembled in host memory by the same code, then copied to the device.
         local = self.plan.host or self.plan
@@ -218,40 +206,13 @@ class Loader(Habits):
                 "mix(shares, per_batch=False)",
             )
         made = Order(
-            count,
-            batch_size,
-            order,
-            seed,
-            rank,
-            world_size,
-            bool(drop_last),
-            chunks,
-            lanes,
-            digest,
-            draws,
-        )
+            count, batch_size, order, seed, rank, world_size, bool(drop_last), chunks, lanes, digest, draws
+        )  # fmt: skip
         self._progress = Progress(made)
         if self._pictures is not None:
             reason = f"encoded pictures in host memory, {self._pictures.reason} ({reason})"
         self.reason = f"{reason}; {self._order.reason}"
-        slots = 1 if chunks is None else max(local.num_slots, self._order.most_chunks_per_batch)
-        is_straight = (
-            home.type == "cpu" and chunks is not None and can_read_straight(self.columns, order)
-        )
-        # An epoch that is read straight needs no chunks ahead.
-        self._data = DeviceData(
-            self.store,
-            self.columns,
-            count,
-            chunks,
-            slots,
-            home,
-            self.plan,
-            loads_ahead=not is_straight,
-            least_rows=self._check_slots(slots, local) if chunks is not None and draws else (),
-        )
-        block_bytes = min(BLOCK_BYTES, self._data.ring.num_bytes // (2 * slots))
-        self._straight = StraightReader(self.columns, block_bytes) if is_straight else None
+        self._data, self._straight = self._open_data(local, home, chunks)
         self._augment = augment
         self._assembler = self._make_assembler()
         self._turn: object = None
@@ -377,6 +338,41 @@ class Loader(Habits):
         if not all(name in known for name in named):
             check_names(self.as_tuple, list(known))
         return list(dict.fromkeys(named))
+
+    def _open_pictures(self, on_broken: str, broken_budget: str | float) -> Pictures | None:
+        """Return the decoder of encoded pictures; None if no field holds them."""
+        policy = make_policy(on_broken, broken_budget, len(self.samples))
+        encoded = [column.field for column in self.columns if column.is_encoded]
+        if not encoded:
+            return None
+        if on_broken != "stop" and any(
+            column.kind == "ragged" and not column.is_encoded for column in self.columns
+        ):
+            raise InputError(
+                f"on_broken={on_broken!r} with a field of several values per sample.",
+                "fields with one row per sample beside the pictures",
+                "fields=['images', 'labels']",
+            )
+        return Pictures(self.store, encoded, self.samples, self.device, policy)
+
+    def _open_data(
+        self, plan: Plan, home: torch.device, chunks: tuple[tuple[int, int], ...] | None
+    ) -> tuple[DeviceData, StraightReader | None]:
+        """Return the memory at `home` that holds the chunks, and the reader of epochs that need none of it."""
+        slots = 1 if chunks is None else max(plan.num_slots, self._order.most_chunks_per_batch)
+        is_straight = (
+            home.type == "cpu"
+            and chunks is not None
+            and can_read_straight(self.columns, self._order.mode)
+        )
+        is_drawn = chunks is not None and self._order.draws is not None
+        data = DeviceData(
+            self.store, self.columns, len(self.samples), chunks, slots, home, self.plan,
+            loads_ahead=not is_straight,  # an epoch that is read straight needs no chunks ahead
+            least_rows=self._check_slots(slots, plan) if is_drawn else (),
+        )  # fmt: skip
+        block_bytes = min(BLOCK_BYTES, data.ring.num_bytes // (2 * slots))
+        return data, StraightReader(self.columns, block_bytes) if is_straight else None
 
     def _take_plan(
         self,
