@@ -34,7 +34,7 @@ def test_work_that_repeats_falls_into_both_halves(period):
 
 
 def mixed(slow=0.012, fast=0.010, num_watched=20, num_plain=30):
-    plain = [row(seconds=fast, flags=UNWATCHED) for _ in range(num_plain)]
+    plain = [row(seconds=fast, cpu=fast, flags=UNWATCHED) for _ in range(num_plain)]
     return [row(seconds=slow) for _ in range(num_watched)] + plain
 
 
@@ -79,7 +79,7 @@ def test_timing_thousands_of_calls_is_not_their_own_cost():
         "bytes": 0,
     }
     watched = [row(seconds=0.060, sync=0.055, cpu=0.06) for _ in range(20)]
-    rows = watched + [row(seconds=0.035, flags=UNWATCHED) for _ in range(30)]
+    rows = watched + [row(seconds=0.035, cpu=0.035, flags=UNWATCHED) for _ in range(30)]
     found = measured(rows, num_watched=20, sites=[{"family": "sync", **site}])
     # 5 ms of a step are no call, whether calls are timed or not.
     assert found.syncs[0].seconds_per_step == pytest.approx(0.035 - 0.005)

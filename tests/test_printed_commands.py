@@ -76,6 +76,7 @@ OURS = {
     "present", "num_processes", "near", "best", "share", "made", "len(states)", "first", "near[0]",
     "options.on_bad", "options.bad_budget", "torch.__version__", "stoker.__version__", "fact['stoker']",
     "_EXTRA", "extra", "budget", "recipe or 'tabular'", "_MAKE_ONE", "kind", "ours[0]", "task.version",
+    "self.payload.highest_bin", "source.max_mz", "survey.highest_bin",
 }  # fmt: skip
 SPOKEN = {
     # Sentences about what was given, and titles.
@@ -167,6 +168,7 @@ def test_a_fix_names_no_path_as_it_is():
                 }
     assert found == {
         "loader/columns.py: store.num_samples",
+        "sources/arrays.py: str(path)",  # its repr, in a line of Python
         "store/remote_fetch.py: file",  # store.json, or a shard whose name was checked
     }
 

@@ -83,7 +83,7 @@ def test_pictures_that_cannot_be_read_have_a_reason_each(tmp_path):
     (batch,) = reader
     assert batch.keys.tolist() == ["phone.HEIC", "saved.jfif"]
     assert batch.answered.tolist() == [False, True]
-    assert batch.reasons == ["cannot be opened as an image: a file of kind 'heic'.", None]
+    assert batch.reasons == ["is HEIC, which Pillow does not read.", None]
     assert reader.notes() == [
         "1 file left out: not a picture (.txt)",
         "1 picture without an answer; see 'reason'",
