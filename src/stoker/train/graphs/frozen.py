@@ -574,8 +574,10 @@ def names_in(functions: Iterable[Any]) -> frozenset[str]:
         function = getattr(given, "func", given)
         if is_plain_object(function, may_be_called=True):
             function = type(function).__call__
+        is_of_module = isinstance(getattr(function, "__self__", None), torch.nn.Module)
         function = inspect.unwrap(getattr(function, "__func__", function))
-        names |= _names(function.__code__) if inspect.isfunction(function) else {}
+        if inspect.isfunction(function) and (_is_own(function) or not is_of_module):
+            names |= _names(function.__code__)
     return frozenset(names)
 
 
@@ -666,6 +668,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         is_plain = is_plain_object(value, may_be_called=True)
         if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module)):
             return
+        if not is_plain:
+            enter_module(value)
         for name in (*names, "__call__") if is_plain else names:
             found = inspect.getattr_static(type(value), name, None)
             method: Any = found.fget if isinstance(found, property) else found
@@ -674,13 +678,21 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         for name in names.keys() & vars(value).keys() - MODULE_TABLES:
             enter(vars(value)[name], names, depth + 1)
 
-    given = list(functions)
+    def enter_module(root: torch.nn.Module) -> None:
+        if id(root) in entered:
+            return
+        entered.update(map(id, root.modules()))
+        add(MethodType(type(root).forward, root))  # also a library's: `StepState.examined` finds the module by it
+        kinds = {type(each): each for each in root.modules()}
+        for kind, module in kinds.items():
+            if _is_own(kind.forward):
+                add(MethodType(kind.forward, module))
+
+    given, entered = list(functions), set[int]()
+    for root in modules:
+        enter_module(root)
     for function in given:
         add(function)
-    kinds = {type(each): each for root in modules for each in root.modules()}
-    for kind, module in kinds.items():
-        if _is_own(kind.forward):
-            add(MethodType(kind.forward, module))
     known = {id(function) for function in given}
     return [*given, *(one for one in found.values() if id(one) not in known)]
 

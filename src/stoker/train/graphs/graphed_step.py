@@ -293,7 +293,7 @@ class GraphedStep:
     def _capture(self) -> bool:
         """Capture the step; return False if that fails. Nothing is computed, and numbers on the host do not change."""
         state = self._state
-        taken = find_iterator(state.changed_modules(), state.code())
+        taken = find_iterator(*state.examined())
         if taken is not None:  # also not to try: what is taken from it would be lost
             self.give_up(f"the step takes from {taken}, an iterator on the host")
             return False
@@ -352,7 +352,7 @@ class GraphedStep:
             for each in state.optimizers
         ]
         try:
-            modules, code = state.changed_modules(), state.code()
+            modules, code = state.examined()
             self._numbers = HostNumbers(modules, code, state.device)
             held = HeldTensors(modules, code)
             kept = KeptObjects(state.optimizers, modules, code, held)
