@@ -17,7 +17,8 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work, alike, is_equal
 from stoker.train.graphs import graphed_step as capturing
-from stoker.train.graphs.frozen import FrozenGroups, has_drawn, quiet_host_rng
+from stoker.train.graphs.frozen import has_drawn, quiet_host_rng
+from stoker.train.graphs.frozen_groups import FrozenGroups
 from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.graphs.replay_check import difference
 from stoker.train.trainer import Trainer
@@ -104,6 +105,15 @@ def test_what_is_frozen_later_is_seen(has_update):
     assert (frozen.find_change() is None) is not has_update
     assert not frozen.trains_others()
     optimizer.param_groups[1]["params"][0].requires_grad_(False)
+    assert frozen.trains_others()
+
+
+def test_parameters_with_other_memory_are_seen():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(2, 1))
+    frozen = FrozenGroups(torch.optim.SGD(model.parameters()), CPU)
+    model.train()
+    assert not frozen.trains_others()
+    model.to(memory_format=torch.channels_last)
     assert frozen.trains_others()
 
 
@@ -285,7 +295,10 @@ def test_a_parameter_that_is_frozen_later_is_captured_anew(path, device):
     history = trainer.fit()
     assert trainer._captured.active
     said = [note.text for note in history.told]
-    assert "step captured anew: parameters were frozen or thawed" in said
+    assert (
+        "step captured anew: parameters were frozen, thawed, or given other memory (p.data = ...)"
+        in said
+    )
     expected = make_run(path, device, "off", scheduler=Freezes).fit()
     assert history.losses == pytest.approx(expected.losses, rel=1e-3)
 

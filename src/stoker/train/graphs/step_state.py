@@ -20,10 +20,10 @@ from stoker.train.graphs.frozen import (
     HostNumbers,
     is_opaque,
     is_plain_object,
-    is_torchs_own,
     name_key,
     with_helpers,
 )
+from stoker.train.graphs.frozen_groups import is_torchs_own
 from stoker.train.graphs.held_tensors import (
     HeldTensors,
     containers_around,
@@ -142,7 +142,9 @@ class StepState:
         owners = (getattr(function, "__self__", None) for function in code)
         named = {id(one): one for one in owners if isinstance(one, torch.nn.Module)}
         known = {id(inner) for root in changed for inner in root.modules()}
-        known |= {id(inner) for one in named.values() for inner in one.modules() if inner is not one}
+        known |= {
+            id(inner) for one in named.values() for inner in one.modules() if inner is not one
+        }
         return [*changed, *(one for one in named.values() if id(one) not in known)], code
 
     def positions(self) -> tuple[list[tuple[str, Any]], list[Any]]:
