@@ -17,10 +17,11 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work, alike, is_equal
 from stoker.train.graphs import graphed_step as capturing
-from stoker.train.graphs.frozen import has_drawn, quiet_host_rng
+from stoker.train.graphs.frozen import find_iterator, has_drawn, quiet_host_rng, with_helpers
 from stoker.train.graphs.frozen_groups import FrozenGroups
 from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.graphs.replay_check import difference
+from stoker.train.step import make_guarded
 from stoker.train.trainer import Trainer
 from training_makers import make_model, write_dirty, write_rows
 
@@ -30,6 +31,28 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def path(tmp_path):
     return write_rows(tmp_path)
+
+
+# -- what the step's code names --------------------------------------------------------------------
+
+
+def test_hooks_of_a_module_that_is_named_are_code_of_the_step():
+    teacher = nn.Linear(2, 2)
+
+    def hook(*_):
+        pass
+
+    def step(batch):
+        return teacher(batch)
+
+    teacher.register_forward_hook(hook)
+    assert hook in with_helpers([], [step])
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda several: dict(enumerate(several))])
+def test_an_iterator_in_a_container_is_found(kind):
+    several = kind([1, itertools.cycle([1])])
+    assert find_iterator([], [lambda batch: next(several[1])]) == "several.1"
 
 
 # -- the optimizer's numbers -----------------------------------------------------------------------
@@ -88,10 +111,18 @@ def test_any_other_change_of_a_group_is_named(change, words):
     [
         lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         lambda o: o.load_state_dict(o.state_dict()),
+        lambda o: [state.update(exp_avg=torch.zeros(2)) for state in o.state.values()],
     ],
 )
-def test_other_groups_are_seen(change):
-    optimizer, frozen = make_frozen()
+def test_other_groups_and_states_are_seen(change):
+    optimizer = make_frozen()[0]
+    make_guarded(optimizer, CPU)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    frozen = FrozenGroups(optimizer, CPU)
+    assert not frozen.has_other_groups()
     assert not frozen.has_other_groups()
     change(optimizer)
     assert frozen.has_other_groups()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import pickle
 import random
 import re
@@ -39,6 +40,7 @@ import numpy as np
 import torch
 
 from stoker.train.generators import capture_host_rng
+from stoker.train.graphs.structure import HOOKS
 
 DRAWS_ON_HOST = "the step draws random numbers on the host"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
@@ -577,7 +579,7 @@ def _is_own_file(file: str) -> bool:
 
 
 def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> str | None:
-    """Return the name of an iterator that code of a step names, in a variable or an attribute; None without one.
+    """Return the name of an iterator that code of a step names, also in a dict or list; None without one.
 
     What is taken from it cannot be given back: a generator, `itertools.cycle`, the iterator of a loader. Files, which
     are iterators too, are left out.
@@ -592,10 +594,13 @@ def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) 
         named = names_in([type(module).forward]) & vars(module).keys() - MODULE_TABLES
         places += [(f"{type(module).__name__}.{name}", vars(module), name) for name in named]
     for name, container, key in places:
-        kind = type(read_place(container, key))
-        # A weak proxy has the methods of all kinds.
-        if issubclass(kind, Iterator) and not issubclass(kind, (IOBase, *ProxyTypes)):
-            return name
+        held = read_place(container, key)
+        inner: Iterable[Any] = enumerate(held) if type(held) in (list, tuple) else ()
+        few = itertools.islice(held.items() if type(held) is dict else inner, MOST_COMPARED)
+        for place, one in ((name, held), *((f"{name}.{name_key(k)}", v) for k, v in few)):
+            # `type` asks the object nothing. A weak proxy has the methods of all kinds.
+            if issubclass(type(one), Iterator) and not issubclass(type(one), (IOBase, *ProxyTypes)):
+                return place
     return None
 
 
@@ -658,6 +663,9 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         for kind, module in kinds.items():
             if _is_own(kind.forward):
                 add(MethodType(kind.forward, module))
+        for module in root.modules():
+            for name in HOOKS:
+                enter(getattr(module, name, None) or {}, {})
 
     given, entered = list(functions), set[int]()
     for root in modules:

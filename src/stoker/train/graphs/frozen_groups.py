@@ -6,6 +6,7 @@ Enters: an optimizer. Leaves: why a replay of its update would differ from an ea
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from copy import copy
 from operator import is_
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 
 from stoker.train.batches import is_equal
+from stoker.train.step import is_guarded
 
-OTHER_GROUPS = "the optimizer was given other parameter groups"
+OTHER_GROUPS = "the optimizer was given other parameter groups or another state"
 _Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
 """A group, its learning rate on the device, and the names and values that are compared."""
 
@@ -44,24 +46,28 @@ class FrozenGroups:
         groups = optimizer.param_groups if has_update else ()
         self._groups = [_freeze(optimizer, group, device, bring_rates) for group in groups]
         self._kept: list[Any] | None = None
+        self._moments: dict[str, Any] = {}
         # One parameter stands for all: each address takes 0.1 µs. A change of the memory format moves those of 4
         # dimensions only. One that was moved alone is found by the next comparison with an eager step.
         trained = (p for group in optimizer.param_groups for p in group["params"])
-        self._sample = max(trained, key=torch.Tensor.dim, default=torch.empty(0))
+        order = operator.attrgetter("requires_grad", "ndim")
+        self._sample: torch.Tensor = max(trained, key=order, default=torch.empty(0))
         self._trained = self._list_trained()
 
     def has_other_groups(self) -> bool:
         """Whether groups or state were added or replaced since the first call after the capture, or groups before.
 
-        `load_state_dict` replaces both; some users empty the state to begin anew with the moments.
+        `load_state_dict` replaces both; some users empty the state, or replace all moments, to begin anew with them.
         """
         groups = self._optimizer.param_groups if self._has_update else ()
         if len(groups) != len(self._groups):
             return True
         if self._has_update:
-            kept = [*self._optimizer.state.values()]
+            state = self._optimizer.state
+            kept = [*state.values(), *self._moments.values()]
             if self._kept is None:
-                self._kept = kept
+                self._moments = state.get(self._sample, {}) if is_guarded(self._optimizer) else {}
+                self._kept = kept = [*kept, *self._moments.values()]
             if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
                 return True
         return any(now is not then[0] for now, then in zip(groups, self._groups, strict=True))
