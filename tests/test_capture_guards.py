@@ -17,7 +17,13 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work, alike, is_equal
 from stoker.train.graphs import graphed_step as capturing
-from stoker.train.graphs.frozen import find_iterator, has_drawn, quiet_host_rng, with_helpers
+from stoker.train.graphs.frozen import (
+    HostNumbers,
+    find_iterator,
+    has_drawn,
+    quiet_host_rng,
+    with_helpers,
+)
 from stoker.train.graphs.frozen_groups import FrozenGroups
 from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.graphs.replay_check import difference
@@ -47,6 +53,37 @@ def test_hooks_of_a_module_that_is_named_are_code_of_the_step():
 
     teacher.register_forward_hook(hook)
     assert hook in with_helpers([], [step])
+
+
+class Terms:
+    """Settings that a class holds for all its objects."""
+
+    weights, criterion = {"first": 1.0}, nn.HuberLoss()
+
+    @classmethod
+    def weigh(cls):
+        return cls.weights["first"]
+
+
+def read_of_class(_):
+    return Terms.weigh()
+
+
+def read_of_object(_, terms=Terms()):  # noqa: B008
+    return terms.weigh()
+
+
+@pytest.mark.parametrize("read", [read_of_class, read_of_object])
+def test_what_a_class_holds_is_watched(read, monkeypatch):
+    numbers = HostNumbers([], with_helpers([], [read]))
+    monkeypatch.setitem(Terms.weights, "first", 2.0)
+    assert "first" in str(numbers.find_change())
+
+
+def test_a_module_that_a_class_holds_is_named():
+    terms = Terms()
+    owners = [getattr(f, "__self__", None) for f in with_helpers([], [lambda _: terms.criterion])]
+    assert Terms.criterion in owners
 
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda several: dict(enumerate(several))])

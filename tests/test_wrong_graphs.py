@@ -515,10 +515,10 @@ def test_a_step_that_does_something_else_each_time_is_not_taken_for_noise(rows, 
             super().__init__()
             self.body = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)))
             self.body.requires_grad_(False)
-            self.head, self.turns = nn.Linear(6, 1), [iter(range(10_000))]
+            self.head, self.turns = nn.Linear(6, 1), [[iter(range(10_000))]]
 
         def forward(self, x):
-            return self.head(self.body(x)) * (1.0 + next(self.turns[0]) % 2)
+            return self.head(self.body(x)) * (1.0 + next(self.turns[0][0]) % 2)
 
     torch.manual_seed(0)
     trainer, _ = fit(rows, device, model=Alternates(), epochs=2, clip_norm=clip_norm)

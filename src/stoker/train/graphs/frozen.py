@@ -179,6 +179,8 @@ class HostNumbers:
             is_slot = isinstance(value, MemberDescriptorType)
             if is_number(getattr(owner, key, None) if is_slot else value):
                 self._found[id(owner), key] = f"{name}.{key}", owner, key
+            else:
+                self._take(f"{name}.{key}", type(owner), key)
 
     def _look_into(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
         self._take_of_class(name, owner)
@@ -480,10 +482,13 @@ def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from (("an argument", function.args, place) for place in range(len(function.args)))
         yield from ((name, function.keywords, name) for name in function.keywords)
         function = function.func
+    owner = getattr(function, "__self__", None)
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or _package(function) in _FOREIGN:
         return
     code = function.__code__
+    if isinstance(owner, type):
+        yield from _settings_of(owner.__name__, owner, code)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell, name
         yield from _settings_of(name, read_place(cell, name), code)
@@ -640,15 +645,22 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
                 add(value)
             return
         is_plain = is_plain_object(value, may_be_called=True)
-        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module)):
+        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module | type)):
             return
-        if not is_plain:
+        if isinstance(value, torch.nn.Module):
             enter_module(value)
+        kind = value if isinstance(value, type) else type(value)
         for name in (*names, "__call__") if is_plain else names:
-            found = inspect.getattr_static(type(value), name, None)
+            found = inspect.getattr_static(kind, name, None)
             method: Any = found.fget if isinstance(found, property) else found
-            if _is_own(method):
+            if isinstance(method, classmethod):
+                add(MethodType(method.__func__, kind))
+            elif _is_own(method):
                 add(MethodType(method, value))
+            elif (name not in vars(value) and not callable(method)) or isinstance(
+                method, torch.nn.Module
+            ):
+                enter(method, names, depth + 1)  # what the class gives to all its objects
         for name in names.keys() & vars(value).keys() - MODULE_TABLES:
             enter(vars(value)[name], names, depth + 1)
 
