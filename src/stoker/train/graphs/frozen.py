@@ -179,7 +179,7 @@ class HostNumbers:
             is_slot = isinstance(value, MemberDescriptorType)
             if is_number(getattr(owner, key, None) if is_slot else value):
                 self._found[id(owner), key] = f"{name}.{key}", owner, key
-            else:
+            elif not hasattr(type(value), "__get__"):  # reading a descriptor runs user code
                 self._take(f"{name}.{key}", type(owner), key)
 
     def _look_into(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
