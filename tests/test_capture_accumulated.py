@@ -115,10 +115,10 @@ def test_a_wrong_graph_is_caught_in_the_middle_of_an_update(rows, device):
 
         def __init__(self):
             super().__init__()
-            self.net, self.turn = make_model(), [iter(range(10_000))]
+            self.net, self.turn = make_model(), [[iter(range(10_000))]]
 
         def forward(self, x):
-            return self.net(x) * (1.0 + 0.5 * (next(self.turn[0]) % 2))
+            return self.net(x) * (1.0 + 0.5 * (next(self.turn[0][0]) % 2))
 
     trainer, history = fit(batches_of("resident", rows, device), device, model=Alternates())
     assert trainer._captured.is_given_up

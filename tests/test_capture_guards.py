@@ -17,9 +17,17 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work, alike, is_equal
 from stoker.train.graphs import graphed_step as capturing
-from stoker.train.graphs.frozen import FrozenGroups, has_drawn, quiet_host_rng
+from stoker.train.graphs.frozen import (
+    HostNumbers,
+    find_iterator,
+    has_drawn,
+    quiet_host_rng,
+    with_helpers,
+)
+from stoker.train.graphs.frozen_groups import FrozenGroups
 from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.graphs.replay_check import difference
+from stoker.train.step import make_guarded
 from stoker.train.trainer import Trainer
 from training_makers import make_model, write_dirty, write_rows
 
@@ -29,6 +37,59 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def path(tmp_path):
     return write_rows(tmp_path)
+
+
+# -- what the step's code names --------------------------------------------------------------------
+
+
+def test_hooks_of_a_module_that_is_named_are_code_of_the_step():
+    teacher = nn.Linear(2, 2)
+
+    def hook(*_):
+        pass
+
+    def step(batch):
+        return teacher(batch)
+
+    teacher.register_forward_hook(hook)
+    assert hook in with_helpers([], [step])
+
+
+class Terms:
+    """Settings that a class holds for all its objects."""
+
+    weights, criterion = {"first": 1.0}, nn.HuberLoss()
+
+    @classmethod
+    def weigh(cls):
+        return cls.weights["first"]
+
+
+def read_of_class(_):
+    return Terms.weigh()
+
+
+def read_of_object(_, terms=Terms()):  # noqa: B008
+    return terms.weigh()
+
+
+@pytest.mark.parametrize("read", [read_of_class, read_of_object])
+def test_what_a_class_holds_is_watched(read, monkeypatch):
+    numbers = HostNumbers([], with_helpers([], [read]))
+    monkeypatch.setitem(Terms.weights, "first", 2.0)
+    assert "first" in str(numbers.find_change())
+
+
+def test_a_module_that_a_class_holds_is_named():
+    terms = Terms()
+    owners = [getattr(f, "__self__", None) for f in with_helpers([], [lambda _: terms.criterion])]
+    assert Terms.criterion in owners
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda several: dict(enumerate(several))])
+def test_an_iterator_in_a_container_is_found(kind):
+    several = kind([1, itertools.cycle([1])])
+    assert find_iterator([], [lambda batch: next(several[1])]) == "several.1"
 
 
 # -- the optimizer's numbers -----------------------------------------------------------------------
@@ -87,10 +148,18 @@ def test_any_other_change_of_a_group_is_named(change, words):
     [
         lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
         lambda o: o.load_state_dict(o.state_dict()),
+        lambda o: [state.update(exp_avg=torch.zeros(2)) for state in o.state.values()],
     ],
 )
-def test_other_groups_are_seen(change):
-    optimizer, frozen = make_frozen()
+def test_other_groups_and_states_are_seen(change):
+    optimizer = make_frozen()[0]
+    make_guarded(optimizer, CPU)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    frozen = FrozenGroups(optimizer, CPU)
+    assert not frozen.has_other_groups()
     assert not frozen.has_other_groups()
     change(optimizer)
     assert frozen.has_other_groups()
@@ -104,6 +173,15 @@ def test_what_is_frozen_later_is_seen(has_update):
     assert (frozen.find_change() is None) is not has_update
     assert not frozen.trains_others()
     optimizer.param_groups[1]["params"][0].requires_grad_(False)
+    assert frozen.trains_others()
+
+
+def test_parameters_with_other_memory_are_seen():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(2, 1))
+    frozen = FrozenGroups(torch.optim.SGD(model.parameters()), CPU)
+    model.train()
+    assert not frozen.trains_others()
+    model.to(memory_format=torch.channels_last)
     assert frozen.trains_others()
 
 
@@ -285,7 +363,10 @@ def test_a_parameter_that_is_frozen_later_is_captured_anew(path, device):
     history = trainer.fit()
     assert trainer._captured.active
     said = [note.text for note in history.told]
-    assert "step captured anew: parameters were frozen or thawed" in said
+    assert (
+        "step captured anew: parameters were frozen, thawed, or given other memory (p.data = ...)"
+        in said
+    )
     expected = make_run(path, device, "off", scheduler=Freezes).fit()
     assert history.losses == pytest.approx(expected.losses, rel=1e-3)
 

@@ -526,7 +526,7 @@ def test_a_tensor_that_is_replaced_between_steps_is_followed(device, make):
 
     notes: list[str] = []
     torch.testing.assert_close(train(True, notes), train(False), rtol=1e-4, atol=1e-5)
-    renewed = [note for note in notes if "another tensor was put in the place of" in note]
+    renewed = [note for note in notes if "another object was put in the place of" in note]
     assert len(renewed) == (0 if make is unused else 1)
 
 
@@ -538,7 +538,7 @@ def test_a_tensor_that_is_replaced_at_every_step_ends_capture(device):
     for batch in loop.batches * 3:
         put(torch.rand((), device=device))
         step(batch)
-    assert step.reason.startswith("eager: another tensor was put in the place of state.weight")
+    assert step.reason.startswith("eager: another object was put in the place of state.weight")
 
 
 def test_what_a_step_does_not_name_is_not_watched():
@@ -685,6 +685,63 @@ def optimizer_that_is_replaced(loop):
     return (lambda batch: loop.update(batch, 0.0)), put
 
 
+class Bent(nn.Module):
+    """A criterion, or a teacher, that is not given as a model."""
+
+    beta = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.LeakyReLU(0.0)
+
+    def forward(self, batch):
+        return self.beta - float(self.inner(torch.tensor(-1.0)))
+
+
+def number_of_a_module_that_is_named(loop):
+    bent = Bent()
+    return (lambda batch: loop.update(batch, bent(batch))), lambda: setattr(
+        bent.inner, "negative_slope", 0.7
+    )
+
+
+def module_that_is_replaced(loop):
+    bent = [Bent()]
+
+    def put():
+        bent[0] = Bent()
+        bent[0].inner.negative_slope = 0.7
+
+    return (lambda batch: loop.update(batch, bent[0](batch))), put
+
+
+def number_that_a_class_gives(loop):
+    bent = [("first", Bent())]
+    return (lambda batch: loop.update(batch, bent[0][1].beta)), lambda: setattr(
+        bent[0][1], "beta", 0.7
+    )
+
+
+def number_in_a_slot(loop):
+    slots = Slots(0.0)
+    return (lambda batch: loop.update(batch, slots.hidden)), lambda: setattr(slots, "hidden", 0.7)
+
+
+def function_beside_its_weight(loop):
+    terms = {"one": (len, 0.0)}
+    return (lambda batch: loop.update(batch, terms["one"][1])), lambda: terms.update(one=(len, 0.7))
+
+
+def entry_of_a_set(loop):
+    terms = {"mean"}
+
+    def put():
+        terms.remove("mean")
+        terms.add("sum")
+
+    return (lambda batch: loop.update(batch, 0.7 if "sum" in terms else 0.0)), put
+
+
 @pytest.mark.filterwarnings("ignore:stoker.capture")
 @pytest.mark.parametrize(
     "make",
@@ -702,6 +759,12 @@ def optimizer_that_is_replaced(loop):
         number_of_a_class,
         number_of_a_module,
         optimizer_that_is_replaced,
+        number_of_a_module_that_is_named,
+        module_that_is_replaced,
+        number_that_a_class_gives,
+        number_in_a_slot,
+        function_beside_its_weight,
+        entry_of_a_set,
     ],
 )
 def test_what_decides_a_step_is_never_stale(device, make):

@@ -23,9 +23,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.activation, self.last = nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(1))
 
     def forward(self, x):
-        return self.last(self.activation(self.first(x)))
+        return self.last(self.activation(self.first(x))) * self.scale
 
 
 class Half(nn.Module):
@@ -49,6 +50,10 @@ def replace_layer(model, _):
 
 def replace_parameter(model, _):
     model.last.bias = nn.Parameter(torch.ones_like(model.last.bias))
+
+
+def replace_buffer(model, _):
+    model.scale = model.scale * 2
 
 
 def add_forward_hook(model, _):
@@ -86,7 +91,7 @@ def take_hook_away(model, _):
 CHANGES = [
     *(prune_layer, parametrize_layer, replace_layer, replace_parameter, add_forward_hook),
     *(add_forward_pre_hook, add_gradient_hook, add_accumulated_hook, add_update_hook),
-    take_hook_away,
+    *(take_hook_away, replace_buffer),
 ]
 
 
@@ -116,7 +121,9 @@ def losses(change, device, captured):
         found.append(run(x).item())
     if captured:
         assert run.is_captured, run.reason
-        assert told == ["step captured anew: layers, parameters or hooks of the model are others"]
+        assert told == [
+            "step captured anew: layers, parameters, buffers or hooks of the model are others"
+        ]
     return found
 
 

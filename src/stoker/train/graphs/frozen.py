@@ -1,11 +1,11 @@
-"""Values that a CUDA graph freezes: numbers of the optimizer and of modules, and numbers drawn on the host.
+"""Values that a CUDA graph freezes: numbers of modules and functions, and numbers drawn on the host.
 
 A graph repeats the numbers that the host had when it was captured. If one of them changes, a replay differs
 from the eager step.
 
-Enters: optimizers, modules and functions of a captured step; earlier states of the host's generators. Leaves: why a
-replay would differ, or None. Costs: per replay some µs, 0.1 µs for each parameter and 0.4 µs for each module; 50 ms
-per capture if other threads may draw random numbers.
+Enters: modules and functions of a captured step; earlier states of the host's generators. Leaves: why a replay would
+differ, or None. Costs: per replay some µs and 0.4 µs for each module; 50 ms per capture if other threads may draw
+random numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import pickle
 import random
 import re
@@ -20,10 +21,9 @@ import sysconfig
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import copy
 from enum import Enum
 from io import IOBase
-from operator import is_, itemgetter
+from operator import itemgetter
 from types import (
     CellType,
     CodeType,
@@ -39,11 +39,10 @@ from weakref import ProxyTypes
 import numpy as np
 import torch
 
-from stoker.train.batches import is_equal
 from stoker.train.generators import capture_host_rng
+from stoker.train.graphs.structure import HOOKS
 
 DRAWS_ON_HOST = "the step draws random numbers on the host"
-OTHER_GROUPS = "the optimizer was given other parameter groups"
 _LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 MOST_COMPARED = 1000
 """Most entries of containers that are examined for one variable or attribute; larger containers are data."""
@@ -75,6 +74,8 @@ _CLEAR = frozenset(
     }
 )
 """Types whose attributes can be read without running user code."""
+_NUMBERS = bool, int, float, complex, np.generic, Enum
+_CONSTANTS = (*_NUMBERS, str, bytes, range, NoneType, torch.dtype, torch.device)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _FOREIGN = frozenset(
     {
@@ -89,71 +90,6 @@ _OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
 """Names of methods of a Lightning module that its `training_step` does not call."""
 MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that torch sets in every module."""
-_Frozen = tuple[dict[str, Any], torch.Tensor | None, list[str], list[Any]]
-"""A group, its learning rate on the device, and the names and values that are compared."""
-
-
-class FrozenGroups:
-    """The parameter groups of an optimizer at the time its update is captured.
-
-    Only learning rates may change: torch's own optimizers get them as tensors on the device, which the graph
-    reads.
-
-    Args:
-        optimizer: The optimizer, before the capture.
-        device: Device from which the graph reads the learning rates.
-        bring_rates: Whether to put the rates there. Some optimizers that are not fused refuse rates on a device.
-        has_update: Whether the update is captured. If not, only the set of trained parameters must stay the same.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        bring_rates: bool = True,
-        has_update: bool = True,
-    ) -> None:
-        self._optimizer, self._has_update = optimizer, has_update
-        groups = optimizer.param_groups if has_update else ()
-        self._groups = [_freeze(optimizer, group, device, bring_rates) for group in groups]
-        self._trained = self._list_trained()
-        self._kept: list[Any] | None = None
-
-    def has_other_groups(self) -> bool:
-        """Whether groups or state were added or replaced since the first call after the capture, or groups before.
-
-        `load_state_dict` replaces both; some users empty the state to begin anew with the moments.
-        """
-        groups = self._optimizer.param_groups if self._has_update else ()
-        if len(groups) != len(self._groups):
-            return True
-        if self._has_update:
-            kept = [*self._optimizer.state.values()]
-            if self._kept is None:
-                self._kept = kept
-            if len(kept) != len(self._kept) or not all(map(is_, kept, self._kept)):
-                return True
-        return any(now is not then[0] for now, then in zip(groups, self._groups, strict=True))
-
-    def find_change(self) -> str | None:
-        """Describe a change that a replay would ignore, or return None. Copies new learning rates to the graph's."""
-        for group, rate, names, values in self._groups:
-            if rate is not None and group["lr"] is not rate:
-                _put_back(group, rate)
-            now = [group[name] for name in names]
-            if not is_equal(now, values):
-                alike = map(is_equal, now, values)
-                changed = [name for name, same in zip(names, alike, strict=True) if not same]
-                return f"the scheduler changes {', '.join(changed)}, which a graph cannot follow{_advise(changed)}"
-        return None
-
-    def trains_others(self) -> bool:
-        """Whether parameters were frozen or unfrozen since the capture."""
-        return self._list_trained() != self._trained
-
-    def _list_trained(self) -> list[bool]:
-        groups = self._optimizer.param_groups
-        return [parameter.requires_grad for group in groups for parameter in group["params"]]
 
 
 class HostNumbers:
@@ -181,20 +117,21 @@ class HostNumbers:
         self._left = MOST_COMPARED
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._called: set[int] = set()
-        self._named: frozenset[str] = frozenset()
+        functions = list(functions)
+        self._named = names_in(functions)
         code: dict[int, tuple[str, Any]] = {}
         kinds: dict[type, None] = {}
         for root in modules:
             for path, module in root.named_modules():
                 name = f"{type(root).__name__}.{path}" if path else type(root).__name__
                 self._look(name, vars(module), only=named_in_step(type(module)))
+                self._take_of_class(name, module)
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
                 kinds[type(module)] = None
         for kind, count in (found for each in kinds for found in _class_counts(each)):
             self._take(f"{kind.__name__}.{count}", kind, count)
         self._take_surroundings(code)
-        code, functions = {}, list(functions)
-        self._named = names_in(functions)
+        code = {}
         for given in functions:
             function = getattr(given, "func", given)  # of a functools.partial
             if is_plain_object(function, may_be_called=True):  # such as a criterion with settings
@@ -216,7 +153,8 @@ class HostNumbers:
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             if key is _DRAWN:  # other code may draw from it between two steps
                 continue
-            if key in (_LENGTH, _ITEM, _BYTES) or isinstance(container, CellType | type):
+            is_entry = isinstance(container, dict | list | deque | tuple)
+            if key in (_LENGTH, _ITEM, _BYTES) or not is_entry:
                 self._rest.append((container, key, value))
             else:
                 keys.setdefault(id(container), (container, []))[1].append(key)
@@ -228,7 +166,24 @@ class HostNumbers:
             for variable, container, key in surroundings(function):
                 self._take(f"{variable} of {name}" if name else variable, container, key)
 
+    def _take_of_class(self, name: str, owner: Any) -> None:
+        """Take numbers in slots, and those that the class of an object gives it, if the code names them."""
+        of_classes = {
+            key: value
+            for base in type(owner).__mro__[::-1]
+            if _package(base) not in _FOREIGN
+            for key, value in vars(base).items()
+        }
+        for key in self._named & of_classes.keys() - getattr(owner, "__dict__", {}).keys():
+            value = of_classes[key]
+            is_slot = isinstance(value, MemberDescriptorType)
+            if is_number(getattr(owner, key, None) if is_slot else value):
+                self._found[id(owner), key] = f"{name}.{key}", owner, key
+            elif not hasattr(type(value), "__get__"):  # reading a descriptor runs user code
+                self._take(f"{name}.{key}", type(owner), key)
+
     def _look_into(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
+        self._take_of_class(name, owner)
         if self._may_look(vars(owner)):
             self._look(name, vars(owner), depth, attributes_read(owner, self._named))
 
@@ -243,7 +198,8 @@ class HostNumbers:
         self, name: str, container: Any, depth: int = _DEPTH, only: Collection[str] | None = None
     ) -> None:
         # A large container, such as a vocabulary, is data: only its length is compared.
-        keys = range(len(container)) if isinstance(container, list | deque) else list(container)
+        is_listed = isinstance(container, list | deque | tuple)
+        keys = range(len(container)) if is_listed else list(container)
         for key in keys if len(keys) <= MOST_COMPARED else ():
             if key not in MODULE_TABLES and (only is None or key in only):
                 self._take(f"{name}.{name_key(key)}", container, key, depth)
@@ -254,7 +210,7 @@ class HostNumbers:
             return
         if depth == _DEPTH:
             self._left = MOST_COMPARED
-        if _is_number(value):
+        if is_number(value):
             self._found[id(container), key] = (name, container, key)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and value.dtype.kind in "biuf":
@@ -263,18 +219,26 @@ class HostNumbers:
             self._found[id(value), _ITEM] = (name, value, _ITEM)
         elif isinstance(value, _GENERATORS) and getattr(value, "device", _HOST) == _HOST:
             self._found[id(value), _DRAWN] = (name, value, _DRAWN)
-        elif depth and isinstance(value, dict | list | deque):
-            if (id(value), _LENGTH) in self._found:
-                return
-            what = "entries" if isinstance(value, deque) else "length"
-            self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
-            if self._may_look(value):
-                self._look(name, value, depth - 1)
+        elif depth and isinstance(value, dict | list | deque | tuple | set):
+            self._take_container(name, value, depth)
+        elif slots_of(value):
+            self._take_of_class(name, value)
         elif depth and is_plain_object(value):
             self._look_into(name, value, depth - 1)
         elif depth and is_plain_object(value, may_be_called=True) and id(value) not in self._called:
             self._called.add(id(value))  # such as a loss that a step function calls
             self._look_into(name, value)
+
+    def _take_container(self, name: str, value: Any, depth: int) -> None:
+        if (id(value), _LENGTH) in self._found:
+            return
+        if isinstance(value, set) and len(value) > _MOST_HELPERS:  # data
+            return
+        if not isinstance(value, tuple):
+            what = "entries" if isinstance(value, deque | set) else "length"
+            self._found[id(value), _LENGTH] = (f"the {what} of {name}", value, _LENGTH)
+        if not isinstance(value, set) and self._may_look(value):
+            self._look(name, value, depth - 1)
 
     def values(self) -> list[Any]:
         """Return their current values."""
@@ -318,15 +282,20 @@ class HostNumbers:
             elif key is _LENGTH:
                 if isinstance(container, list):
                     del container[value:]
+                elif isinstance(container, set) and container != value:
+                    container.clear()
+                    container.update(value)
                 elif isinstance(container, deque) and _Entries(container) != value:
                     container.clear()
                     container.extend(value)
-            elif isinstance(container, type):
-                setattr(container, key, value)
             elif isinstance(container, CellType):
                 container.cell_contents = value
-            elif read_place(container, key) is not value:
+            elif read_place(container, key) is value:
+                continue
+            elif isinstance(container, dict | list | deque):
                 container[key] = value
+            else:
+                setattr(container, key, value)
 
 
 def name_key(key: Any) -> str:
@@ -396,6 +365,8 @@ def _class_counts(kind: type) -> list[tuple[type, str]]:
 def read_place(container: Any, key: Any) -> Any:
     """Return the value of an entry, a variable or an attribute; None if there is none."""
     if key is _LENGTH:
+        if isinstance(container, set):
+            return frozenset(container)
         return _Entries(container) if isinstance(container, deque) else len(container)
     if key is _ITEM:
         return container.item()
@@ -441,11 +412,13 @@ def slots_of(value: Any) -> list[str]:
     return [name for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
 
 
-def _is_number(value: Any) -> bool:
-    """Whether a value is a number, a text, None or a member of an enumeration, or a tuple of these."""
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, a text, a dtype or another constant that `==` compares, or a tuple of these."""
     if isinstance(value, tuple):
-        return all(map(_is_number, value))
-    return isinstance(value, bool | int | float | str | np.generic | Enum | NoneType)
+        return all(map(is_number, value))
+    if isinstance(value, slice):
+        return is_number((value.start, value.stop, value.step))
+    return isinstance(value, _CONSTANTS)
 
 
 def _is_host_number(value: Any) -> bool:
@@ -509,10 +482,13 @@ def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from (("an argument", function.args, place) for place in range(len(function.args)))
         yield from ((name, function.keywords, name) for name in function.keywords)
         function = function.func
+    owner = getattr(function, "__self__", None)
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(function) or _package(function) in _FOREIGN:
         return
     code = function.__code__
+    if isinstance(owner, type):
+        yield from _settings_of(owner.__name__, owner, code)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell, name
         yield from _settings_of(name, read_place(cell, name), code)
@@ -540,7 +516,7 @@ def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, A
     if (is_file or is_class) and _package(value) not in _FOREIGN:
         container = value if is_class else vars(value)
         for key in _names(code).keys() & vars(value).keys():
-            if _is_number(vars(value)[key]) or isinstance(vars(value)[key], dict | list):
+            if is_number(vars(value)[key]) or isinstance(vars(value)[key], dict | list):
                 yield f"{name}.{key}", container, key
 
 
@@ -574,8 +550,10 @@ def names_in(functions: Iterable[Any]) -> frozenset[str]:
         function = getattr(given, "func", given)
         if is_plain_object(function, may_be_called=True):
             function = type(function).__call__
+        is_of_module = isinstance(getattr(function, "__self__", None), torch.nn.Module)
         function = inspect.unwrap(getattr(function, "__func__", function))
-        names |= _names(function.__code__) if inspect.isfunction(function) else {}
+        if inspect.isfunction(function) and (_is_own(function) or not is_of_module):
+            names |= _names(function.__code__)
     return frozenset(names)
 
 
@@ -606,7 +584,7 @@ def _is_own_file(file: str) -> bool:
 
 
 def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> str | None:
-    """Return the name of an iterator that code of a step names, in a variable or an attribute; None without one.
+    """Return the name of an iterator that code of a step names, also in a dict or list; None without one.
 
     What is taken from it cannot be given back: a generator, `itertools.cycle`, the iterator of a loader. Files, which
     are iterators too, are left out.
@@ -621,10 +599,13 @@ def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) 
         named = names_in([type(module).forward]) & vars(module).keys() - MODULE_TABLES
         places += [(f"{type(module).__name__}.{name}", vars(module), name) for name in named]
     for name, container, key in places:
-        kind = type(read_place(container, key))
-        # A weak proxy has the methods of all kinds.
-        if issubclass(kind, Iterator) and not issubclass(kind, (IOBase, *ProxyTypes)):
-            return name
+        held = read_place(container, key)
+        inner: Iterable[Any] = enumerate(held) if type(held) in (list, tuple) else ()
+        few = itertools.islice(held.items() if type(held) is dict else inner, MOST_COMPARED)
+        for place, one in ((name, held), *((f"{name}.{name_key(k)}", v) for k, v in few)):
+            # `type` asks the object nothing. A weak proxy has the methods of all kinds.
+            if issubclass(type(one), Iterator) and not issubclass(type(one), (IOBase, *ProxyTypes)):
+                return place
     return None
 
 
@@ -664,23 +645,45 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
                 add(value)
             return
         is_plain = is_plain_object(value, may_be_called=True)
-        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module)):
+        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module | type)):
             return
+        if isinstance(value, torch.nn.Module):
+            enter_module(value)
+        kind = value if isinstance(value, type) else type(value)
         for name in (*names, "__call__") if is_plain else names:
-            found = inspect.getattr_static(type(value), name, None)
+            found = inspect.getattr_static(kind, name, None)
             method: Any = found.fget if isinstance(found, property) else found
-            if _is_own(method):
+            if isinstance(method, classmethod):
+                add(MethodType(method.__func__, kind))
+            elif _is_own(method):
                 add(MethodType(method, value))
+            elif (name not in vars(value) and not callable(method)) or isinstance(
+                method, torch.nn.Module
+            ):
+                enter(method, names, depth + 1)  # what the class gives to all its objects
         for name in names.keys() & vars(value).keys() - MODULE_TABLES:
             enter(vars(value)[name], names, depth + 1)
 
-    given = list(functions)
+    def enter_module(root: torch.nn.Module) -> None:
+        if id(root) in entered:
+            return
+        entered.update(map(id, root.modules()))
+        add(
+            MethodType(type(root).forward, root)
+        )  # also a library's: `StepState.examined` finds the module by it
+        kinds = {type(each): each for each in root.modules()}
+        for kind, module in kinds.items():
+            if _is_own(kind.forward):
+                add(MethodType(kind.forward, module))
+        for module in root.modules():
+            for name in HOOKS:
+                enter(getattr(module, name, None) or {}, {})
+
+    given, entered = list(functions), set[int]()
+    for root in modules:
+        enter_module(root)
     for function in given:
         add(function)
-    kinds = {type(each): each for root in modules for each in root.modules()}
-    for kind, module in kinds.items():
-        if _is_own(kind.forward):
-            add(MethodType(kind.forward, module))
     known = {id(function) for function in given}
     return [*given, *(one for one in found.values() if id(one) not in known)]
 
@@ -714,62 +717,3 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(_is_same(value, other[name]) for name, value in one.items())
     return bool(one == other)
-
-
-def _freeze(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, bring: bool
-) -> _Frozen:
-    rate = _bring_rate(optimizer, group, device, bring)
-    names = _compared_names(optimizer, group, rate)
-    return group, rate, names, [copy(group[name]) for name in names]  # a list may change in place
-
-
-def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the class of an optimizer is torch's own, not a subclass."""
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def _bring_rate(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, bring: bool
-) -> torch.Tensor | None:
-    """Return the group's learning rate as a tensor on the device; None if it must stay a number."""
-    rate = group.get("lr")
-    if isinstance(rate, torch.Tensor) and rate.device.type == device.type:
-        return rate
-    if rate is None or not bring or not is_torchs_own(optimizer):
-        return None
-    brought = torch.as_tensor(rate, dtype=torch.float32).to(device)
-    group["lr"] = brought
-    return brought
-
-
-def _compared_names(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rate: torch.Tensor | None
-) -> list[str]:
-    """Return the names of the values that the captured update may have read on the host."""
-    # Torch's optimizers read only the names in their defaults; other values in a group are of schedulers and users.
-    read = optimizer.defaults if is_torchs_own(optimizer) else group
-    return [
-        name
-        for name, value in group.items()
-        if name in read
-        and name != "params"
-        and not isinstance(value, torch.Tensor)
-        and (name != "lr" or rate is None)
-    ]
-
-
-def _advise(changed: list[str]) -> str:
-    """Return advice on how to keep these values of a group constant, as the end of a sentence."""
-    if "lr" in changed:
-        return "; it follows an lr that is a tensor on the GPU"
-    if {"betas", "momentum"} & {*changed}:
-        return "; cycle_momentum=False leaves it as it is"
-    return ""
-
-
-def _put_back(group: dict[str, Any], rate: torch.Tensor) -> None:
-    """Copy a new learning rate into the tensor that the graph reads."""
-    given = group["lr"]
-    rate.fill_(given.reshape(()) if isinstance(given, torch.Tensor) else float(given))
-    group["lr"] = rate

@@ -37,13 +37,12 @@ from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
 from stoker.train.generators import restore_rng
 from stoker.train.graphs.frozen import (
     DRAWS_ON_HOST,
-    OTHER_GROUPS,
-    FrozenGroups,
     HostNumbers,
     find_iterator,
     has_drawn,
     quiet_host_rng,
 )
+from stoker.train.graphs.frozen_groups import OTHER_GROUPS, FrozenGroups
 from stoker.train.graphs.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
 from stoker.train.graphs.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
 from stoker.train.graphs.host_draws import HostDraws
@@ -210,10 +209,10 @@ class GraphedStep:
                 self._split(change + self._advice)
             return self._run_eagerly(work)
         if any(frozen.trains_others() for frozen in self._frozen):
-            self._renew("parameters were frozen or thawed")
+            self._renew("parameters were frozen, thawed, or given other memory (p.data = ...)")
             return self._run_eagerly(work)
         if self._structure.has_changed():
-            self._renew("layers, parameters or hooks of the model are others")
+            self._renew("layers, parameters, buffers or hooks of the model are others")
             return self._run_eagerly(work)
         changed = self._numbers.find_change()
         if changed is not None:
@@ -224,7 +223,7 @@ class GraphedStep:
             return self._run_eagerly(work)
         replaced = self._watched.find_replaced()
         if replaced is not None and self._depends_on(*replaced[1:], work):
-            self._renew(f"another tensor was put in the place of {replaced[0]}")
+            self._renew(f"another object was put in the place of {replaced[0]}")
             return self._run_eagerly(work)
         if self._written.is_kept():
             self._copies_all = True
@@ -293,7 +292,7 @@ class GraphedStep:
     def _capture(self) -> bool:
         """Capture the step; return False if that fails. Nothing is computed, and numbers on the host do not change."""
         state = self._state
-        taken = find_iterator(state.changed_modules(), state.code())
+        taken = find_iterator(*state.examined())
         if taken is not None:  # also not to try: what is taken from it would be lost
             self.give_up(f"the step takes from {taken}, an iterator on the host")
             return False
@@ -352,7 +351,7 @@ class GraphedStep:
             for each in state.optimizers
         ]
         try:
-            modules, code = state.changed_modules(), state.code()
+            modules, code = state.examined()
             self._numbers = HostNumbers(modules, code, state.device)
             held = HeldTensors(modules, code)
             kept = KeptObjects(state.optimizers, modules, code, held)
@@ -389,6 +388,7 @@ class GraphedStep:
                 gc.enable()
         watched.leave_replaced()
         self._watched = watched
+        structure.leave_replaced()
         # A step that changes the structure itself is compared like any other.
         self._structure = Structure() if structure.has_changed() else structure
         # The capture ran the host's part of a step that was not computed.

@@ -15,16 +15,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_, itemgetter
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
 from stoker.train.graphs.frozen import (
     MODULE_TABLES,
     MOST_COMPARED,
     attributes_read,
+    is_number,
     is_opaque,
     is_plain_object,
     name_key,
@@ -116,8 +116,8 @@ class WatchedTensors:
     """Tensors that a step reads and does not replace, but that other code may replace between two steps.
 
     A graph would keep using those of its capture: an old mask, a table of weights in a dict, a network in a variable.
-    Functions, tables of settings, arrays, objects and optimizers are watched as well. If the step is a method, only
-    the attributes of its object that the code names are watched.
+    Functions, tables of settings, arrays, modules, optimizers and other objects are watched as well. If the step is a
+    method, only the attributes of its object that the code names are watched.
 
     Args:
         modules: Modules, with all modules inside them.
@@ -205,10 +205,8 @@ class WatchedTensors:
 
 
 def _may_be_replaced(value: Any) -> bool:
-    """Whether a value without tensors may change what a step does, and is not a number."""
-    return isinstance(
-        value, dict | list | np.ndarray | FunctionType | MethodType | torch.optim.Optimizer
-    ) or is_plain_object(value, may_be_called=True)
+    """Whether a value without tensors may change what a step does, and is not compared by `HostNumbers`."""
+    return not is_number(value) and not isinstance(value, ModuleType | type)
 
 
 def _owner(function: Any) -> Any:

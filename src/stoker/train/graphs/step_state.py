@@ -20,10 +20,10 @@ from stoker.train.graphs.frozen import (
     HostNumbers,
     is_opaque,
     is_plain_object,
-    is_torchs_own,
     name_key,
     with_helpers,
 )
+from stoker.train.graphs.frozen_groups import is_torchs_own
 from stoker.train.graphs.held_tensors import (
     HeldTensors,
     containers_around,
@@ -133,6 +133,20 @@ class StepState:
         others = (one for one in used_objects(*hooks) if isinstance(one, torch.nn.Module))
         return [*self.modules, *(module for module in others if id(module) not in known)]
 
+    def examined(self) -> tuple[list[torch.nn.Module], list[Any]]:
+        """Return the modules and functions whose numbers and objects a graph freezes.
+
+        Besides those of `changed_modules` and `code`, these are modules that the code names, such as a criterion.
+        """
+        changed, code = self.changed_modules(), self.code()
+        owners = (getattr(function, "__self__", None) for function in code)
+        named = {id(one): one for one in owners if isinstance(one, torch.nn.Module)}
+        known = {id(inner) for root in changed for inner in root.modules()}
+        known |= {
+            id(inner) for one in named.values() for inner in one.modules() if inner is not one
+        }
+        return [*changed, *(one for one in named.values() if id(one) not in known)], code
+
     def positions(self) -> tuple[list[tuple[str, Any]], list[Any]]:
         """Return the part of the state on the host: counts by name, and the position of each of `draws`.
 
@@ -145,7 +159,7 @@ class StepState:
             for _, entries, _ in _kept_containers([optimizer])
             if isinstance(entries, dict)
         ]
-        around = containers_around(self.changed_modules(), self.code())
+        around = containers_around(*self.examined())
         named += [(name, entries) for name, entries in around if isinstance(entries, dict)]
         counts: list[tuple[str, Any]] = [
             (f"{name_key(key)} of {owner}", value)
@@ -329,7 +343,7 @@ class Snapshot:
         self._batch: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._owners = list(state.tensors())
         self.tensors = [tensor.detach().clone() for tensor in self._owners]
-        modules, code = state.changed_modules(), state.code()
+        modules, code = state.examined()
         self._held = HeldTensors(modules, code)
         self._kept = KeptObjects(state.optimizers, modules, code, self._held)
         parameters = [parameter for module in state.modules for parameter in module.parameters()]
