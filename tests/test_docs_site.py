@@ -480,7 +480,7 @@ def with_short_tables(page: str) -> str:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, pages) -> Path:
     if importlib.util.find_spec("zensical") is None:
-        pytest.skip("zensical is not installed: pip install 'stoker[docs]'")
+        pytest.skip("zensical is not installed: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("built") / "site"
     short = {path: with_short_tables(text) for path, text in pages.items()}
     with pytest.MonkeyPatch.context() as patch:
