@@ -85,7 +85,6 @@ UNTYPED: dict[str, str] = {
     "store/arrays.py: command('dd', f'if={self.path}', 'of=/dev/null')": "needs a disk that fails while it is read",
     "store/hdf5.py: command('pip', 'install', 'hdf5plugin') if code in _PLUGINS else f\"{command('h5repack', '-f', 'NONE', file, copy)}, where the filter is installed\"": "would install packages into the environment of the tests",
     "store/hdf5.py: command('ls', '-l', path)": "needs a file without read permission, and root may read every file",
-    "store/manifest.py: 'git pull in the checkout of stoker, or pack the data again'": "would install packages into the environment of the tests",
     "store/remote.py: 'STOKER_CACHE=FOLDER for another disk, or STOKER_CACHE_LIMIT=20GB for less of this one'": "needs a disk without room or write permission",
     "store/remote.py: 'STOKER_CACHE_LIMIT=200GB, or fewer processes'": "needs other processes that empty the cache meanwhile",
     "store/remote_cache.py: f\"{command('fuser', part)} names it\"": "needs a second process that holds a copy for minutes",

@@ -27,6 +27,7 @@ from stoker.augment.position import Position, Positioned
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
 from stoker.augment.sizing import Sizing
 from stoker.augment.stages import Stage
+from stoker.doors import door
 from stoker.errors import InputError
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class _Plan:
     num_staged: int
 
 
+@door("Compose([RandomHorizontalFlip()])")
 class Compose(Positioned):
     """Augmentations in the order of the phases, with one draw per sample.
 

@@ -35,6 +35,7 @@ from stoker.config.yaml_lines import (
     read_yaml,
 )
 from stoker.display import command, look_for, nearest, printable, quoted
+from stoker.doors import door
 from stoker.errors import ConfigError, InputError, refuse_special
 from stoker.strict_json import exact_text
 
@@ -70,6 +71,7 @@ def find_config(typed: str | Path) -> Path:
     return shipped if (is_name or is_old_place) and shipped.is_file() else path
 
 
+@door("stoker.load_config('tabular')")
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a config file.
 

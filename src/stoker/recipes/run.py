@@ -25,6 +25,7 @@ from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.config.resolve import describe_choices
 from stoker.display import meant_path, quoted
+from stoker.doors import door
 from stoker.errors import InputError, StoreError
 from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.gather import Augments
@@ -84,6 +85,7 @@ class RecipeRun(History):
     evaluation: Evaluation | None = None
 
 
+@door("run_recipe(stoker.config.resolve(stoker.load_config('tabular')))")
 def run_recipe(
     settings: Settings,
     *,

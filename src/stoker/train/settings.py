@@ -26,6 +26,7 @@ from stoker.config.options import (
     options,
 )
 from stoker.config.tree import ROOMS, sections
+from stoker.doors import door
 from stoker.errors import ConfigError, InputError
 from stoker.report import Note, Topic
 
@@ -50,6 +51,7 @@ _TAKEN = {f"training.{entry.name}" for entry in fields(TrainOptions)}
 _TAKEN |= {"training.lr", "training.use_amp", "run.dir"}
 
 
+@door("stoker.TrainSettings(epochs=3)")
 @options
 class TrainSettings(TrainOptions):
     """How to train: the keys of `training` that concern a Trainer (docs/config.md), and three of its own.
