@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from stoker.arguments import explained
 from stoker.augment import guard
 from stoker.augment.definition import Op, Opcode, Program, Size, check_size
 from stoker.augment.geometry import CenterCrop, RandomResizedCrop, Resize
@@ -27,7 +28,6 @@ from stoker.augment.position import Position, Positioned
 from stoker.augment.reference import TorchBackend, move_boxes, move_keypoints
 from stoker.augment.sizing import Sizing
 from stoker.augment.stages import Stage
-from stoker.doors import door
 from stoker.errors import InputError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class _Plan:
     num_staged: int
 
 
-@door("Compose([RandomHorizontalFlip()])")
+@explained("Compose([RandomHorizontalFlip()])")
 class Compose(Positioned):
     """Augmentations in the order of the phases, with one draw per sample.
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from stoker.arguments import explained
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Op
 from stoker.augment.geometry import RandomAffine, RandomHorizontalFlip, RandomRotation
 from stoker.augment.ops import ColorJitter, GaussianBlur, Normalize, ToDtype
 from stoker.augment.philox import check_counter
 from stoker.augment.position import check_state
-from stoker.doors import door
 from stoker.errors import InputError
 
 Channels = float | Sequence[float]
@@ -68,7 +68,7 @@ PRESETS: dict[str, Callable[..., list[Op]]] = {
 }
 
 
-@door("make_preset('standard')")
+@explained("make_preset('standard')")
 def make_preset(
     name: str,
     *,
@@ -116,7 +116,7 @@ def add_normalisation(
     return [*ops, *ending, *([] if dtype is None else [ToDtype(dtype)])]
 
 
-@door('ProgressiveAugmentation({0: make_preset("minimal"), 50: make_preset("strong")})')
+@explained('ProgressiveAugmentation({0: make_preset("minimal"), 50: make_preset("strong")})')
 class ProgressiveAugmentation:
     """Stages of augmentation, each used from its first epoch on.
 

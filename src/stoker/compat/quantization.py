@@ -11,12 +11,12 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from stoker.doors import door
+from stoker.arguments import explained
 from stoker.errors import InputError
 from stoker.train import quantize
 
 
-@door("stoker.quantize_dynamic(model)")
+@explained("stoker.quantize_dynamic(model)")
 def quantize_dynamic(
     model: nn.Module,
     qconfig_spec: Collection[type[nn.Module]] | None = None,

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from stoker.arguments import explained
 from stoker.config.options import (
     FORMER,
     LAYOUTS,
@@ -27,7 +28,6 @@ from stoker.config.options import (
 )
 from stoker.config.tree import ROOMS, Config, default_of
 from stoker.config.yaml_lines import Place, Problem
-from stoker.doors import door
 from stoker.errors import ConfigError, InputError
 from stoker.strict_json import exact_text
 
@@ -423,7 +423,7 @@ def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> li
     return [problem for about, problem in answers.clashes if not about & unknown]
 
 
-@door("stoker.config.resolve(stoker.load_config('tabular'))")
+@explained("stoker.config.resolve(stoker.load_config('my.yaml'))")
 def resolve(config: Config) -> Settings:
     """Return the settings of a config, with the reason of each value.
 

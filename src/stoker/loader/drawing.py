@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from stoker.arguments import explained
 from stoker.bounds import require_memory
 from stoker.display import nearest
-from stoker.doors import door
 from stoker.errors import InputError
 from stoker.store.fields import Array
 from stoker.store.reader import Store, join_stores, open_store
@@ -323,7 +323,7 @@ class Mixture:
         )
 
 
-@door("stoker.mix({'one.store': 0.7, 'other.store': 0.3})")
+@explained("stoker.mix({'one.store': 0.7, 'other.store': 0.3})")
 def mix(shares: Mapping[str | Store, float], *others: Any, per_batch: bool = False) -> Mixture:
     """Join stores with the same fields, so that a `Loader` draws a share of its samples from each.
 

@@ -41,7 +41,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from stoker.doors import door
+from stoker.arguments import explained
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import (
@@ -57,7 +57,7 @@ from stoker.units import usable_count
 _JOIN_SECONDS = 30.0
 
 
-@door("stoker.prefetch(loader, 'cuda')")
+@explained("stoker.prefetch(loader, 'cuda')")
 def prefetch(
     loader: Iterable[Any],
     device: str | int | torch.device | None = None,

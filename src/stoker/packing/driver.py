@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.arguments import explained
 from stoker.bounds import require_disk
 from stoker.display import command, look_for, quoted, table_html
-from stoker.doors import door
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
 from stoker.ownership import always, write_text
 from stoker.packing.cluster import ClusterWorkers, check_cluster
@@ -56,7 +56,7 @@ _WORKER_SECONDS = 5.0
 """Samples that take less than this in all are made in this process: workers that import torch start in seconds."""
 
 
-@door("stoker.PackOptions(jobs=2)")
+@explained("stoker.PackOptions(jobs=2)")
 @dataclass(frozen=True)
 class PackOptions:
     """Choices that every kind of source shares.
@@ -152,7 +152,7 @@ class PackResult:
         ]
 
 
-@door("stoker.pack(source, 'out')")
+@explained("stoker.pack(source, 'out')")
 def pack(
     source: Source,
     out: str | Path,
@@ -220,7 +220,7 @@ def _no_source(source: Any, out: str | Path, others: Mapping[str, Any]) -> Input
     return InputError(given, allowed, fix)
 
 
-@door("stoker.pack_from(dataset, 'out')")
+@explained("stoker.pack_from(dataset, 'out')")
 def pack_from(
     samples: Any,
     out: str | Path,

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
+from stoker.arguments import explained
 from stoker.display import table_html
-from stoker.doors import door
 from stoker.errors import DoesNotFitError, InputError
 from stoker.plan.budget import MIN_CHUNK_BATCHES, PlanLine, Question, Tier, Where
 from stoker.plan.facts import FieldFacts, ModelCost, StoreFacts
@@ -26,7 +26,7 @@ CPU_BATCH = 128
 _SMALLEST_BATCH = 8
 
 
-@door("stoker plan data.h5", "a Plan is what make_plan returns, and loader.plan")
+@explained("stoker plan data.h5", "a Plan is what make_plan returns, and loader.plan")
 @dataclass(frozen=True)
 class Plan:
     """Where the data is kept, and what that takes. Made by `make_plan`.
@@ -87,7 +87,7 @@ class Plan:
         return {**asdict(self), "totals": self.totals, "host": host}
 
 
-@door("stoker plan data.h5")
+@explained("stoker plan data.h5")
 def make_plan(
     facts: StoreFacts,
     *,

@@ -21,11 +21,11 @@ import torch
 import xxhash
 
 from stoker.address import as_url
+from stoker.arguments import explained
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.config.resolve import describe_choices
 from stoker.display import meant_path, quoted
-from stoker.doors import door
 from stoker.errors import InputError, StoreError
 from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.gather import Augments
@@ -85,7 +85,7 @@ class RecipeRun(History):
     evaluation: Evaluation | None = None
 
 
-@door("run_recipe(stoker.config.resolve(stoker.load_config('tabular')))")
+@explained("run_recipe(stoker.config.resolve(stoker.load_config('my.yaml')))")
 def run_recipe(
     settings: Settings,
     *,

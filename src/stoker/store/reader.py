@@ -23,9 +23,9 @@ from typing import Any, Self
 import numpy as np
 
 from stoker.address import as_url, shown
+from stoker.arguments import explained
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
-from stoker.doors import door
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
 from stoker.stalls import Waiting
 from stoker.store.arrays import Stamp, StoredArray, Task, changed_data
@@ -43,7 +43,7 @@ _HELD_SHARDS = 64  # shards that are opened with the store: a process may have 1
 _TRIES = 100
 
 
-@door("stoker.open_store('data.h5')")
+@explained("stoker.open_store('data.h5')")
 def open_store(
     path: str | Path,
     threads: int | None = None,
@@ -239,7 +239,7 @@ class VerifyReport:
     checksummed: bool
 
 
-@door("stoker.open_store('data.h5')", "a Store is what open_store returns")
+@explained("stoker.open_store('data.h5')", "a Store is what open_store returns")
 class Store:
     """Samples `0 .. num_samples - 1`, in shard order. Made by `open_store`.
 

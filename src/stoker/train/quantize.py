@@ -25,7 +25,7 @@ from typing import IO, Any, Literal, cast
 import torch
 from torch import nn
 
-from stoker.doors import door
+from stoker.arguments import explained
 from stoker.errors import InputError, MissingExtraError, install_command
 from stoker.units import format_bytes
 
@@ -105,7 +105,7 @@ class QuantizeReport:
         return asdict(self)
 
 
-@door("quantize_dynamic(model, batches)")
+@explained("quantize_dynamic(model, batches)")
 def quantize_dynamic(
     model: nn.Module,
     samples: Sequence[Any] = (),

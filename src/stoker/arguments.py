@@ -35,7 +35,7 @@ _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def door(usual: str, allowed: str = "") -> Callable[[T], T]:
+def explained(usual: str, allowed: str = "") -> Callable[[T], T]:
     """Decorate a function or class: a call that fails because of an argument raises an `ArgumentError`.
 
     An argument is at fault if its name is unknown, or if it is not what the annotation says. Other errors pass.

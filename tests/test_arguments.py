@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stoker
-from stoker.doors import door
+from stoker.arguments import explained
 from stoker.errors import ArgumentError, InputError
 from stoker.recipes.run import run_recipe
 
@@ -79,13 +79,14 @@ def test_what_a_store_and_a_run_are_made_by(tmp_path, monkeypatch):
     fix = wrong(stoker.Store, "data.h5").fix
     assert eval(fix).num_samples == 4
     assert list(stoker.open_store("data.h5", fields="features").fields) == ["features"]
+    (tmp_path / "my.yaml").write_text("recipe: {name: tabular}")
     told = wrong(run_recipe, "tabular")
     assert (told.given, told.allowed) == ("settings of run_recipe is 'tabular'.", "a Settings")
     assert told.fix.startswith("run_recipe(")
     assert eval(told.fix[len("run_recipe(") : -1]).recipe.name == "tabular"
 
 
-@door("twice(2)")
+@explained("twice(2)")
 def twice(number: int, names: tuple[str, ...] = (), *, call=None) -> int:
     if call:
         call()
