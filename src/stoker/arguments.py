@@ -45,14 +45,14 @@ def explained(usual: str, allowed: str = "") -> Callable[[T], T]:
         allowed: What is allowed, if users do not call it themselves; by default its arguments.
     """
 
-    def hung(made: Any) -> Any:
+    def hold(made: Any) -> Any:
         if not isinstance(made, type):
             return _guarded(made, made.__name__, usual, allowed)
         kind: Any = made
         kind.__init__ = _guarded(kind.__init__, kind.__name__, usual, allowed, kind)
         return kind
 
-    return cast("Callable[[T], T]", hung)
+    return cast("Callable[[T], T]", hold)
 
 
 def _guarded(made: Any, name: str, usual: str, allowed: str, only: type | None = None) -> Any:
