@@ -22,6 +22,7 @@ from docs_build.markdown import table
 from docs_build.reference import reference_pages
 from docs_build.results import benchmarks_page
 from docs_build.verbs import title_of, verb_pages
+from stoker.doctor.findings import explanations
 
 ROOT = Path(__file__).resolve().parent.parent
 LANGUAGES = {"ja": "日本語", "zh": "中文", "ru": "Русский"}
@@ -169,13 +170,6 @@ def gallery_page(root: Path = ROOT) -> str:
 # -- a page per finding -----------------------------------------------------------------------------
 
 
-def findings(page: str) -> dict[str, str]:
-    """Return what the page says under each finding's heading."""
-    part = page.partition("\n## Findings\n")[2].partition("\n## ")[0]
-    pieces = re.split(r"^### (\S+)$", part, flags=re.MULTILINE)[1:]
-    return dict(zip(pieces[::2], (text.strip() for text in pieces[1::2]), strict=True))
-
-
 def symptoms(page: str) -> dict[str, list[str]]:
     """Return what one sees, by the finding that the page's table leads to from there."""
     part = page.partition("\n## From symptom to remedy\n")[2].partition("\n## ")[0]
@@ -191,7 +185,7 @@ def symptoms(page: str) -> dict[str, list[str]]:
 def symptom_pages(page: str) -> dict[str, str]:
     """Make the page of every finding and the page that lists them."""
     seen = symptoms(page)
-    named = findings(page)
+    named = explanations()
     pages = {f"symptoms/{name}.md": _page(name, text, seen[name]) for name, text in named.items()}
     rows = [("; ".join(seen[name]), f"[{name}]({name}.md)") for name in named]
     index = [

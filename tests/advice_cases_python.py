@@ -914,6 +914,11 @@ def place(loader):
             "from stoker.report import read_run_log; log = Path('told/run.jsonl'); Path('once').exists() or log.write_text('x' + chr(10) + log.read_text()); Path('once').touch()",
         ),
     ],
+    "arguments.py": _refused(
+        "from stoker import PackOptions, GPUAugmentation",
+        "PackOptions(jobs='all')",
+    )
+    + [Case("GPUAugmentation(flip=True)", "from stoker import GPUAugmentation", at="flip=True")],
     "errors.py": _refused(
         "from stoker.errors import *",
         "raise file_error(PermissionError(13, 'no', 'sub/table.csv'))",

@@ -18,7 +18,7 @@ LAYERS = [
     {"address"},
     {"display"},
     {"errors"},
-    {"units", "lifetime"},
+    {"units", "lifetime", "arguments"},
     {"ownership", "stalls"},
     {"config", "machine", "report", "page"},
     {"runs", "bounds"},

@@ -38,7 +38,7 @@ def test_check_prints_every_setting_with_its_origin():
     for name in settled.values():
         (line,) = [line for line in lines if line.startswith(f"{name} ")]
         assert settled.reasons[name] in line
-    assert any(f"training.batch_size ({BEST}:9:3)" in line for line in lines)
+    assert any(f"training.batch_size ({BEST}:8:3)" in line for line in lines)
     (rate,) = [line for line in lines if line.startswith("training.lr ")]
     assert rate.split()[1] == "0.0008"
     assert "the recipe's default" in rate

@@ -1,12 +1,14 @@
 """The walks of docs/extending.md run as they are written, each in a folder of its own."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from docs_build.blocks import code_blocks
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs/extending.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 WALKS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 OURS = ["A source of your own", "An augmentation op", "A finding of the doctor", "A config key"]
 
@@ -31,6 +33,15 @@ def test_a_walk_runs(title, tmp_path, monkeypatch):
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == tmp_path:
             del sys.modules[name]
     assert ran
+
+
+@pytest.mark.parametrize("title", [*OURS, "A recipe of your own"])
+def test_an_addition_to_stoker_touches_three_files_at_most(title):
+    (said,) = re.findall(r"\*\*In stoker itself\*\*(.*?)\n\n", WALKS[title] + "\n\n", re.DOTALL)
+    named = re.findall(r"`((?:src|docs|tests)/[\w/*.]+)`", said)
+    assert 0 < len(named) <= 3, named
+    for path in named:
+        assert any(ROOT.glob(path.replace("NAME", "*"))), path
 
 
 def test_the_zoom_equals_the_affine_op_that_it_is():

@@ -245,7 +245,7 @@ def test_a_manifest_newer_than_the_code_is_refused(store_path):
     (store_path / "store.json").write_text(json.dumps(manifest))
     with pytest.raises(StoreVersionError, match="format version 99") as caught:
         open_store(store_path)
-    assert "upgrade" in caught.value.fix
+    assert "git pull" in caught.value.fix
 
 
 @pytest.mark.parametrize(

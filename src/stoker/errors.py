@@ -66,6 +66,10 @@ class InputError(StokerError, ValueError):
     """An argument, option or file content that cannot be used."""
 
 
+class ArgumentError(InputError, TypeError):
+    """An argument of a public function or class that is unknown, missing, or of another type."""
+
+
 class ConfigError(InputError):
     """A config file with an unknown key, a wrong type or a clash."""
 

@@ -12,65 +12,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from stoker.augment import geometry, ops
 from stoker.augment.compose import Compose, Params
 from stoker.augment.definition import Transform
-from stoker.augment.geometry import (
-    AlternatingFlip,
-    CenterCrop,
-    RandomAffine,
-    RandomCrop,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    RandomRotation,
-    RandomVerticalFlip,
-    Resize,
-)
+from stoker.augment.geometry import *  # noqa: F403  its ops, by their list
 from stoker.augment.mixing import CutMix, MixUp
-from stoker.augment.ops import (
-    ColorJitter,
-    GaussianBlur,
-    Normalize,
-    RandomBrightness,
-    RandomContrast,
-    RandomErasing,
-    RandomHue,
-    RandomSaturation,
-    ToDtype,
-)
+from stoker.augment.ops import *  # noqa: F403
 from stoker.augment.policies import RandAugment, TrivialAugment
 from stoker.augment.presets import ProgressiveAugmentation, make_preset
 from stoker.augment.stages import Function
 
 __all__ = [
-    "AlternatingFlip",
-    "CenterCrop",
-    "ColorJitter",
     "Compose",
     "CutMix",
     "Function",
-    "GaussianBlur",
     "MixUp",
-    "Normalize",
     "Params",
     "ProgressiveAugmentation",
     "RandAugment",
-    "RandomAffine",
-    "RandomBrightness",
-    "RandomContrast",
-    "RandomCrop",
-    "RandomErasing",
-    "RandomHorizontalFlip",
-    "RandomHue",
-    "RandomResizedCrop",
-    "RandomRotation",
-    "RandomSaturation",
-    "RandomVerticalFlip",
-    "Resize",
-    "ToDtype",
     "Transform",
     "TrivialAugment",
     "make_preset",
 ]
+__all__ += geometry.__all__
+__all__ += ops.__all__
 
 _COMPAT = {"GPUAugmentation", "MinimalGPUAugmentation", "StrongGPUAugmentation"}
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from stoker.arguments import explained
 from stoker.augment import guard
 from stoker.augment.definition import Op, Opcode, Program, Size, check_size
 from stoker.augment.geometry import CenterCrop, RandomResizedCrop, Resize
@@ -65,6 +66,7 @@ class _Plan:
     num_staged: int
 
 
+@explained("Compose([RandomHorizontalFlip()])")
 class Compose(Positioned):
     """Augmentations in the order of the phases, with one draw per sample.
 

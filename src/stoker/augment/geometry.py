@@ -27,6 +27,18 @@ from stoker.augment.definition import (
 )
 from stoker.errors import InputError
 
+__all__ = [
+    "AlternatingFlip",
+    "CenterCrop",
+    "RandomAffine",
+    "RandomCrop",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "RandomRotation",
+    "RandomVerticalFlip",
+    "Resize",
+]
+
 PADDING_MODES = ("constant", "reflect")
 
 

@@ -33,6 +33,18 @@ from stoker.augment.geometry import RandomCrop
 from stoker.augment.stages import Stage
 from stoker.errors import InputError
 
+__all__ = [
+    "ColorJitter",
+    "GaussianBlur",
+    "Normalize",
+    "RandomBrightness",
+    "RandomContrast",
+    "RandomErasing",
+    "RandomHue",
+    "RandomSaturation",
+    "ToDtype",
+]
+
 FLIPS = {Opcode.FLIP_H, Opcode.FLIP_V, Opcode.FLIP_BY_ID}
 WHOLE_PIXELS = {*FLIPS, Opcode.CROP}
 COLOUR_ORDER = ("brightness", "contrast", "saturation", "hue")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stoker.arguments import explained
 from stoker.augment.compose import Compose
 from stoker.augment.definition import Op
 from stoker.augment.geometry import RandomAffine, RandomHorizontalFlip, RandomRotation
@@ -67,6 +68,7 @@ PRESETS: dict[str, Callable[..., list[Op]]] = {
 }
 
 
+@explained("make_preset('standard')")
 def make_preset(
     name: str,
     *,
@@ -114,6 +116,7 @@ def add_normalisation(
     return [*ops, *ending, *([] if dtype is None else [ToDtype(dtype)])]
 
 
+@explained('ProgressiveAugmentation({0: make_preset("minimal"), 50: make_preset("strong")})')
 class ProgressiveAugmentation:
     """Stages of augmentation, each used from its first epoch on.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from stoker.arguments import explained
 from stoker.augment.compose import Compose
 from stoker.augment.presets import (
     Channels,
@@ -32,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@explained("stoker.GPUAugmentation(horizontal_flip_prob=0.5)")
 class GPUAugmentation(Compose):
     """Flip, rotation (p 0.3), scale 0.9 to 1.1 with shift 5 % (p 0.3), colour jitter (p 0.5).
 
@@ -61,6 +63,7 @@ class GPUAugmentation(Compose):
         super().__init__(add_normalisation(ops, mean, std, dtype), **options)
 
 
+@explained("stoker.MinimalGPUAugmentation(horizontal_flip_prob=0.5)")
 class MinimalGPUAugmentation(Compose):
     """The flip alone: for small memory and for the first epochs. Arguments as above."""
 
@@ -77,6 +80,7 @@ class MinimalGPUAugmentation(Compose):
         super().__init__(add_normalisation(ops, mean, std, dtype), **options)
 
 
+@explained("stoker.StrongGPUAugmentation(horizontal_flip_prob=0.5)")
 class StrongGPUAugmentation(Compose):
     """Rotation 20 (p 0.4), scale 0.85 to 1.15 with shift 10 % (p 0.4), jitter (p 0.5), blur (p 0.2).
 

@@ -39,6 +39,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from stoker.arguments import explained
 from stoker.errors import InputError
 from stoker.loader.arguments import NEEDLESS, check_keywords
 from stoker.loader.columns import left_aside, make_columns
@@ -53,6 +54,7 @@ from stoker.units import GIB, usable_count, whole_number
 _FIELDS = ("features", "targets")
 
 
+@explained("stoker.ChunkDataLoader('data.h5', batch_size=128)")
 class ChunkDataLoader:
     """Iterate for `(features, targets)` that are already on the device.
 

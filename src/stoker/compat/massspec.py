@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
+from stoker.arguments import explained
 from stoker.display import printable
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
@@ -56,6 +57,7 @@ class _OutOfRangeError(StokerError, IndexError):
     """An item that the dataset does not have."""
 
 
+@explained("stoker.LazyMassSpecDataset('library.msp', 'mols')")
 class LazyMassSpecDataset(torch_data.Dataset[Item]):
     """Spectra with their molecular graphs, read from a packed cache when they are asked for.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stoker.arguments import explained
 from stoker.errors import InputError
 from stoker.loader.slabs import usable_device
 from stoker.measure.gauge import MARGIN, Gauge
@@ -32,6 +33,7 @@ from stoker.train.step import as_float32
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
+@explained("stoker.find_max_batch_size(model, (3, 224, 224), 'cuda')")
 def find_max_batch_size(
     model: torch.nn.Module,
     input_shape: Sequence[int],

@@ -11,10 +11,12 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
+from stoker.arguments import explained
 from stoker.errors import InputError
 from stoker.train import quantize
 
 
+@explained("stoker.quantize_dynamic(model)")
 def quantize_dynamic(
     model: nn.Module,
     qconfig_spec: Collection[type[nn.Module]] | None = None,

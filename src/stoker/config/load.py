@@ -20,6 +20,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from stoker.arguments import explained
 from stoker.config.options import SYNONYMS, describe_allowed
 from stoker.config.resolve import PLACES, as_error, find_clashes
 from stoker.config.tree import Config, home_of, key_schemas, open_leaves, sections
@@ -70,6 +71,7 @@ def find_config(typed: str | Path) -> Path:
     return shipped if (is_name or is_old_place) and shipped.is_file() else path
 
 
+@explained("stoker.load_config('my.yaml')")
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a config file.
 

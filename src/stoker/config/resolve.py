@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from stoker.arguments import explained
 from stoker.config.options import (
     FORMER,
     LAYOUTS,
@@ -422,6 +423,7 @@ def find_clashes(config: Config, unreadable: frozenset[str] = frozenset()) -> li
     return [problem for about, problem in answers.clashes if not about & unknown]
 
 
+@explained("stoker.config.resolve(stoker.load_config('my.yaml'))")
 def resolve(config: Config) -> Settings:
     """Return the settings of a config, with the reason of each value.
 

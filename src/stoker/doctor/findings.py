@@ -90,8 +90,10 @@ class Finding:
 
 
 def explanations() -> dict[str, str]:
-    """Return the explanation of every finding by name, from `explanations.md` (also a part of docs/doctor.md)."""
-    pieces = re.split(r"^### (\S+)$", _EXPLANATIONS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    """Return the explanation of every finding by name, from docs/doctor.md (`explanations.md` is a link to it)."""
+    page = _EXPLANATIONS.read_text(encoding="utf-8")
+    part = page.partition("\n## Findings\n")[2].partition("\n## ")[0]
+    pieces = re.split(r"^### (\S+)$", part, flags=re.MULTILINE)
     return dict(zip(pieces[1::2], (text.strip() for text in pieces[2::2]), strict=True))
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from stoker.arguments import explained
 from stoker.bounds import require_memory
 from stoker.display import nearest
 from stoker.errors import InputError
@@ -322,6 +323,7 @@ class Mixture:
         )
 
 
+@explained("stoker.mix({'one.store': 0.7, 'other.store': 0.3})")
 def mix(shares: Mapping[str | Store, float], *others: Any, per_batch: bool = False) -> Mixture:
     """Join stores with the same fields, so that a `Loader` draws a share of its samples from each.
 

@@ -41,6 +41,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from stoker.arguments import explained
 from stoker.errors import InputError, StokerError
 from stoker.loader.background import Background
 from stoker.loader.slabs import (
@@ -56,6 +57,7 @@ from stoker.units import usable_count
 _JOIN_SECONDS = 30.0
 
 
+@explained("stoker.prefetch(loader, 'cuda')")
 def prefetch(
     loader: Iterable[Any],
     device: str | int | torch.device | None = None,

@@ -2,7 +2,7 @@
 
 Enters: a batch of any nesting. Leaves: the same batch with device tensors, and marks (events) to wait for.
 Costs: one copy in host memory at memory speed; at most `num_slabs` slabs of pinned memory, whatever
-the size of a batch. Measured reasons for not pinning per batch: docs/loading.md.
+the size of a batch. Measured: `prefetch.py`.
 
 Contract of `Stager.stage`:
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from stoker.arguments import explained
 from stoker.errors import InputError
 from stoker.loader.drawing import rank_within
 from stoker.sources.massspec import SPLIT_NAMES, assign_splits, group_of
@@ -33,6 +34,7 @@ _LARGEST_SEED = 2**64 - 1  # of the hash of groups
 _LARGEST_IN_FLOAT = 2**53  # beyond it float64 leaves whole numbers out
 
 
+@explained("stoker.select_samples(stoker.open_store('data.h5'), 'train')")
 def select_samples(store: Store, split: SplitName | None = None) -> Array:
     """Return the sorted sample numbers of a split, int64.
 

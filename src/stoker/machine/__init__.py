@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
+from stoker.arguments import explained
 from stoker.machine._disk import BandwidthClass, Disk, read_disk
 from stoker.machine._gpus import THROTTLE_WORDS, Gpu, GpuReader
 from stoker.machine._limits import Cgroups, find_text, read_cores, read_memory
@@ -35,6 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@explained("stoker.probe()", "a Machine is what probe returns")
 @dataclass(frozen=True)
 class Machine:
     """The machine, and the limits of this process. None: could not be read.
@@ -86,6 +88,7 @@ class Choice:
     reason: str
 
 
+@explained("stoker.probe('.')")
 def probe(
     path: str | Path = ".",
     *,

@@ -146,7 +146,7 @@ def build_on_worker(task: Task) -> tuple[int, Any]:
         raise InputError(
             f"worker {get_worker().address} has stoker {stoker.__version__}.",
             f"stoker {task.version}",
-            f"pip install stoker=={task.version} there, and start the worker again",
+            f"pip install -e '.[cluster]' in a checkout of stoker {task.version} there; then start the worker",
         )
     try:
         with Workers(1, task.limit_seconds, alive=task.alive, isolated=True) as workers:
@@ -257,7 +257,8 @@ def _check_versions(facts: dict[str, dict[str, Any]]) -> None:
             raise InputError(
                 f"worker {worker} on {fact['host']} has {found} on Python {fact['python']}.",
                 f"stoker {ours[0]} on Python {ours[1]}, as here: other code gives other bytes",
-                f"pip install stoker=={ours[0]} on {fact['host']}, and start the worker again",
+                f"pip install -e '.[cluster]' in a checkout of stoker {ours[0]} on {fact['host']}; "
+                "then start the worker",
             )
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.arguments import explained
 from stoker.bounds import require_disk
 from stoker.display import command, look_for, quoted, table_html
 from stoker.errors import InputError, QualityError, Refusal, StoreError, count_refused
@@ -55,6 +56,7 @@ _WORKER_SECONDS = 5.0
 """Samples that take less than this in all are made in this process: workers that import torch start in seconds."""
 
 
+@explained("stoker.PackOptions(jobs=2)")
 @dataclass(frozen=True)
 class PackOptions:
     """Choices that every kind of source shares.
@@ -150,6 +152,7 @@ class PackResult:
         ]
 
 
+@explained("stoker.pack(source, 'out')")
 def pack(
     source: Source,
     out: str | Path,
@@ -217,6 +220,7 @@ def _no_source(source: Any, out: str | Path, others: Mapping[str, Any]) -> Input
     return InputError(given, allowed, fix)
 
 
+@explained("stoker.pack_from(dataset, 'out')")
 def pack_from(
     samples: Any,
     out: str | Path,

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
+from stoker.arguments import explained
 from stoker.display import table_html
 from stoker.errors import DoesNotFitError, InputError
 from stoker.plan.budget import MIN_CHUNK_BATCHES, PlanLine, Question, Tier, Where
@@ -25,6 +26,7 @@ CPU_BATCH = 128
 _SMALLEST_BATCH = 8
 
 
+@explained("stoker plan data.h5", "a Plan is what make_plan returns, and loader.plan")
 @dataclass(frozen=True)
 class Plan:
     """Where the data is kept, and what that takes. Made by `make_plan`.
@@ -85,6 +87,7 @@ class Plan:
         return {**asdict(self), "totals": self.totals, "host": host}
 
 
+@explained("stoker plan data.h5")
 def make_plan(
     facts: StoreFacts,
     *,

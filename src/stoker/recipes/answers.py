@@ -22,6 +22,7 @@ import pyarrow as pa
 import torch
 
 from stoker.address import as_url
+from stoker.arguments import explained
 from stoker.augment import Compose
 from stoker.augment.geometry import Resize
 from stoker.display import command, look_for, quoted
@@ -131,6 +132,7 @@ def _with_free_lengths(table: pa.Table) -> pa.Table:
     return table.replace_schema_metadata(None)
 
 
+@explained("stoker.load_model('runs/first/best.pt')")
 def load_model(path: str | Path) -> Model:
     """Return the model of a checkpoint, ready for raw input.
 

@@ -25,7 +25,7 @@ import xxhash
 import stoker
 from stoker.address import as_url
 from stoker.augment import Compose, ProgressiveAugmentation
-from stoker.config import Place, Problem, Settings
+from stoker.config import Place, Problem, Settings, shipped_configs
 from stoker.config.resolve import OPTIONS, as_error, as_key
 from stoker.display import command
 from stoker.errors import ConfigError, InputError, StokerError, refuse_special
@@ -141,10 +141,12 @@ def choose_recipe(settings: Settings) -> Chosen:
     """Return the recipe that a config asks for, with its options."""
     if settings.recipe.name is None:
         name, store = _fitting_recipe(settings.recipe.store), settings.recipe.store
+        shipped = name in shipped_configs()
+        chosen = ("--config", name) if shipped else ("--set", f"recipe.name={name}")
         raise ConfigError(
             "the config names no recipe.",
             f"{', '.join(ready_recipes())}, or {OWN}",
-            command("stoker", "train", "--config", name, "--store", store)
+            command("stoker", "train", *chosen, "--store", store)
             if store
             else command("stoker", "config", "init", name, "my.yaml"),
         )

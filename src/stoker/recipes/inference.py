@@ -125,7 +125,9 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
         raise InputError(
             f"{path} is a checkpoint of {found}.",
             f"one of a run of {recipe or 'stoker train'}",
-            command("stoker", "train", "--config", recipe or "NAME", "--store", "STORE"),
+            command(
+                "stoker", "train", "--set", f"recipe.name={recipe or 'NAME'}", "--store", "STORE"
+            ),
         )
     chosen = restore(identity["recipe"], identity["options"])
     made = rebuild(chosen, identity["facts"])

@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from stoker.address import as_url
+from stoker.arguments import explained
 from stoker.augment.ops import Normalize, ToDtype
 from stoker.config import Settings
 from stoker.config.resolve import describe_choices
@@ -84,6 +85,7 @@ class RecipeRun(History):
     evaluation: Evaluation | None = None
 
 
+@explained("run_recipe(stoker.config.resolve(stoker.load_config('my.yaml')))")
 def run_recipe(
     settings: Settings,
     *,

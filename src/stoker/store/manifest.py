@@ -204,7 +204,7 @@ def parse_manifest(raw: bytes, name: str) -> Manifest:
         raise StoreVersionError(
             f"{name} has format version {version}.",
             f"1 to {FORMAT_VERSION} with this stoker",
-            "pip install --upgrade stoker, or pack the data again",
+            "git pull in the checkout of stoker, or pack the data again",
         )
     checksum = document.pop(_SEAL, None) if isinstance(document, dict) else None
     if checksum is None or checksum != _digest(document):

@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 
 from stoker.address import as_url, shown
+from stoker.arguments import explained
 from stoker.bounds import require_memory
 from stoker.display import command, table_html
 from stoker.errors import CorruptError, InputError, StokerError, StoreError, refuse_special
@@ -42,6 +43,7 @@ _HELD_SHARDS = 64  # shards that are opened with the store: a process may have 1
 _TRIES = 100
 
 
+@explained("stoker.open_store('data.h5')")
 def open_store(
     path: str | Path,
     threads: int | None = None,
@@ -67,7 +69,8 @@ def open_store(
         StoreError: There is no such store, or which dimension of a plain file counts samples is not clear; the
             error lists the candidates.
     """
-    chosen = Selection(group, tuple(fields or ()), rows)
+    named = (fields,) if isinstance(fields, str) else tuple(fields or ())
+    chosen = Selection(group, named, rows)
     if (url := as_url(path)) is not None:
         folder, notes = update_mirror(url)
         return assemble_store(folder, read_manifest(folder), threads, notes)
@@ -236,6 +239,7 @@ class VerifyReport:
     checksummed: bool
 
 
+@explained("stoker.open_store('data.h5')", "a Store is what open_store returns")
 class Store:
     """Samples `0 .. num_samples - 1`, in shard order. Made by `open_store`.
 

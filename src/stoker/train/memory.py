@@ -21,6 +21,7 @@ import psutil
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stoker.arguments import explained
 from stoker.train.activations import checkpoint_activations
 from stoker.units import GIB, MIB
 
@@ -56,6 +57,7 @@ def _cuda_device(device: Device) -> torch.device | None:
     return meant if meant.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
+@explained("stoker.log_gpu_stats(logger)")
 def log_gpu_stats(logger: Any, device: Device = None) -> None:
     """Log a GPU's memory use in three lines, by `logger.info`; nothing without CUDA.
 
@@ -84,6 +86,7 @@ def memory_usage_lines(device: Device = None) -> list[str]:
     return lines
 
 
+@explained("stoker.print_memory_usage()")
 def print_memory_usage(say: Callable[[str], object] = print) -> None:
     """Print the lines of `memory_usage_lines`, or call `say` with each."""
     for line in memory_usage_lines():

@@ -25,6 +25,7 @@ from typing import IO, Any, Literal, cast
 import torch
 from torch import nn
 
+from stoker.arguments import explained
 from stoker.errors import InputError, MissingExtraError, install_command
 from stoker.units import format_bytes
 
@@ -104,6 +105,7 @@ class QuantizeReport:
         return asdict(self)
 
 
+@explained("quantize_dynamic(model, batches)")
 def quantize_dynamic(
     model: nn.Module,
     samples: Sequence[Any] = (),

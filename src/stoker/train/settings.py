@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import Field
 
+from stoker.arguments import explained
 from stoker.config import Config, Settings, TrainOptions, load_config, resolve
 from stoker.config.options import (
     FORMER,
@@ -50,6 +51,7 @@ _TAKEN = {f"training.{entry.name}" for entry in fields(TrainOptions)}
 _TAKEN |= {"training.lr", "training.use_amp", "run.dir"}
 
 
+@explained("stoker.TrainSettings(epochs=3)")
 @options
 class TrainSettings(TrainOptions):
     """How to train: the keys of `training` that concern a Trainer (docs/config.md), and three of its own.

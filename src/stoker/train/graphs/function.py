@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stoker.arguments import explained
 from stoker.errors import InputError
 from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
@@ -64,6 +65,7 @@ class _Arguments(NamedTuple):
     named: dict[str, Any]
 
 
+@explained("stoker.capture(step, model=model, optimizer=optimizer)")
 def capture(
     step: StepFunction,
     example_batch: Any = None,
