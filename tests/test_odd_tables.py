@@ -337,7 +337,10 @@ def test_numbers_that_begin_with_a_zero_may_be_codes(tmp_path):
     [
         ("{:,} €", "a file whose price holds plain numbers, or --target with another column"),
         ("house {}", "--dtype price=category"),
-        ("2020-01-{:02d}", "a file whose price holds plain numbers, or --target with another column"),
+        (
+            "2020-01-{:02d}",
+            "a file whose price holds plain numbers, or --target with another column",
+        ),
     ],
 )
 def test_the_advice_for_a_target_is_not_to_drop_it(tmp_path, cell, tried):
