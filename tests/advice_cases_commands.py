@@ -129,6 +129,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["pack", "images", "pictures", "made", "--size", "16x16", "--keep-encoded"]),
         Case(["pack", "images", "pictures", "made", "--max-side", "8"]),
         Case(["pack", "segmentation", "voc"], VOC),
+        Case(["pack", "segmentation", "pictures/cat", "masks/cat", "made"]),
         Case(["inspect", "table.csv", "--rows", "4"]),
         Case(["pack", "table", "table.csv", "made", "--missing", "x"]),
         Case([*PREVIEW, "--size", "1x1"]),
@@ -453,6 +454,7 @@ COMMANDS: dict[str, list[Case]] = {
         Case(["export", "run/best.pt", "pipe.safetensors"], "import os; os.mkfifo('pipe.safetensors')", at="pipe.safetensors"),
         Case(["export", "run/best.pt", "out.onnx"], "open('out.onnx', 'w').write('x')", at="out.onnx"),
         Case(["export", "run/best.pt", "out.onnx"], "Path('out.onnx').mkdir()", at="out.onnx"),
+        Case(["export", "run/best.pt", "~/o.safetensors"], at="~/o.safetensors", env={"HOME": "."}),
     ],
     "units.py": [
         Case(["plan", "store", "--gpu-memory", "16"]),

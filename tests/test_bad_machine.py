@@ -188,6 +188,15 @@ def test_streams_may_be_closed(closed):
     assert "Exception" not in done.stderr
 
 
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path):
+    (tmp_path / "日本.csv").write_text("a,b\n1,2\n")
+    words = [sys.executable, "-m", "stoker", "inspect", "日本.csv"]
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert rb"\u65e5\u672c.csv" in done.stdout
+
+
 def test_a_closed_stdout_is_not_taken_by_a_file(place):
     # Descriptor 1 is free: the page would get it, and with it all that is printed.
     script = f"{sys.executable} -m stoker inspect small --html closed.html >&-"

@@ -28,6 +28,7 @@ from stoker.sources.images.source import ImagesSource
         ("nowhere.yaml", None),  # its ending alone makes it like ok.yaml
         ("pumps.csv", None),  # it is there: what is wrong is something else
         ("nowhere/pumps.csv", None),
+        ("~$pumps.csv", "pumps.csv"),  # no user is called "$pumps.csv"
     ],
 )
 def test_a_missing_path_is_answered_with_the_nearest_one(typed, meant, tmp_path, monkeypatch):

@@ -330,3 +330,23 @@ def test_numbers_that_begin_with_a_zero_may_be_codes(tmp_path):
     (note,) = (note for note in notes if "codes" in note)
     assert note.startswith("column 'postal code' holds numbers such as '00210'")
     assert note.endswith("--dtype 'postal code=category'")
+
+
+@pytest.mark.parametrize(
+    ("cell", "tried"),
+    [
+        ("{:,} €", "a file whose price holds plain numbers, or --target with another column"),
+        ("house {}", "--dtype price=category"),
+        (
+            "2020-01-{:02d}",
+            "a file whose price holds plain numbers, or --target with another column",
+        ),
+    ],
+)
+def test_the_advice_for_a_target_is_not_to_drop_it(tmp_path, cell, tried):
+    path = tmp_path / "houses.csv"
+    rows = [f'{n},"{cell.format(n)}"' for n in range(10, 30)]
+    path.write_text("\n".join(["rooms,price", *rows]))
+    with pytest.raises(SourceError, match="is the target and") as raised:
+        TableSource((path,), target="price").prepare(tmp_path)
+    assert raised.value.fix == tried

@@ -26,8 +26,10 @@ from stoker.cli.main import app
 from stoker.errors import InputError, StoreError
 from stoker.packing import PackOptions, pack
 from stoker.report import RunLog
+from stoker.runs.figures import write_plots
 from stoker.sources.arrays import ArraysSource
 from stoker.store.reader import open_store
+from stoker.train.predict import write_predictions
 from stoker.train.run_folder import RunLock
 
 PACKAGE = Path(stoker.__file__).parent
@@ -143,6 +145,30 @@ def test_an_output_is_made_and_made_again_but_somebody_elses_file_is_not(tmp_pat
         ownership.write_text(thesis, "x")
     assert thesis.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "thesis.html"]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: RunLock(path).acquire(),
+        lambda path: stoker.pack_from([{"x": 1.0}], path),
+        lambda path: write_predictions(path, [], {}),
+        lambda path: write_plots([], path),
+        lambda path: ownership.write_text(Path(path), "", is_ours=ownership.never),
+        lambda path: ownership.claim_folder(Path(path), "demo", "the demo"),
+    ],
+)
+def test_no_folder_is_called_like_the_home_folder(tmp_path, monkeypatch, write):
+    """YAML and Python leave "~/runs" as it is; who cleans up by `rm -r ~` loses another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(InputError) as raised:
+        write("~/out.csv")
+    assert raised.value.fix == "/home/me/out.csv"
+    assert not list(tmp_path.iterdir())
+    ownership.check_home("~$report.csv")
+    (tmp_path / "~").mkdir()
+    ownership.check_home("~/out.csv")
 
 
 def test_a_failure_leaves_the_older_output_and_no_temporary_file(tmp_path):

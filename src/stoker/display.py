@@ -108,7 +108,8 @@ def meant_path(missing: Path) -> Path | None:
     That is the path with its variables and its `~` replaced, as a shell does, or the nearest name in the same folder.
     A name with another ending counts only if the rest is equal: notes.txt is never suggested for node.pt.
     """
-    meant = Path(os.path.expandvars(missing)).expanduser()
+    # os.path: `Path.expanduser` raises for "~$report.xlsx", which names no user.
+    meant = Path(os.path.expanduser(os.path.expandvars(missing)))  # noqa: PTH111
     if meant != missing and meant.exists():
         return meant
     try:

@@ -117,6 +117,7 @@ def claim_folder(folder: Path, kind: str, what: str) -> Mark:
     Raises:
         InputError: It is a link, a file, or a folder with other things in it.
     """
+    check_home(folder)
     was_there = os.path.lexists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink() or not folder.is_dir():
@@ -271,6 +272,20 @@ def free_name(path: Path) -> Path:
     return next(name for name in numbered if not os.path.lexists(name))
 
 
+def check_home(path: str | Path) -> None:
+    """Refuse "~/runs" where no shell replaced it, as in YAML, Python and `--run-dir=~/runs`.
+
+    A folder called `~` would be made in the current one, and `rm -r ~` removes another. One that exists is taken.
+    """
+    first, meant = Path(path).parts[:1], Path(os.path.expanduser(path))  # noqa: PTH111
+    if first and meant != Path(path) and not os.path.lexists(first[0]):
+        raise InputError(
+            f"{path} names a folder {first[0]} in this one: only a shell replaces it by a home folder.",
+            "a path that is written in full",
+            quoted(meant),
+        )
+
+
 def check_output(
     path: str | Path, inputs: Iterable[str | Path] = (), is_ours: IsOurs = has_signature
 ) -> Path:
@@ -280,6 +295,7 @@ def check_output(
         InputError: It is one of the inputs, a folder, a device, or a file that is not ours.
     """
     path = Path(path)
+    check_home(path)
     for given in inputs:
         with contextlib.suppress(OSError):
             if path.samefile(given):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import signal
 import sys
@@ -151,6 +152,9 @@ def _end_well() -> None:
 def run() -> NoReturn:
     """Run the command line and end the process with the exit code of `errors.py`."""
     _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # In the locale de_DE.ISO-8859-1 a class "日本" would end the command; Python does so for stderr.
+        sys.stdout.reconfigure(errors="backslashreplace")
     _end_well()
     stalls.start_watch(lambda text: echo(f"warning: {text}", err=True))
     words = _typed()

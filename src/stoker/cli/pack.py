@@ -155,11 +155,14 @@ def segmentation(
 
     settings = how.settings() | pictures.settings(size, "512x512")
     if (images is None) != (masks is None) or len(files) != (2 if images is None else 1):
+        typed = f"{quoted(images or files[0])} OUT"
+        if len(files) == 3 and images is None and masks is None:
+            typed = "--images {} --masks {} {}".format(*map(quoted, files))
         raise InputError(
             f"{format_count(len(files), 'path')}, and {'no' if images is None else 'an'} --images and "
             f"{'no' if masks is None else 'a'} --masks.",
             "one folder of images and masks, then the store's folder; or --images, --masks and the store's folder",
-            f"stoker pack segmentation {quoted(images or files[0])} OUT",
+            f"stoker pack segmentation {typed}",
         )
     if images is None or masks is None:
         found = find_scenes(files[0])

@@ -83,6 +83,7 @@ def check_target(out: Path, inputs: Sequence[Path]) -> Path:
         )
     for path in (out, *inputs):
         require_utf8(path)  # the manifest names them
+    ownership.check_home(out)
     if out.is_symlink() and not out.exists():
         raise InputError(
             f"{out} is a link to {out.readlink()}, which does not exist.",

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from stoker.errors import MissingExtraError, unwritable
-from stoker.ownership import SIGNATURE, writing
+from stoker.ownership import SIGNATURE, check_home, writing
 from stoker.page import format_number
 from stoker.page.charts import COLOURS, Chart, Line, Mark, Points, Style, thin
 from stoker.report import as_mapping, as_number
@@ -239,6 +239,7 @@ def write_plots(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
     make_figure = _import("matplotlib.figure").Figure
     make_canvas = _import("matplotlib.backends.backend_agg").FigureCanvasAgg
     folder = Path(folder)
+    check_home(folder)
     written = []
     try:
         folder.mkdir(parents=True, exist_ok=True)

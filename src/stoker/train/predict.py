@@ -28,7 +28,7 @@ from stoker.display import quoted
 from stoker.errors import InputError, require_utf8, unwritable
 from stoker.loader.batch import Batch
 from stoker.loader.loader import Loader
-from stoker.ownership import SIGNATURE, has_signature, writing
+from stoker.ownership import SIGNATURE, check_home, has_signature, writing
 from stoker.report import Progress, Silent
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
@@ -211,6 +211,7 @@ def write_predictions(
     """
     path, progress = Path(path), progress or Silent()
     require_utf8(path)
+    check_home(path)
     check_ending(path)
     rows = (as_rows(predicted, about, key, classes) for predicted in predictions)
     ending = path.suffix.lower()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stoker.errors import InputError, StoreError, unwritable
-from stoker.ownership import empty_file, open_own_file
+from stoker.ownership import check_home, empty_file, open_own_file
 from stoker.report import LOG_NAME, Note, RunLog, open_tensorboard
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.ranks import Ranks
@@ -46,6 +46,7 @@ class RunLock:
         Raises:
             StoreError: Another process holds the lock, whose id is named; or the directory cannot be locked.
         """
+        check_home(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = open_own_file(self.folder / "lock", os.O_RDWR, _is_lock, "the lock of the run")

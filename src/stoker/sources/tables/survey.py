@@ -290,12 +290,14 @@ class Survey:
         if isinstance(found, Column):
             self._target_is_wide = found.is_wide
             if found.kind in ("date", "seconds"):
-                return [Unusable(found.name, "is the target and holds dates")]
+                return [Unusable(found.name, "is the target and holds dates", "target")]
             return []
         # Text that is different in most rows makes no classes, unless the user says so.
         if is_text(column.type) and asked is not None:
             return []
-        return [Unusable(found.name, f"is the target and {found.what}")]
+        is_named = is_text(column.type) and not are_signed_numbers(trimmed(column).to_pylist())
+        option = "classes" if is_named else "target"
+        return [Unusable(found.name, f"is the target and {found.what}", option)]
 
     def finish(
         self, cut: int | None, firsts: Sequence[int], reread: Any
@@ -434,7 +436,12 @@ def _problem_error(
     details += [
         f"{name!r} has no value in {count:,}{about or ' rows'}" for name, count in blank.items()
     ]
-    options = {"drop": "--drop {0}", "date": "--dtype {0}=day-first (or month-first)"}
+    options = {
+        "drop": "--drop {0}",
+        "date": "--dtype {0}=day-first (or month-first)",
+        "classes": "--dtype {0}=category",
+        "target": "a file whose {0} holds plain numbers, or --target with another column",
+    }
     typed = [options[problem.option].format(quoted(problem.name)) for problem in problems]
     typed += ["--missing median"] if blank else []
     count = format_count(len(problems) + len(blank), "column")
