@@ -166,6 +166,8 @@ def test_an_iterable_dataset_is_sent_to_pack_from():
         def __iter__(self):
             return iter([1])
 
+    with pytest.raises(InputError, match="Stream is a class"):
+        loader_of(Stream)
     with pytest.raises(InputError, match="pack_from"):
         loader_of(Stream())
 

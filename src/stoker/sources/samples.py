@@ -65,6 +65,9 @@ def plain_data(data: Any) -> Any:
     Tables and columns of pandas, polars, pyarrow and xarray are recognised by their methods. Some of them read
     `data[3]` as the label 3, which a sorted or filtered column has at another position or not at all.
     """
+    if isinstance(data, type):
+        name = data.__name__
+        raise InputError(f"{name} is a class.", "an object of it", f"{name}(...)")
     if hasattr(data, "tocsr"):
         raise InputError(
             f"{type(data).__name__} is a sparse matrix.", "dense arrays", "x.toarray()"
