@@ -122,6 +122,16 @@ def test_a_wait_that_is_queueing_is_no_slow_hand_over():
         assert [one.name for one in diagnose(seen)][:1] == ["decode-bound"], crowding
 
 
+def test_workers_that_load_for_a_moment_are_not_what_the_step_queued_behind():
+    """A step of 1.5 s whose batch takes 41 ms: the workers' start took the cores, and no store makes that faster."""
+    seen = job(
+        1.5, 0.337, load=0.041, workers=4, busy=(0.09,) * 4,
+        loader={"crowding_share": 0.23, "queued_share": 0.4},
+        machine=MachineFacts(cores=2),
+    )  # fmt: skip
+    assert diagnose(seen) == []
+
+
 @given(
     st.lists(st.tuples(*[st.floats(0, 0.02)] * 5), min_size=1, max_size=20),
     st.integers(0, 40),
