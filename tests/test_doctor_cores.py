@@ -75,6 +75,13 @@ def test_queueing_behind_the_jobs_own_workers_is_time_that_loading_costs():
     assert not any("other work" in note for note in seen.notes)
 
 
+def test_one_step_beside_other_work_is_not_judged(monkeypatch):
+    monkeypatch.setitem(globals(), "STEPS", 2)  # the first one is not counted
+    assert any("1 step cannot tell" in why for why in measured(outside=0.8, workers=0.0).unjudged)
+    monkeypatch.setitem(globals(), "STEPS", 4)
+    assert not any("cannot tell" in why for why in measured(outside=0.8, workers=0.0).unjudged)
+
+
 @given(st.floats(0, 5), st.floats(0, 5))
 def test_a_step_is_what_it_waits_and_what_it_computes(outside, workers):
     seen = measured(outside, workers)
