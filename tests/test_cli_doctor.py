@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import warm_stoker
+from stoker.cli import doctor
 from stoker.cli.main import app
+from stoker.cli.terminal import make_console
 from stoker.doctor import rules, scripts
 from stoker.doctor.attach import Attached
 from stoker.doctor.findings import Consultation, Finding, Gain, Patch
@@ -394,6 +396,12 @@ def test_a_trace_is_part_of_the_documents(inside, capsys):
         with pytest.raises(StokerError, match=word) as caught:
             app(["doctor", *args], standalone_mode=False)
         assert caught.value.exit_code == 2
+
+
+def test_one_step_is_no_steps(capsys):
+    second = Spread(1.5, 1.5, 1.5, 1)
+    doctor._print(make_console(), Consultation(Measurements("x", steps=1, step_seconds=second), ()))
+    assert "; 1 step on cpu" in capsys.readouterr().out
 
 
 def test_profile_is_an_old_spelling_that_names_the_new_one():

@@ -337,7 +337,9 @@ def test_a_script_of_nine_steps_ends_well(how, tmp_path, capfd):
     begin = forked_scripts.start if how == "forked" else attach._start
     process = begin([sys.executable, str(path)], probe_variables(os.environ, tmp_path))
     assert process.wait(120) == 0
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    # A fork of a process in which another test has used torch's profiler says so when its own begins and ends.
+    assert (out, [line for line in err.splitlines() if not line.startswith("USDT:")]) == ("", [])
     assert [one.state["num_steps"] for one in read_folder(tmp_path)] == [8]
 
 

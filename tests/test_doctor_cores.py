@@ -75,6 +75,13 @@ def test_queueing_behind_the_jobs_own_workers_is_time_that_loading_costs():
     assert not any("other work" in note for note in seen.notes)
 
 
+def test_one_step_beside_other_work_is_not_judged(monkeypatch):
+    monkeypatch.setitem(globals(), "STEPS", 2)  # the first one is not counted
+    assert any("1 step cannot tell" in why for why in measured(outside=0.8, workers=0.0).unjudged)
+    monkeypatch.setitem(globals(), "STEPS", 4)
+    assert not any("cannot tell" in why for why in measured(outside=0.8, workers=0.0).unjudged)
+
+
 @given(st.floats(0, 5), st.floats(0, 5))
 def test_a_step_is_what_it_waits_and_what_it_computes(outside, workers):
     seen = measured(outside, workers)
@@ -120,6 +127,16 @@ def test_a_wait_that_is_queueing_is_no_slow_hand_over():
             machine=MachineFacts(cores=2),
         )  # fmt: skip
         assert [one.name for one in diagnose(seen)][:1] == ["decode-bound"], crowding
+
+
+def test_workers_that_load_for_a_moment_are_not_what_the_step_queued_behind():
+    """A step of 1.5 s whose batch takes 41 ms: the workers' start took the cores, and no store makes that faster."""
+    seen = job(
+        1.5, 0.337, load=0.041, workers=4, busy=(0.09,) * 4,
+        loader={"crowding_share": 0.23, "queued_share": 0.4},
+        machine=MachineFacts(cores=2),
+    )  # fmt: skip
+    assert diagnose(seen) == []
 
 
 @given(

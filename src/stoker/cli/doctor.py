@@ -47,6 +47,7 @@ from stoker.display import nearest, quoted
 from stoker.errors import EXIT_INTERRUPTED, EXIT_REFUSED, InputError
 from stoker.ownership import SIGNATURE, always, never, write_text
 from stoker.strict_json import json_text
+from stoker.units import format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -300,7 +301,7 @@ def _headline(found: Consultation) -> str:
     said += "" if rate is None else f"{rate:,.0f} samples/s, "
     said += f"a step takes {spread_text(measured.step_seconds)}"
     said += "" if share is None else f", {share:.0%} of it waiting for data"
-    return f"{said}; {measured.steps:,} steps on {measured.machine.device}"
+    return f"{said}; {format_count(measured.steps, 'step')} on {measured.machine.device}"
 
 
 def _print_parts(console: Console, measured: Measurements) -> None:

@@ -193,10 +193,12 @@ def is_starved(measured: Measurements) -> bool:
         return True
     if loader.workers == 0:
         return wait.median >= _LEAST_WAIT_SECONDS
-    # The workers take the cores from the training process: loading is too expensive for any number of workers.
-    if (loader.crowding_share or 0.0) > STARVED_SHARE:
+    # The workers take the cores from the training process: loading is too expensive for any number of workers, unless
+    # they work for less time than the training queued. Then it queued behind their start, or behind another loader's.
+    load, crowded = load_seconds(loader), loader.crowding_share or 0.0
+    if crowded > STARVED_SHARE and not 0 < load < crowded * step.median:
         return True
-    taken = load_seconds(loader) / max(0.05, 1 - (loader.queued_share or 0.0))
+    taken = load / max(0.05, 1 - (loader.queued_share or 0.0))
     return taken <= 0 or taken / loader.workers >= _EXPLAINED * step.median
 
 

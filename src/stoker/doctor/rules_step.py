@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import Pace, gain, gain_of_steps
+from stoker.doctor.gains import Pace, gain, gain_of_steps, hand_over_seconds
 from stoker.doctor.measurements import OPERATOR_SECONDS, HostCall, KernelFacts
 from stoker.units import format_bytes
 
@@ -187,10 +187,18 @@ def batch_too_small(case: Case) -> Finding | None:
     while times < _MOST_TIMES_LARGER and times * growing < fixed and times * samples < _ENOUGH:
         times *= 2
 
+    # The time of receiving a batch from workers, beyond the usual one of a small batch, grows with its bytes and with
+    # the work beside it. No more of the workers work at once than there are cores.
+    small = replace(case.loader, batch_bytes=None, queued_share=None)
+    once = min(pace.hand_over, hand_over_seconds(small))
+    blocked = (case.loader.blocked_share or 0.0) >= 0.5
+    active = pace.active_workers if blocked else min(pace.active_workers, case.cores)
+
     def gained(grows: float, loads: float) -> float:
         after = replace(
-            pace.loading(pace.load + (times - 1) * loads),
+            pace.loading(pace.load + (times - 1) * loads, active),
             compute=fixed + grows * times,
+            hand_over=once + times * (pace.hand_over - once),
             device_busy=pace.device_busy + (times - 1) * grows * case.on_gpu,
         )
         return max(1.0, times * pace.step / after.step)

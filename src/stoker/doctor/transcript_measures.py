@@ -67,6 +67,8 @@ _FUSED_ON_CPU = (2, 5)
 """The first version of torch with fused Adam, AdamW, SGD and Adagrad on a CPU."""
 _FEW_STEPS = 10
 """With fewer steps, every figure is rough."""
+_FEWEST_BESIDE = 3
+"""Beside other programs, fewer steps than these are not judged."""
 _FEW_LOOKS = 20
 """With fewer samples of the training thread, no shares of a step are given."""
 
@@ -604,6 +606,9 @@ def _why_unjudged(seen: Training, step: Spread | None, unjudged: list[str]) -> l
             f"other work took the cores, and steps took {step.low * 1e3:.3g} to {step.high * 1e3:.3g} ms; measure "
             "again on a quiet machine"
         )
+    elif queued > _NOTABLE_QUEUEING and len(seen.rows) < _FEWEST_BESIDE:
+        told = f"{format_count(len(seen.rows), 'step')} cannot tell how unevenly"
+        unjudged.append(f"other work took the cores, {told}: let it run for longer (--seconds)")
     elif queued > _NOTABLE_QUEUEING and not seen.state["torch"].get("cuda"):
         unjudged += _unexplained(profile, Spread.of(map(computing, seen.plain)))
     return unjudged
