@@ -23,7 +23,6 @@ import stoker
 from pair_loops import CLIP, EPOCHS, autocast, loops, make_network, make_optimizer
 from paper_graphs import Jitter, use_paper_graphs
 from stoker.compat.chunk_loader import ChunkDataLoader
-from stoker.errors import InputError
 from stoker.loader.columns import column_facts, make_columns
 from stoker.loader.loader import Loader
 from stoker.loader.prefetch import prefetch
@@ -186,8 +185,8 @@ def is_offered(kind, where, order):
     """Whether a loader has such a place of augmentation, and such an order."""
     if kind in OWN:
         return where != "dataset"  # a Loader has no Dataset
-    if kind in LOADERS[3:5]:  # features, which are not augmented; no weights
-        return where == "none" and order != "weighted"
+    if kind in LOADERS[3:5]:  # a documented signature, without augmentation and weights
+        return where in ("none", "loop") and order != "weighted"
     return where != "loader"  # a DataLoader has no such option
 
 
@@ -272,30 +271,10 @@ def test_every_two_values_meet():
     }
     assert {(one, other) for (_, one), (_, other) in wanted - met} == {
         *((kind, "dataset") for kind in OWN),
-        *((kind, where) for kind in LOADERS[3:5] for where in PLACES[1:]),
+        *((kind, where) for kind in LOADERS[3:5] for where in ("loader", "dataset")),
         *((kind, "loader") for kind in LOADERS[5:]),
         *((kind, "weighted") for kind in LOADERS[3:5]),
     }
-
-
-@pytest.mark.parametrize("kind", LOADERS[3:5])
-def test_features_without_images_are_not_augmented(kind, device, files):
-    model = make_network(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = make_loader(kind, "none", device, files)
-    with loader, pytest.raises(InputError, match="the loader has no images") as error:
-        Trainer(
-            model,
-            loader,
-            None,
-            nn.functional.cross_entropy,
-            optimizer,
-            None,
-            None,
-            device,
-            Jitter(device),
-        )
-    assert "stoker pack images" in error.value.fix
 
 
 # -- ChunkDataLoader: what holds for a Loader holds for it -------------------------------------------

@@ -6,6 +6,8 @@ repeats the one of its capture.
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
@@ -18,19 +20,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 EPOCHS = 3
 
 
-class Unwatched:
-    """A number where no code of stoker looks."""
-
-    __slots__ = ("factor",)
-
-
 class Scaled(torch.optim.Optimizer):
     """Steps further by a factor that others change; keeps masters in float32 of weights with fewer bits."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
-        self.hidden = Unwatched()
-        self.hidden.factor = 1.0
+        self.hidden = ctypes.c_double(1.0)  # a number where no code of stoker looks
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -40,12 +35,12 @@ class Scaled(torch.optim.Optimizer):
                 target = parameter
                 if parameter.dtype == torch.bfloat16:
                     target = state.setdefault("master", parameter.float())
-                target.sub_(parameter.grad.to(target.dtype) * (group["lr"] * self.hidden.factor))
+                target.sub_(parameter.grad.to(target.dtype) * (group["lr"] * self.hidden.value))
                 if target is not parameter:
                     parameter.copy_(target)
 
     def grow(self):
-        self.hidden.factor *= 1.1
+        self.hidden.value *= 1.1
 
 
 class Growth(torch.optim.lr_scheduler.LRScheduler):

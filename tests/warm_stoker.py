@@ -227,6 +227,9 @@ def _run(asked: dict, main, streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # A stream of Python remembers whether its file can seek, and this one has another file now.
+    told = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    sys.stdout = open(1, "w", closefd=False, **told)  # noqa: SIM115  for the rest of this process
     if asked["here"]:
         begin_as_python_does(asked["environment"])
     os.chdir(asked["folder"])

@@ -26,7 +26,7 @@ from stoker.cli.data_options import (
 )
 from stoker.cli.options import JsonOption, verb
 from stoker.cli.terminal import Bar, make_console, print_json, store_table
-from stoker.display import command, printable, quoted
+from stoker.display import command, printable
 from stoker.errors import InputError
 from stoker.ownership import write_text
 from stoker.units import format_count, format_seconds
@@ -155,14 +155,15 @@ def segmentation(
 
     settings = how.settings() | pictures.settings(size, "512x512")
     if (images is None) != (masks is None) or len(files) != (2 if images is None else 1):
-        typed = f"{quoted(images or files[0])} OUT"
+        fix = command("stoker", "pack", "segmentation", images or files[0], "OUT")
         if len(files) == 3 and images is None and masks is None:
-            typed = "--images {} --masks {} {}".format(*map(quoted, files))
+            words = ("--images", files[0], "--masks", *files[1:])
+            fix = command("stoker", "pack", "segmentation", *words)
         raise InputError(
             f"{format_count(len(files), 'path')}, and {'no' if images is None else 'an'} --images and "
             f"{'no' if masks is None else 'a'} --masks.",
             "one folder of images and masks, then the store's folder; or --images, --masks and the store's folder",
-            f"stoker pack segmentation {typed}",
+            fix,
         )
     if images is None or masks is None:
         found = find_scenes(files[0])
