@@ -155,15 +155,14 @@ def segmentation(
 
     settings = how.settings() | pictures.settings(size, "512x512")
     if (images is None) != (masks is None) or len(files) != (2 if images is None else 1):
-        fix = command("stoker", "pack", "segmentation", images or files[0], "OUT")
+        words: tuple[str | Path, ...] = images or files[0], "OUT"
         if len(files) == 3 and images is None and masks is None:
-            words = ("--images", files[0], "--masks", *files[1:])
-            fix = command("stoker", "pack", "segmentation", *words)
+            words = "--images", files[0], "--masks", *files[1:]
         raise InputError(
             f"{format_count(len(files), 'path')}, and {'no' if images is None else 'an'} --images and "
             f"{'no' if masks is None else 'a'} --masks.",
             "one folder of images and masks, then the store's folder; or --images, --masks and the store's folder",
-            fix,
+            f"stoker pack segmentation {command(*words)}",
         )
     if images is None or masks is None:
         found = find_scenes(files[0])
