@@ -225,7 +225,7 @@ class Stager:
             self._seal(marks[0])
             if (
                 self._borrowed
-            ):  # kept alive until its copy is done: the owner may drop the batch at once
+            ):  # kept alive until its copy is done: the batch may be dropped at once
                 self._lent = marks[0]
         if at_home:
             marks.append(self.engine.mark_user())

@@ -418,9 +418,8 @@ class _FunctionGraph(GraphedStep):
         return self._owner.run_static(self._views())
 
     def _run_eagerly(self, work: Any) -> Any:
-        if not isinstance(
-            work, IndexBatch
-        ):  # a step may take entries out of a dict, and runs again in a comparison
+        # A copy of a dict: a step may take entries out of it, and runs again in a comparison.
+        if not isinstance(work, IndexBatch):
             work = map_tensors(lambda tensor: tensor, work)
         return self._owner.run_eagerly(work)
 
