@@ -35,6 +35,7 @@ def test_test_samples_of_a_store_are_evaluated_as_in_the_run(tmp_path, kind):
     }
     found, wanted = made["test"], run.evaluation
     assert found.num_samples == wanted.num_samples
+    assert found.compared_by == wanted.compared_by
     shared = found.metrics.keys() & wanted.metrics.keys()
     assert len(shared) >= (1 if kind == "series" else 4)
     for name in shared:
