@@ -176,7 +176,7 @@ class _Work:
             if self.recipe is None or not _is_about_training(path)
             else RECIPE_OPTIONS.get(self.recipe, {}).get(path[-1].lower())
         )
-        if path == ("recipe",) and value not in list(RECIPE_OPTIONS) and ":" not in str(value):
+        if path == ("recipe",) and not _RECIPE.fullmatch(str(value)):
             self._drop(path, value, f"no recipe; name one of {', '.join(RECIPE_OPTIONS)}")
         elif target is None and option is not None:
             self._take_option(path, option, value)
@@ -526,6 +526,8 @@ RECIPE_OPTIONS: Mapping[str, Mapping[str, str]] = {
     }.items()
 }  # fmt: skip
 """Per recipe: a name in one of `SECTIONS` -> the recipe's option."""
+
+_RECIPE = re.compile(rf"{'|'.join(RECIPE_OPTIONS)}|[\w.]+:\w+")
 
 MODELS: Mapping[str, str] = {
     "microsegformer": "segmentation",
