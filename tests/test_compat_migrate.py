@@ -239,6 +239,22 @@ def test_the_segmentation_file_names_its_recipe_by_its_model():
     assert reasons(made) == {"model.use_lmsa": "the recipe brings its own model"}
 
 
+def test_names_that_stand_where_a_section_should():
+    """`stoker config check` advises the same for them."""
+    made = migrate_config("layers: 2\nrecipe: tabular\nstore: st\nepochs: 3\n")
+    assert new_values(made) == {
+        "recipe.name": "tabular",
+        "recipe.store": "st",
+        "recipe.options.layers": 2,
+        "training.epochs": 3,
+    }
+    assert new_values(migrate_config("data: {store: st}\n")) == {"recipe.store": "st"}
+    for word in ("resnet", "[tabular]", "3"):  # of other programs
+        made = migrate_config(f"recipe: {word}\nepochs: 3\n")
+        assert "no recipe" in reasons(made)["recipe"]
+        assert new_values(made) == {"training.epochs": 3}
+
+
 def test_the_trading_file_and_a_recipe_that_is_typed():
     old = (
         "model: {d_model: 256, e_layers: 3, n_heads: 4, patch_len: 16, stride: 8}\n"

@@ -290,6 +290,22 @@ def test_rows_without_any_value_are_no_samples(tmp_path):
         packed(tmp_path, text + ",,1\n", target="y")
 
 
+def test_missing_drop_leaves_out_a_blank_target_and_no_word(tmp_path):
+    """Rows whose answer is not known yet are blank there; "None" may be a class, which must not vanish."""
+    for values in ("ab", (0.5, 1.5)):
+        text = (
+            "x,y\n" + "".join(f"{n},{values[n % 2]}\n" for n in range(20)) + ",a\n" + "21,\n" * 30
+        )
+        manifest, got = packed(
+            tmp_path, text.replace(",a", f",{values[0]}"), target="y", missing="drop"
+        )
+        dropped = {"no value in column 'x'": 1, "no value in the target": 30}
+        assert manifest.counts["ignored"] == dropped
+        assert len(got["x"]) == 20
+    with pytest.raises(QualityError, match="y=None"):
+        packed(tmp_path, "x,y\n1,a\n2,b\n3,a\n4,b\n5,None\n", target="y", missing="drop")
+
+
 @pytest.mark.parametrize(
     ("lines", "advice", "told"),
     [

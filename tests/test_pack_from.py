@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 import threading
+from types import ModuleType
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -255,3 +259,14 @@ def test_pack_is_told_of_files_and_samples_what_takes_them(tmp_path, monkeypatch
             pack(source, "out", **options)
         assert caught.value.fix == fix
     assert not (tmp_path / "out").exists()
+
+
+def test_classes_of_a_script_in_a_started_process_are_stored_by_value(monkeypatch):
+    """multiprocessing calls the script `__mp_main__` in a process that it spawns: no worker of a pack finds that."""
+    script = ModuleType("__mp_main__")
+    exec("class Items:\n    def __len__(self):\n        return 3\n", vars(script))
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "__mp_main__", script)
+        code = dataset_source.pickled(script.Items())
+        cloudpickle.unregister_pickle_by_value(script)
+    assert len(pickle.loads(code)) == 3

@@ -16,6 +16,7 @@ import pytest
 from packing_makers import NumbersSource
 from stoker.errors import InputError, QualityError, SourceError, StokerError, StoreError
 from stoker.packing import PackOptions, pack
+from stoker.recipes.tabular.recipe import TabularRecipe
 from stoker.sources.arrays import ArraysSource
 from stoker.store.reader import open_store
 
@@ -280,6 +281,23 @@ def test_repairs_are_fitted_on_the_training_rows_only(tmp_path):
     again = pack(source, tmp_path / "s", PackOptions(jobs=1, repairs=("robust",)))
     assert again.reason.endswith("features.npy changed")
     assert again.manifest.repairs == result.manifest.repairs
+    assert "notes" not in result.manifest.attributes
+
+
+def test_a_repair_that_was_fitted_on_all_rows_says_so(tmp_path):
+    """Without a split in the store, the rows of a later test part have their share in it."""
+    np.save(tmp_path / "features.npy", np.arange(1000, dtype="f4").reshape(-1, 1))
+    np.save(tmp_path / "targets.npy", np.arange(1000) % 2)
+    names = ("features.npy", "targets.npy")
+    source = ArraysSource(tuple(tmp_path / name for name in names))
+    options = PackOptions(jobs=1, repairs=("fill:0", "robust", "fill:median"))
+    (note,) = pack(source, tmp_path / "s", options).manifest.attributes["notes"]
+    assert note.startswith("robust:0.25,0.75, fill:median: fitted on all rows")
+    constant = PackOptions(jobs=1, repairs=("fill:0",))
+    assert "notes" not in pack(source, tmp_path / "other", constant).manifest.attributes
+    with open_store(tmp_path / "s") as store:
+        job = TabularRecipe().make_job(store, {}, 0)
+    assert any("when packed, robust:0.25,0.75, fill:median was fitted" in n for n in job.notes)
 
 
 @pytest.mark.parametrize(

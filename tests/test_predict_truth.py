@@ -11,6 +11,8 @@ from stoker.recipes.answers import predict_file
 from stoker.recipes.classification import AnswerJudge, label_places
 from stoker.recipes.inference import load_trained
 from stoker.recipes.run import run_recipe
+from stoker.recipes.tabular.options import TabularOptions
+from stoker.recipes.tabular.recipe import TabularRecipe
 from stoker.sources.bars import BarsSource
 from stoker.store.fields import Dense
 from stoker.store.reader import open_store
@@ -35,6 +37,7 @@ def test_test_samples_of_a_store_are_evaluated_as_in_the_run(tmp_path, kind):
     }
     found, wanted = made["test"], run.evaluation
     assert found.num_samples == wanted.num_samples
+    assert found.compared_by == wanted.compared_by
     shared = found.metrics.keys() & wanted.metrics.keys()
     assert len(shared) >= (1 if kind == "series" else 4)
     for name in shared:
@@ -70,6 +73,15 @@ def test_bars_whose_future_is_known_are_evaluated(tmp_path):
     assert any(
         "of the span that was trained on: answered, not evaluated" in n for n in report.notes
     )
+
+
+def test_answers_for_a_table_count_false_alarms_as_the_run_does():
+    facts = {"is_classifier": True, "class_names": ["attack", "Benign"]}
+    judge = TabularRecipe().make_judge(TabularOptions(), facts)
+    judge.update({"probability": np.eye(2)[[0, 0, 1, 1]]}, np.array([0, 1, 1, 1]))
+    found = judge.evaluate()
+    assert found.metrics["false_alarms_per_1000"] == pytest.approx(1000 / 3)
+    assert "'Benign'" in found.notes[0]
 
 
 def test_classes_of_another_store_are_found_by_name(tmp_path):

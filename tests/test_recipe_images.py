@@ -348,12 +348,14 @@ def test_new_pictures_get_class_names_or_a_reason(trained):
 
 
 def test_pictures_in_folders_of_their_class_are_evaluated(trained):
-    folder, _ = trained
+    folder, made = trained
     told = run(
         *("predict", folder / "run" / "best.pt", folder / "pictures", folder / "all.csv"),
         *("--device", "cpu", "--json"),
     )
-    assert json.loads(told)["evaluation"]["num_samples"] == 60
+    again = json.loads(told)["evaluation"]
+    assert again["num_samples"] == 60
+    assert again["compared_by"] == made["evaluation"]["compared_by"] == "accuracy"
 
 
 @pytest.mark.slow  # an export takes seconds: tests/test_export.py has two

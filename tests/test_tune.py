@@ -41,9 +41,10 @@ from stoker.measure.search import (
 )
 from stoker.recipes.run import open_run
 from stoker.store.fields import Dense
-from stoker.tune.job import _CHUNK_FACTORS, _chunk_sizes, tune_job
+from stoker.tune.job import _CHUNK_FACTORS, Tuned, _chunk_sizes, describe, tune_job
 from stoker.tune.loaders import LoaderChoice, _LoaderBench, first_workers, tune_loader
 from stoker.tune.trial import Effort, JobBench, Measured
+from stoker.tune.tuned_page import curve_cells, verdict
 from stoker.units import GIB, format_bytes
 from store_makers import write_store
 from tune_rank import Limited, decide
@@ -451,6 +452,28 @@ def made_up(
     return measure
 
 
+@pytest.mark.parametrize(
+    ("rates", "spread", "is_noisy"),
+    [
+        ((100.0, 101.0), 1.14, True),
+        ((100.0, 101.0), 0.04, False),
+        ((100.0, 50.0), 0.5, False),  # the configured size stays, and nothing comes near
+        ((100.0, 110.0), 0.5, True),  # taken, by less than the noise
+        ((100.0, 300.0), 0.5, False),
+    ],
+)
+def test_a_measurement_that_is_too_noisy_to_tell_says_so(rates, spread, is_noisy):
+    one, two = (
+        Measured(rate, True, shape=UpdateShape(*shape), spread=spread)
+        for rate, shape in zip(rates, ((16, 2), (32, 1)), strict=True)
+    )
+    changes = {"training.batch_size": 32} if rates[1] > 102 else {}
+    tuned = Tuned(one.shape, (one, two), (), {}, changes, two if changes else one)
+    assert ("too noisy to tell" in verdict(tuned)) == is_noisy
+    # One meaning of spread, in the line and in the table.
+    assert f"spread {curve_cells(tuned)[0][4]}" in describe(one)
+
+
 def test_a_result_that_does_not_last_is_given_up(table, monkeypatch):
     rates = {16: 100.0, 32: 150.0, 64: 220.0}
     monkeypatch.setattr(JobBench, "measure", made_up(rates, cap=64, final_cap=40))
@@ -622,6 +645,13 @@ def test_workers_and_batches_ahead_are_searched_up_down_and_at_none(rate, wanted
     assert "started at 2 workers, half of 4 usable cores" in found.reason
     assert found.choice == wanted
     assert ("nothing beats" in found.reason) == (wanted == LoaderChoice(2, 2))
+    assert "too noisy" not in found.reason
+
+
+def test_workers_whose_rates_are_noise_say_so(monkeypatch):
+    monkeypatch.setattr(_LoaderBench, "_rates", lambda self, choice: [5.0, 7.0, 9.0])
+    found = tune_loader(lambda *_: None, lambda batch: None, "cpu", machine=probe())
+    assert "57%, which is too noisy to tell" in found.reason
 
 
 def test_the_rule_of_s3_8_is_where_the_search_starts():

@@ -147,7 +147,7 @@ class Table:
         value: NAME=WORD: a text that is a value of that column, though it usually stands for a missing one, such as
             damage=None; repeatable.
         missing: Missing numbers: stop: refuse them; median or zero: fill them; flag: fill by the median and mark them
-            in a column of their own; drop: leave their rows out.
+            in a column of their own; drop: leave their rows out, and those with a blank target.
         missing_code: A number that stands for a missing value in every column, such as -999, or NAME=NUMBER for one
             column; repeatable.
     """

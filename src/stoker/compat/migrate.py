@@ -107,6 +107,8 @@ def find_target(path: KeyPath) -> str | None:
     key = ".".join(path)
     if key in key_schemas():
         return key
+    if key in WHOLE_NAMES:
+        return WHOLE_NAMES[key]
     if len(path) > 1:
         # A known section at another depth, such as trainer.gpu_optimization or data.ram_32gb_mode.
         alike = [leaf for leaf in key_schemas() if tuple(leaf.split(".")[-2:]) == path[-2:]]
@@ -151,7 +153,7 @@ class _Work:
         if recipe is not None:
             self.taken[NAME] = Moved(TYPED, Place(TYPED), NAME, recipe)
         for path, value in leaves:
-            if ".".join(path) == NAME:
+            if find_target(path) == NAME:
                 self._take(path, value)
         for path, value in leaves:
             if path[-2:] == ("model", "name") and str(value).lower() in MODELS and not self.taken:
@@ -161,7 +163,7 @@ class _Work:
         self.recipe = self.taken[NAME].value if NAME in self.taken else None
         for path, value in leaves:
             key = ".".join(path)
-            if key != NAME and all(moved.old != key for moved in self.taken.values()):
+            if find_target(path) != NAME and all(moved.old != key for moved in self.taken.values()):
                 self._take(path, value)
 
     def _take(self, path: KeyPath, value: Any) -> None:
@@ -174,7 +176,9 @@ class _Work:
             if self.recipe is None or not _is_about_training(path)
             else RECIPE_OPTIONS.get(self.recipe, {}).get(path[-1].lower())
         )
-        if target is None and option is not None:
+        if path == ("recipe",) and not _RECIPE.fullmatch(str(value)):
+            self._drop(path, value, f"no recipe; name one of {', '.join(RECIPE_OPTIONS)}")
+        elif target is None and option is not None:
             self._take_option(path, option, value)
         elif target is None:
             self._drop(path, value, self._find_reason(path))
@@ -476,6 +480,14 @@ SECTIONS = frozenset(_PARTS.split())
 _TOO_GENERAL = frozenset({"name", "dir", "store", "options", "enabled"})
 
 
+WHOLE_NAMES: Mapping[str, str] = {
+    "recipe": "recipe.name",
+    "store": "recipe.store",
+    "data.store": "recipe.store",
+}
+"""Names that stand for a key only where they stand alone; `stoker config check` advises the same."""
+
+
 def _find_names() -> dict[str, str]:
     """Return every name that stands for one key: those of the tree, then synonyms."""
     homes = {place.rpartition(".")[2]: home for home, places in PLACES.items() for place in places}
@@ -514,6 +526,8 @@ RECIPE_OPTIONS: Mapping[str, Mapping[str, str]] = {
     }.items()
 }  # fmt: skip
 """Per recipe: a name in one of `SECTIONS` -> the recipe's option."""
+
+_RECIPE = re.compile(rf"{'|'.join(RECIPE_OPTIONS)}|[\w.]+:\w+")
 
 MODELS: Mapping[str, str] = {
     "microsegformer": "segmentation",

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 LEAST_GAIN = 0.02  # least gain of a change: medians of short runs differ by as much without one
+NOISY = 5 * LEAST_GAIN
+"""Spread of the slices of one try above which a gain of `LEAST_GAIN` cannot be told from noise."""
 
 
 @dataclass(frozen=True)

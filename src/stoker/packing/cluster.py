@@ -41,6 +41,7 @@ from stoker.display import command
 from stoker.errors import InputError, MissingExtraError, StokerError
 from stoker.ownership import always, is_temporary, remove_file, write_new
 from stoker.packing.workers import Item, Numbered, Poison, Result, Workers, is_alive
+from stoker.sources.dataset import pickled
 from stoker.units import format_count
 
 PATIENCE_SECONDS = 30.0  # how long a pack waits for a first or a new worker
@@ -91,7 +92,7 @@ class ClusterWorkers:
         """Yield `(index, result)` as items finish; see `Workers.run`."""
         with _connected(self.address) as client, _kept_alive(self._folder) as alive:
             _check_shared(_ask_workers(client, alive, []), alive)
-            code = cloudpickle.dumps(work)
+            code = pickled(work)
             here = str(Path.cwd())
             # A second part waits at every worker, so that none is idle between two.
             most = self.jobs or 2 * _count_threads(client)

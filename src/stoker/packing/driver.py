@@ -45,7 +45,7 @@ from stoker.stalls import Waiting, start_watch
 from stoker.store.hdf5 import PACKED_BY
 from stoker.store.inspection import Inspection, inspect_store
 from stoker.store.manifest import REFUSED_NAME, FieldInfo, Manifest, Provenance, read_manifest
-from stoker.store.repairs import parse_repair
+from stoker.store.repairs import fitted_among, parse_repair
 from stoker.store.shard import write_shard
 from stoker.strict_json import json_text
 from stoker.units import format_count, parse_share
@@ -54,6 +54,10 @@ _LISTED = 5
 _QUARANTINES = 3
 _WORKER_SECONDS = 5.0
 """Samples that take less than this in all are made in this process: workers that import torch start in seconds."""
+_FITTED_ON_ALL = (
+    "fitted on all rows, also those that training will draw for val and test. In a store with a split (--split of "
+    "tables, a field 'split' of arrays) it is fitted on the training rows"
+)
 
 
 @explained("stoker.PackOptions(jobs=2)")
@@ -338,6 +342,9 @@ def _make(
         preparation, attributes.get("accounts", []), refused, ignored, stage.num_samples
     )
     attributes["accounts"] = [asdict(account) for account in accounts]
+    for repairs in fitted.values():
+        if (names := fitted_among(repairs)) and "split" not in stage.parts[0].fields:
+            attributes["notes"] = [*attributes.get("notes", []), f"{names}: {_FITTED_ON_ALL}"]
     manifest = Manifest(
         num_samples=stage.num_samples,
         fields=dict(stage.parts[0].fields),

@@ -46,6 +46,7 @@ import psutil
 from stoker import stalls
 from stoker.errors import StokerError
 from stoker.lifetime import child_environment, end_with_parent
+from stoker.sources.dataset import pickled
 
 _MAX_DEATHS = 2
 _CHILD = "from stoker.packing.workers import serve; serve()"
@@ -106,8 +107,7 @@ class Workers:
                 yield item.index, work(item, {})
             return
         poison: defaultdict[int, dict[int, str]] = defaultdict(dict)
-        # cloudpickle stores functions and classes of a user's script by value.
-        code = cloudpickle.dumps(work)
+        code = pickled(work)
         waiting = deque(items)
         deaths: Counter[tuple[int, int | None]] = Counter()
         finished = False

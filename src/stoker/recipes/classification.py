@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -226,8 +227,18 @@ def label_places(store: Store, numbers: Array, names: Sequence[str]) -> Array:
 class AnswerJudge:
     """A `Judge` for classes (all metrics of `evaluate_classes`) and for values (mean absolute error)."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names  # of the classes, in the order of the probabilities; empty for numbers
+    def __init__(
+        self,
+        names: Sequence[
+            str
+        ],  # of the classes, in the order of the probabilities; empty for numbers
+        # the next three are for classes, as in the run's own evaluation
+        compared_by: tuple[str, bool] = ("macro_f1", True),
+        quiet_class: int | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._names, self._quiet = names, quiet_class
+        self._compared_by, self._notes = compared_by, notes
         self._truths: list[Array] = []
         self._given: list[Array] = []
         self._num_kept = 0
@@ -249,7 +260,8 @@ class AnswerJudge:
         truth, given = np.concatenate(self._truths), np.concatenate(self._given)
         if truth.ndim == 1:
             names = list(self._names) or [str(n) for n in range(given.shape[1])]
-            return evaluate_classes(given, truth, names)
+            found = evaluate_classes(given, truth, names, quiet_class=self._quiet)
+            return replace(found, compared_by=self._compared_by, notes=self._notes)
         errors = np.abs(given.reshape(len(truth), -1) - truth).mean(axis=1)
         mean = {"mae": float(errors.mean())}
         return Evaluation(len(truth), ("mae", False), mean, {"mae": bootstrap(errors)})

@@ -227,7 +227,7 @@ def samples_source(
     if is_indexed:
         # A dataset that holds an open file, a lock or a socket is read in this process alone.
         with contextlib.suppress(Exception):
-            code = cloudpickle.dumps(samples)
+            code = pickled(samples)
     # Without a pickle a change cannot be noticed, so nothing of an earlier pack is reused.
     digest.update(uuid.uuid4().bytes if code is None else _lasting(samples, code))
     token = uuid.uuid4().hex
@@ -262,6 +262,19 @@ def _describe_fields(
             made_ragged = {"kind": "ragged", "shape": inner, "columns": None}
             fields[each] = fields[each].model_copy(update=made_ragged)
     return fields
+
+
+def pickled(value: Any) -> bytes:
+    """Return a pickle for another process: functions and classes of the user's script are stored by value.
+
+    cloudpickle does so for a script that is called `__main__`. In a process that `multiprocessing` has started, and not
+    forked, the same script is called `__mp_main__`, and no further process would find it.
+    """
+    script = sys.modules.get("__mp_main__")
+    if script is not None and script.__name__ == "__mp_main__":
+        cloudpickle.register_pickle_by_value(script)
+    code: bytes = cloudpickle.dumps(value)
+    return code
 
 
 class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -75,6 +75,11 @@ class RepairSpec:
     # the columns it is for; None for all. For min-denominator the ratio, the numerator and the denominator.
     columns: tuple[str, ...] | None = None
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether its numbers come from rows of the data: not `fill:0`, `asinh:scale=1` and `min-denominator`."""
+        return self.name in ("clip", "robust") or not self.numbers
+
     def __str__(self) -> str:
         """Return the text form."""
         numbers = ",".join(repr(number) for number in self.numbers)
@@ -204,6 +209,12 @@ class FittedRepair:
             tuple(float(number) for number in json["high"]),
             tuple(json["notes"]),
         )
+
+
+def fitted_among(repairs: Sequence[Mapping[str, Json]]) -> str:
+    """Return the names of the repairs of a manifest whose numbers come from rows of the data, or ""."""
+    specs = [parse_repair(each["repair"]) for each in repairs]
+    return ", ".join(dict.fromkeys(str(spec) for spec in specs if spec.is_fitted))
 
 
 def fit_repairs(

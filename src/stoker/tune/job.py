@@ -20,7 +20,15 @@ import torch
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.measure.search import LEAST_GAIN, UpdateShape, choose, climb, keeps_update, shape_ladder
+from stoker.measure.search import (
+    LEAST_GAIN,
+    NOISY,
+    UpdateShape,
+    choose,
+    climb,
+    keeps_update,
+    shape_ladder,
+)
 from stoker.recipes.run import Run, open_run
 from stoker.report import Progress, Silent
 from stoker.tune.trial import Effort, JobBench, Measured
@@ -70,6 +78,27 @@ class Tuned:
         """Speed-up (rate after / rate before); None if the configured settings did not run."""
         before, after = self.before.rate, self.final.rate
         return None if not before or after is None else after / before
+
+    @property
+    def noise(self) -> float | None:
+        """Largest spread of the tries that decide, if it hides whether a change pays; else None."""
+        if self.gain is None:
+            return None
+        decide = [self.before, self.final]
+        if not self.changes:
+            others = [each for each in self.curve if keeps_update(each.shape, self.configured)]
+            others += [each.measured for each in self.options]
+            rate, spread = self.before.rate or 0.0, self.before.spread or 0.0
+            near = [
+                each
+                for each in others
+                if each is not self.before
+                and (each.rate or 0.0) * (1 + max(spread, each.spread or 0.0) / 2) > rate
+            ]
+            decide = [*decide, *near] if near else []
+        noise = max((each.spread or 0.0 for each in decide), default=0.0)
+        is_clear = noise <= NOISY or self.gain > 1 + noise / 2
+        return None if is_clear else noise
 
 
 def tune_job(
@@ -299,7 +328,7 @@ def describe(done: Measured) -> str:
         size += f" x {shape.accumulation_steps}"
     if done.rate is None:
         return f"{size}: {done.reason}"
-    spread = "" if done.spread is None else f" ± {done.spread / 2:.0%}"
+    spread = "" if done.spread is None else f", spread {done.spread:.0%}"
     held = f", {format_bytes(done.peak_bytes)} of {format_bytes(done.cap_bytes)}"
     said = f"{size}: {done.rate:,.0f} samples/s{spread}{held}"
     return said if done.fits else f"{said}: {done.reason}"

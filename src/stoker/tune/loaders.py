@@ -24,7 +24,7 @@ from stoker.loader.prefetch import prefetch
 from stoker.loader.slabs import usable_device
 from stoker.machine import Machine, probe
 from stoker.measure.laps import Patience, Stopwatch, block_rates
-from stoker.measure.search import Outcome, choose, climb
+from stoker.measure.search import NOISY, Outcome, choose, climb
 from stoker.tune.trial import Effort, agree
 
 _WARM_UP_BATCHES = 2
@@ -99,6 +99,9 @@ def tune_loader(
     began = f"started at {start} workers, half of {cores} usable cores, 8 at most and 1 at least"
     gained = f"{gain:.2f} times that rate"
     told = "which nothing beats by 2 %" if choice == first.choice else gained
+    noise = max(first.spread, best.spread)
+    if noise > NOISY and gain < 1 + noise / 2:
+        told += f"; slices of one try differ by up to {noise:.0%}, which is too noisy to tell"
     return TunedLoader(choice, tuple(bench.known.values()), f"{began}; {told}")
 
 

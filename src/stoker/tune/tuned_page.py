@@ -73,12 +73,18 @@ def verdict(tuned: Tuned) -> str:
     final = tuned.final
     rate = f"{final.rate or 0:,.0f} samples/s"
     held = f"{format_bytes(final.peak_bytes)} of memory at most, {format_bytes(final.cap_bytes)} may be used"
+    noisy = ""
+    if tuned.noise is not None:
+        noisy = (
+            f" Slices of one try differ by up to {tuned.noise:.0%}, which is too noisy to tell: repeat it without "
+            "other work on the machine, or with more --seconds-per-try."
+        )
     if not tuned.changes:
-        return f"Nothing that was tried gains 2 %: the configured settings stay, at {rate}; {held}."
+        return f"Nothing that was tried gains 2 %: the configured settings stay, at {rate}; {held}.{noisy}"
     what = ", ".join(f"{key} {value}" for key, value in tuned.changes.items())
     if tuned.gain is None:
         return f"{what}: {rate}; {held}. The configured settings do not fit."
-    return f"{what}: {rate}, {tuned.gain:.2f} times the configured rate; {held}."
+    return f"{what}: {rate}, {tuned.gain:.2f} times the configured rate; {held}.{noisy}"
 
 
 def tuned_page(title: str, tuned: Tuned, facts: Mapping[str, str]) -> str:

@@ -28,6 +28,8 @@ _THUMBNAIL = 8
 _SHOWN = 12
 _SHOWN_SIDE = 72
 _TOP = 5
+COMPARED_BY = ("accuracy", True)
+"""In validation, at the end of a run, and for answers."""
 _OF_ANSWERS = ("accuracy", "balanced_accuracy", "macro_f1")
 
 
@@ -88,7 +90,7 @@ class FinalImageMetrics:
         baselines, note = self._baselines(samples, labels)
         return replace(
             report,
-            compared_by=("accuracy", True),
+            compared_by=COMPARED_BY,
             metrics=metrics,
             intervals=intervals,
             baselines=baselines,

@@ -31,7 +31,7 @@ from stoker.augment import (
 )
 from stoker.errors import InputError, SourceError
 from stoker.loader.splits import draw_samples
-from stoker.recipes.classification import label_places
+from stoker.recipes.classification import AnswerJudge, label_places
 from stoker.recipes.contract import (
     BATCH,
     Columns,
@@ -47,7 +47,7 @@ from stoker.recipes.contract import (
     Tensors,
 )
 from stoker.recipes.gate import fill_parts, own_parts
-from stoker.recipes.images.evaluation import FinalImageMetrics, ImageMetrics
+from stoker.recipes.images.evaluation import COMPARED_BY, FinalImageMetrics, ImageMetrics
 from stoker.recipes.images.networks import (
     SMALL_SIDE,
     ClassificationLoss,
@@ -171,7 +171,7 @@ class ImagesRecipe(Recipe):
             make_schedule=partial(warmup_cosine, warmup_share=chosen.warmup_share),
             fields=["images", "labels"],
             augmentation=make_augmentation(facts, chosen, seed),
-            monitor=("accuracy", True),
+            monitor=COMPARED_BY,
             strata=train_labels,
             balance="labels" if chosen.balance == "sampling" else None,
             notes=(
@@ -213,6 +213,10 @@ class ImagesRecipe(Recipe):
     ) -> RawReader | None:
         """Open a folder of pictures, or one picture."""
         return PictureReader.open(given, facts, int(told.get("batch_size", 64)))
+
+    def make_judge(self, options: ImagesOptions, facts: Facts) -> AnswerJudge:
+        """Return the judge of classes, by the metric of the run."""
+        return AnswerJudge(facts.get("class_names", ()), COMPARED_BY)
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: ImagesOptions, facts: Facts

@@ -24,6 +24,7 @@ from stoker.recipes.tabular.options import SplitMode
 from stoker.store.fields import Array
 from stoker.store.manifest import FieldInfo
 from stoker.store.reader import Store
+from stoker.store.repairs import fitted_among
 from stoker.store.row_sketch import hash_rows
 from stoker.units import format_count
 
@@ -202,6 +203,9 @@ def split_samples(
         what += f", divided by {mode!r}{more}," if groups is None else ""
         samples, filled = fill_parts(samples, ratios, seed, groups, what)
         why += more + filled
+        if names := fitted_among(store.manifest.repairs.get(inputs.field, ())):
+            on = "the training rows of the store's split" if "split" in store.fields else "all rows"
+            why += f"; when packed, {names} was fitted on {on}, so perhaps on rows that are now val or test"
     if not len(samples["train"]):
         raise InputError(
             f"{store.name} has no training samples (split {mode!r}: {why}).",

@@ -20,7 +20,7 @@ import torch
 
 from stoker.config import Settings
 from stoker.errors import InputError
-from stoker.recipes.classification import label_places
+from stoker.recipes.classification import AnswerJudge, label_places
 from stoker.recipes.contract import (
     BATCH,
     Default,
@@ -175,6 +175,14 @@ class TabularRecipe(Recipe):
         is_scaled = bool((spread != 1).any())
         ranges = (scaler.center.double().cpu().numpy(), spread) if is_scaled else None
         return open_raw_table(given, facts, told, ranges)
+
+    def make_judge(self, options: TabularOptions, facts: Facts) -> AnswerJudge | None:
+        """Return the judge of classes, which counts false alarms as the run does."""
+        names = facts.get("class_names", ()) if facts["is_classifier"] else ()
+        if not names:
+            return None
+        quiet, notes = find_quiet(names, options.quiet_class)
+        return AnswerJudge(names, quiet_class=quiet, notes=notes)
 
     def read_truth(
         self, store: Store, samples: Array, made: Rebuilt, options: TabularOptions, facts: Facts

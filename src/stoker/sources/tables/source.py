@@ -182,6 +182,10 @@ class TableSource(TableOptions):
         for row in plan.empty_rows(table, features, True) if table.num_columns > 1 else ():
             faults.pop(row, None)
             asked[row] = Fault("", _EMPTY, _EMPTY)
+        if self.missing == "drop" and plan.target is not None:
+            blank_target = _no_target(plan.target.name)
+            for row in [row for row, fault in faults.items() if fault == blank_target]:
+                asked[row] = faults.pop(row)
         _check_columns(faults, table, part.file)
         if self.missing == "drop":
             blank = np.isnan(features)
@@ -356,7 +360,7 @@ class RowPlan:
         assert self.target is not None
         name, classes = self.target.name, self.target.classes
         column = table.column(name)
-        missing = Fault(name, f"no value in the target column {name!r}", "no value in the target")
+        missing = _no_target(name)
         if not classes:
             values, _ = numbers(column, name, decimal, faults)
             for row in np.flatnonzero(np.isnan(values)).tolist():
@@ -376,6 +380,10 @@ class RowPlan:
             told = f"{missing.reason}: {word!r} is read as missing ({option} makes it a class)"
             faults.setdefault(row, missing._replace(reason=told) if word else missing)
         return found
+
+
+def _no_target(name: str) -> Fault:
+    return Fault(name, f"no value in the target column {name!r}", "no value in the target")
 
 
 def _check_narrow(values: Array, name: str, path: str) -> None:
