@@ -29,7 +29,7 @@ from stoker.sources.tables import TableSource
 from stoker.store.fields import Dense
 from stoker.train.checkpoint import Checkpoints
 from stoker.train.precision import choose_precision
-from stoker.train.predict import Predicted, evaluate, write_predictions
+from stoker.train.predict import Predicted, check_ending, evaluate, write_predictions
 from stoker.train.quantize import pack_int8, quantize_dynamic, unpack_int8
 from store_makers import write_store
 
@@ -402,3 +402,11 @@ def test_a_run_without_a_best_checkpoint_names_one_that_is_there(tmp_path):
         load_trained(tmp_path / "best.pt")
     assert "without validation" in str(told.value)
     assert told.value.fix == str(tmp_path / "step-000000004.pt")
+
+
+@pytest.mark.parametrize(("others", "fix"), [((), "one.csv"), (("/",), "one")])
+def test_another_ending_is_answered_with_one_that_is_taken(others, fix):
+    with pytest.raises(InputError) as told:
+        check_ending("one.png", others)
+    assert told.value.fix == fix
+    check_ending(fix, others)

@@ -182,7 +182,7 @@ def check_ending(path: str | Path, others: Sequence[str] = ()) -> None:
         raise InputError(
             f"predictions are to be written to {path}.",
             f"a name that ends in {' or '.join(spelled)}{folder}",
-            quoted(path.with_suffix(".csv")),
+            quoted(path.with_suffix("" if "/" in others else ".csv")),
         )
 
 
