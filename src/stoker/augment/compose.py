@@ -441,9 +441,8 @@ class Compose(Positioned):
                 )
             program = make_program(self.ops, size, channels, self.ignore_index)
             parts = split_program(self.ops, size, channels, self.ignore_index)
-            with torch.inference_mode(
-                False
-            ):  # the cache also serves calls outside of inference mode
+            # The cache also serves calls outside of inference mode.
+            with torch.inference_mode(False):
                 tape = encode_tape(self.ops, size).to(device)
             num_staged = sum(op.num_rows for op in self.ops if isinstance(op, Stage))
             self._plans[key] = _Plan(program, tape, parts, num_staged if self._stages else 0)

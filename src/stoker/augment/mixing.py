@@ -50,9 +50,8 @@ class _Mixer(Positioned):
     def _draw(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the share `(batch,)` each sample keeps (1 where it is not mixed), and uniforms."""
         if device not in self._quantiles:
-            with torch.inference_mode(
-                False
-            ):  # the cache also serves calls outside of inference mode
+            # The cache also serves calls outside of inference mode.
+            with torch.inference_mode(False):
                 quantiles = torch.from_numpy(beta_quantiles(self.alpha)).float()
                 self._quantiles[device] = quantiles.to(device)
         quantiles = self._quantiles[device]

@@ -176,9 +176,8 @@ class _Janitor:
         """Run the calls that were handed over, then end the thread. Calls handed over later do not run."""
         if self._thread is not None and self._process == os.getpid():
             self._dropped.put(None)
-            with contextlib.suppress(
-                RuntimeError
-            ):  # an interrupt came in the middle of Thread.start
+            # An interrupt came in the middle of Thread.start.
+            with contextlib.suppress(RuntimeError):
                 self._thread.join(seconds)
 
     def _run(self) -> None:

@@ -213,9 +213,8 @@ def find_resume_point(order: Order, state: Mapping[str, Any]) -> ResumePoint:
     is_same = _is_same(begun.order, order)
     if is_same and not cuts:
         return ResumePoint(epoch, last.batch)
-    if (
-        is_same or last.batch == begun.first_step
-    ):  # the last ranks trained on nothing: they leave no cut
+    # The last ranks trained on nothing: they leave no cut.
+    if is_same or last.batch == begun.first_step:
         remaining = _replay(order, epoch, cuts, order)
     else:
         cuts += (last,)

@@ -254,9 +254,8 @@ class Feeder:
             self._changed.notify_all()
         self._uploader.stop()
         if self._thread.ident is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # an interrupt came in the middle of Thread.start
+            # An interrupt came in the middle of Thread.start.
+            with contextlib.suppress(RuntimeError):
                 self._thread.join()
         self._uploader.stop()  # again: the thread may have begun an upload between the first call and its end
         self._uploader.stop(False)

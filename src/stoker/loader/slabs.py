@@ -223,9 +223,8 @@ class Stager:
         if tensors:
             marks.append(self.engine.mark_copies())
             self._seal(marks[0])
-            if (
-                self._borrowed
-            ):  # kept alive until its copy is done: the batch may be dropped at once
+            # Kept alive until its copy is done: the batch may be dropped at once.
+            if self._borrowed:
                 self._lent = marks[0]
         if at_home:
             marks.append(self.engine.mark_user())

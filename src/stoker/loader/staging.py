@@ -504,9 +504,8 @@ class _Slab:
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Wait until the last copy out of the slab is done; return its memory as an array."""
-        if (
-            not self.free.query()
-        ):  # it mostly is done, and `synchronize` would release the interpreter's lock
+        # It mostly is done, and `synchronize` would release the interpreter's lock.
+        if not self.free.query():
             self.free.synchronize()
         count = int(np.prod(shape, dtype=np.int64))
         return self._bytes[: count * dtype.itemsize].view(dtype).reshape(shape)

@@ -315,9 +315,8 @@ def _wait_for_some(client: Any, futures: Any) -> list[Any]:
     trouble_since: float | None = None
     while True:
         try:
-            with (
-                client.as_current()
-            ):  # `wait` asks the current client, and ours is not the default one
+            # `wait` asks the current client, and ours is not the default one.
+            with client.as_current():
                 done = wait(list(futures), timeout=1.0, return_when="FIRST_COMPLETED").done
         except CancelledError as error:
             raise _named(error) from error

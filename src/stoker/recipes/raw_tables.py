@@ -102,9 +102,8 @@ def as_frame(given: Any, names: Sequence[str]) -> pa.Table:
             return pa.table({str(name): np.atleast_1d(values) for name, values in given.items()})
         if isinstance(given, list | tuple) and all(isinstance(row, Mapping) for row in given):
             return pa.Table.from_pylist(list(given))
-        if hasattr(given, "columns") and hasattr(
-            given, "iloc"
-        ):  # pandas, which stoker does not need
+        # Pandas, which stoker does not need.
+        if hasattr(given, "columns") and hasattr(given, "iloc"):
             return pa.Table.from_pandas(given, preserve_index=False)
         return pa.table(given)  # record batches, polars: anything that offers Arrow data
     except (TypeError, ValueError, pa.ArrowException) as error:

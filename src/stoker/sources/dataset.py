@@ -284,9 +284,8 @@ class _LastingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce code and tensors to their parts. The result only feeds a digest and is never unpickled."""
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
-            with contextlib.suppress(
-                RuntimeError, TypeError
-            ):  # sparse, quantized: as torch pickles them
+            # Sparse, quantized: as torch pickles them.
+            with contextlib.suppress(RuntimeError, TypeError):
                 values = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 return bytes, (str(obj.dtype), tuple(obj.shape), values)
         if not isinstance(obj, CodeType):

@@ -344,9 +344,8 @@ def read_chunk(location: Location, chunk: Chunk, read: Callable[[int, memoryview
     itemsize = location.dtype.itemsize
     expected = math.prod(location.chunk_shape) * itemsize
     try:
-        if (
-            chunk.size > expected + expected // 8 + 4096
-        ):  # deflate makes random bytes a little longer
+        # Deflate makes random bytes a little longer.
+        if chunk.size > expected + expected // 8 + 4096:
             raise ValueError(f"its table says {chunk.size} bytes, for {expected}")
         raw = bytearray(chunk.size)
         read(chunk.byte_offset, memoryview(raw))

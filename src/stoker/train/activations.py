@@ -213,9 +213,8 @@ class Buffers:
                 if buffer is None or id(buffer) in seen:
                     continue
                 seen.add(id(buffer))
-                if (
-                    buffer.layout != torch.strided
-                ):  # such as the sparse matrix of a graph, a constant
+                # Such as the sparse matrix of a graph, a constant.
+                if buffer.layout != torch.strided:
                     continue
                 if most_values is None or buffer.numel() <= most_values:
                     self._owners.append((owner, name))

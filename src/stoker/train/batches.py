@@ -509,9 +509,8 @@ def unpack_by_name(batch: Any) -> tuple[Any, Any]:
         if pair is not None:
             return batch[pair[0]], batch[pair[1]]
         given, names = f"a batch with {', '.join(map(str, batch))}.", [*batch, *batch][:2]
-        if (
-            "input_ids" in batch and len(batch) > 2
-        ):  # by order it would be given to other arguments of the model
+        # By order it would be given to other arguments of the model.
+        if "input_ids" in batch and len(batch) > 2:
             raise InputError(
                 given,
                 "inputs that a Hugging Face model takes by name; with labels among them its outputs have the loss",

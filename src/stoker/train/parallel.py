@@ -188,10 +188,11 @@ def shard_model(model: torch.nn.Module, ranks: Ranks, device: torch.device) -> t
         )
     model = share_statistics(model.to(device), ranks, device)[0]
     with torch.no_grad():
+        # All ranks must shard the same values.
         for tensor in (
             *model.parameters(),
             *model.buffers(),
-        ):  # all ranks must shard the same values
+        ):
             distributed.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(device.type, (ranks.world_size,))
     blocks = dict(model.named_modules())

@@ -446,9 +446,8 @@ def check_shapes(
     longer, shorter = max(shapes, key=len), min(shapes, key=len)
     if longer != (*shorter, 1) or shorter[-1:] == (1,) or not targets.is_floating_point():
         return
-    if isinstance(
-        criterion, torch.nn.Module
-    ):  # one that counts its calls counts this one in a copy
+    # One that counts its calls counts this one in a copy.
+    if isinstance(criterion, torch.nn.Module):
         criterion = copy.deepcopy(criterion)
     try:
         wanted = criterion(outputs.detach().reshape(targets.shape), targets)

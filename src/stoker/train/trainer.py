@@ -393,9 +393,8 @@ class Trainer(Configured, Resumable, Answers):
         report = self._at.tally.report(self._at.epoch)
         if self._val is not None:
             drawn = capture_rng(renew_cudnn=False)
-            with contextlib.suppress(
-                EvaluationStopped
-            ):  # by a signal: there are no validation metrics
+            # By a signal: there are no validation metrics.
+            with contextlib.suppress(EvaluationStopped):
                 report.metrics = self.validate()
             restore_rng(drawn)
         self._tell_epoch(report)
