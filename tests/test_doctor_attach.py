@@ -295,6 +295,8 @@ def test_validation_is_not_part_of_the_steps(seen):
 def test_a_loader_made_anew_every_epoch_is_one_loader(seen):
     assert seen.new_loader_every_epoch.steps > 40
     assert seen.new_loader_every_epoch.loader.epoch_starts >= 3
+    assert seen.new_loader_every_epoch.loader.made_again
+    assert not seen.validation.loader.made_again
 
 
 def test_the_scripts_own_profiler_has_precedence(seen):
