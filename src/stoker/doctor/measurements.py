@@ -127,6 +127,7 @@ class LoaderFacts:
     # there is no such file
     open_hdf5: tuple[str, ...] = ()
     in_order: bool = False  # whether samples come in the order of the dataset
+    decodes_pictures: bool = False  # whether most of what it decodes is pictures
     made_again: bool = False  # whether the script makes a new DataLoader for every epoch
 
     @property

@@ -34,6 +34,21 @@ _OWN_DATA = (
     "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays there, in one "
     "call, instead of making tensors of lists."
 )
+_DECODE_PICTURES = (
+    "Decode once instead of every epoch: `stoker pack images FOLDER OUT` stores the decoded values of class folders, and "
+    "batches are then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
+    "images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and `stoker plan "
+    "OUT` says which is better here.",
+    "stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', 64) "
+    "instead of decoding in __getitem__",
+)
+_DECODE_ONCE = (
+    "Decode once instead of every epoch: `stoker.pack_from(dataset, 'OUT')` stores what the dataset's __getitem__ "
+    "returns, without anything random in it, and stoker.Loader('OUT', 64) then copies batches of it. Or keep the decoded "
+    "values in one array, and index it in __getitem__.",
+    "stoker.pack_from(dataset, 'OUT')  # once; then stoker.Loader('OUT', 64) in the place of the DataLoader",
+)
+"""Remedy and edit for decoding of pictures, and of anything else."""
 _OVERLAP = 0.95
 """Share of their time in which workers work in parallel."""
 _LEAST_REST = 0.05
@@ -71,7 +86,7 @@ def _ready_seconds(loader: LoaderFacts) -> float:
 def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
     """Return a line on the step if threads decoded ahead and loading cost nothing else; None if the gain is small."""
     decode = loader.work.decode
-    if loader.kind == "stoker" or not decode:
+    if not loader.decodes_pictures or not decode:
         return None
     kept = pace.loading(decode * loader.batches_per_step, active_workers=case.cores)
     times = pace.step / max(kept.step, 1e-9)
@@ -102,6 +117,9 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         or _hdf5_cause(case, loader) is not None
     ):
         return None
+    remedy, edit = (
+        _DECODE_PICTURES if loader.decodes_pictures or loader.kind == "stoker" else _DECODE_ONCE
+    )
     return case.advise(
         "decode-bound",
         "decoding samples keeps the cores busy",
@@ -112,14 +130,10 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             case.busiest_line(),
             _kept_line(case, loader, pace),
         ],
-        "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
-        "then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
-        "images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and `stoker plan "
-        "OUT` says which is better here.",
+        remedy,
         _without(loader, pace, part, _ready_seconds(loader)),
         where=loader.dataset_where,
-        script="stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', ...) "
-        "instead of decoding in __getitem__",
+        script=edit,
     )
 
 

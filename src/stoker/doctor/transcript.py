@@ -319,7 +319,8 @@ def read_loader(training: Training) -> LoaderFacts | None:
     idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
     lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
     # Samples in a library that was not called by the user's code have no line.
-    looks = sum(sum(one.state["doing"].values()) for one in workers)
+    doing = sum((Counter(one.state["doing"]) for one in workers), Counter[str]())
+    looks = doing.total()
     seen = (lines.most_common(1) or [(None, 0)])[0]
     batches = sum(row.batches for row in rows)
     waits = Spread.of(map(clock.wait, rows))
@@ -346,6 +347,7 @@ def read_loader(training: Training) -> LoaderFacts | None:
         batches_per_step=max(1.0, batches / len(rows)) if rows else 1.0,
         open_hdf5=tuple(facts.get("open_hdf5") or ()),
         made_again=is_made_again(facts),
+        decodes_pictures=doing["picture"] > doing["decode"],
         busiest_line=seen[0],
         busiest_share=seen[1] / max(1, looks, lines.total()) if seen[0] else None,
     )
@@ -365,7 +367,7 @@ def _work(workers: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
     share = {kind: count / looks for kind, count in seen.items()}
     return LoaderWork(
         read=dataset * share.get("read", 0.0),
-        decode=dataset * share.get("decode", 0.0),
+        decode=dataset * (share.get("decode", 0.0) + share.get("picture", 0.0)),
         transform=dataset * share.get("transform", 0.0),
         collate=collate,
         other=dataset * share.get("other", 0.0),
