@@ -35,17 +35,22 @@ _OWN_DATA = (
     "call, instead of making tensors of lists."
 )
 _DECODE_PICTURES = (
-    "Decode once instead of every epoch: `stoker pack images FOLDER OUT` stores the decoded values of class folders, and "
-    "batches are then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
-    "images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and `stoker plan "
-    "OUT` says which is better here.",
-    "stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', 64) "
-    "instead of decoding in __getitem__",
+    (
+        "Decode once instead of every epoch: `stoker pack images FOLDER OUT` stores the decoded values of class "
+        "folders, and batches are then copies. Photographs that do not fit into memory as pixels can stay compressed: "
+        "with `stoker pack images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and "
+        "`stoker plan OUT` says which is better here."
+    ),
+    (
+        "stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', 64) "
+        "instead of decoding in __getitem__"
+    ),
 )
 _DECODE_ONCE = (
-    "Decode once instead of every epoch: `stoker.pack_from(dataset, 'OUT')` stores what the dataset's __getitem__ "
-    "returns, without anything random in it, and stoker.Loader('OUT', 64) then copies batches of it. Or keep the decoded "
-    "values in one array, and index it in __getitem__.",
+    (
+        "Decode once instead of every epoch: `stoker.pack_from(dataset, 'OUT')` stores what __getitem__ returns, before "
+        "anything random, and stoker.Loader('OUT', 64) copies batches of it."
+    ),
     "stoker.pack_from(dataset, 'OUT')  # once; then stoker.Loader('OUT', 64) in the place of the DataLoader",
 )
 """Remedy and edit for decoding of pictures, and of anything else."""
