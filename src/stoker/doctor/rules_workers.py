@@ -266,7 +266,7 @@ def _once(loader: LoaderFacts | WorkerStarts) -> tuple[str, str]:
     if not loader.made_again:
         remedy = f"Set {kept} in the DataLoader{{at}}, so that workers outlive an epoch."
         return remedy, f"DataLoader(..., {kept})"
-    remedy = f"Make the DataLoader{{at}} once, before the training loop, with {kept}: each new one starts its own workers."
+    remedy = f"Make the DataLoader{{at}} once, before the training loop, with {kept}: a new one starts new workers."
     return remedy, f"loader = DataLoader(..., {kept})  # once, before the training loop"
 
 
