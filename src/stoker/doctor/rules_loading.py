@@ -246,7 +246,7 @@ def _made_one_by_one(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | N
         "python-collate",
         "samples are made one by one in Python",
         [case.wait_line(), case.work_line(), case.busiest_line()],
-        f"{_WHOLE_BATCHES}, from tensors of all samples that are made once, before the training; workers bring nothing.",
+        f"{_WHOLE_BATCHES}, from tensors of all samples made once, before the training; workers bring nothing.",
         gain(pace, likely, low, high),
         where=loader.busiest_line or loader.dataset_where or loader.where,
         script=_WHOLE_BATCHES_EDIT,
