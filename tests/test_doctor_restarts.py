@@ -45,6 +45,11 @@ def test_a_loader_that_gives_one_batch_per_start_needs_one_iterator():
     assert found.name == "workers-restarted"
     assert "iterator once" in found.remedy
     assert 6 < found.gain.likely < 13
+    whole = replace(
+        one_batch, steps_per_epoch=1
+    )  # an epoch of one batch: the iterator ends by itself
+    (found,) = diagnose(replace(measured, loader=whole))
+    assert found.patch.loader_arguments == {"persistent_workers": True}
     # It was said that samples are cheaper to make than to get, or that there are too few workers.
     assert "starved-by-loader" in {one.name for one in diagnose(measured)}
 

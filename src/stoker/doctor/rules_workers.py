@@ -5,6 +5,7 @@ Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from stoker.doctor.cases import Case, Rule, at, milliseconds, while_waiting
@@ -36,6 +37,14 @@ _LEFT_EARLY = 1.5
 """If workers start this many times as often as epochs would end, epochs are left before their end."""
 _MOST_STARTING = 0.95
 """Most share of the time that starts of workers are assumed to take."""
+_ONE_ITERATOR = (
+    "Make the DataLoader and its iterator once, before the training loop, and take every batch from this iterator: "
+    "iter(loader) starts the workers."
+)
+_ONE_ITERATOR_EDIT = (
+    "batches = iter(loader)  # once, before the training loop\n"
+    "batch = next(batches)  # in each step; at StopIteration, batches = iter(loader) again"
+)
 _SHARE_OUT = (
     " Its dataset is an IterableDataset: each worker must yield a share of its own "
     "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
@@ -314,6 +323,13 @@ def _restarted_per_step(case: Case) -> Finding | None:
     now = max(case.measured.mean_step_seconds or 0.0, pace.step)
     load = load_seconds(loader) / worth(loader.workers, case.measured.machine)
     rest = max(load, pace.compute + hand_over_seconds(loader), pace.device_busy)
+    remedy, edit, arguments = _ONE_ITERATOR, _ONE_ITERATOR_EDIT, {}
+    # An epoch of one or two batches ends by itself: then its workers have to outlive it.
+    if 2 * loader.batches_per_step >= (loader.steps_per_epoch or math.inf):
+        remedy, edit = _once(loader)
+        remedy = remedy.format(at=at(loader.where))
+        arguments = {} if loader.made_again else {"persistent_workers": True}
+        rest = load_seconds(loader) + pace.compute + hand_over_seconds(loader)
     return case.advise(
         "workers-restarted",
         "workers are started again for every step",
@@ -321,16 +337,15 @@ def _restarted_per_step(case: Case) -> Finding | None:
             case.wait_line(),
             (
                 f"most steps start {format_count(loader.workers, 'worker')} of the DataLoader{at(loader.where)}, which "
-                "end after the first batch"
+                "end soon after"
             ),
             case.work_line(),
         ],
-        "Make the DataLoader and its iterator once, before the training loop, and take every batch from this iterator: "
-        "iter(loader) starts the workers.",
+        remedy,
         gain_of_steps(now, *(max(rest, now - part * wait.median) for part in (0.8, 0.97, 1.0))),
+        loader_arguments=arguments,
         where=loader.where,
-        script="batches = iter(loader)  # once, before the training loop\n"
-        "batch = next(batches)  # in each step; at StopIteration, batches = iter(loader) again",
+        script=edit,
     )
 
 
