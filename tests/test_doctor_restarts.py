@@ -69,6 +69,9 @@ def test_workers_of_another_loader_are_named_with_their_share_of_the_whole_time(
     (more,) = diagnose(both)
     assert more.gain.likely > found.gain.likely
     assert "10 epochs began" in "".join(more.evidence)
+    assert ("at train.py:30" in more.remedy, "at train.py:20" in more.remedy) == (True, True)
+    (same,) = diagnose(replace(both, worker_starts=(replace(starts, where="train.py:20"),)))
+    assert same.remedy.count("persistent_workers") == 1, "one line makes both loaders"
 
 
 def facts(number, **more):

@@ -306,7 +306,7 @@ def _restarted_per_epoch(case: Case) -> Finding | None:
                 f"{milliseconds(pace.step)}"
             ),
         ],
-        remedy.format(at=at(loader.where) if loader.made_again else ""),
+        remedy.format(at=at(loader.where)),
         # Avoiding restarts does not make the steps between them shorter.
         gain_of_steps(now, *(max(pace.step, now - part * lost) for part in (0.6, 0.9, 1.0))),
         # Workers that outlive an epoch end with their DataLoader all the same.
@@ -360,6 +360,9 @@ def _restarted_elsewhere(case: Case, own: Finding | None) -> Finding | None:
         share += (1 - 1 / own.gain.likely) * max(0.0, 1 - (case.measured.elsewhere_share or 0.0))
     share = min(share, _MOST_STARTING)
     remedy, edit = _once(starts[0])
+    remedies = dict.fromkeys(
+        [remedy.format(at=at(starts[0].where)), *([own.remedy] if own else [])]
+    )
     found = case.advise(
         "workers-restarted",
         "workers are started again and again",
@@ -372,7 +375,7 @@ def _restarted_elsewhere(case: Case, own: Finding | None) -> Finding | None:
             *(own.evidence if own else ()),
             "the gain is that of the whole time since the first step, not of the training steps alone",
         ],
-        remedy.format(at=at(starts[0].where)) + (f" {own.remedy}" if own else ""),
+        " ".join(remedies),
         gain_of_steps(1.0, *(1 - part * share for part in (0.6, 0.9, 1.0))),
         where=starts[0].where,
         script=edit,
