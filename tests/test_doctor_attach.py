@@ -295,6 +295,8 @@ def test_validation_is_not_part_of_the_steps(seen):
 def test_a_loader_made_anew_every_epoch_is_one_loader(seen):
     assert seen.new_loader_every_epoch.steps > 40
     assert seen.new_loader_every_epoch.loader.epoch_starts >= 3
+    assert seen.new_loader_every_epoch.loader.made_again
+    assert not seen.validation.loader.made_again
 
 
 def test_the_scripts_own_profiler_has_precedence(seen):
@@ -428,7 +430,8 @@ def test_chunks_that_the_cache_holds_are_not_read_again():
     ("source", "kind"),
     [
         ("def augment(x):\n    return here()", "transform"),
-        ("def f(x):\n    return decode_image(here())", "decode"),
+        ("def f(x):\n    return decode_image(here())", "picture"),
+        ("def f(x):\n    return decode_line(here())", "decode"),
         ("def f(x):\n    return np.load(here())", "read"),
         ("def __getitem__(x):\n    return here()", ""),
         ("def random_crop_and_flip(x):\n    return here()", "transform"),
@@ -584,8 +587,12 @@ def test_seconds_queued_for_a_core_are_nobodys_work():
         for _ in range(40)
     ]
     fetches = [Fetch(0.0, 0.040, 0.005, 0.020, 0.010, 0) for _ in range(40)]
-    worker = Process([], fetches, state(role="worker", loader_id=0, worker_id=0, num_fetches=40))
+    looks = {"picture": 5, "decode": 3, "other": 2}
+    told = state(role="worker", loader_id=0, worker_id=0, num_fetches=40, doing=looks)
+    worker = Process([], fetches, told)
     seen = measure([Process(rows, [], state(loaders=[loader])), worker], "busy", MachineFacts())
+    assert seen.loader.work.decode == pytest.approx(0.8 * 0.015)
+    assert seen.loader.decodes_pictures
     assert seen.step_seconds.median == pytest.approx(0.020)
     assert seen.wait_seconds.median == pytest.approx(0.008)
     assert seen.loader.alone_seconds.median == pytest.approx(0.020)

@@ -634,6 +634,15 @@ def test_a_stream_is_not_given_workers_that_would_each_go_through_all_of_it():
 
 
 def test_decode_bound_says_what_photographs_kept_as_files_would_give():
-    found = next(one for one in diagnose(SICK["decode-bound"]) if one.name == "decode-bound")
+    other = SICK["decode-bound"]
+    pictures = replace(other, loader=replace(other.loader, decodes_pictures=True))
+    plain, found = (
+        next(one for one in diagnose(of) if one.name == "decode-bound") for of in (other, pictures)
+    )
+    assert plain.gain == found.gain
+    told = f"{plain.evidence}{plain.remedy}{plain.patch.script}"
+    assert "pack_from(dataset" in told
+    assert not re.search("(?i)photo|image", told), "it may decode text"
+    assert "stoker pack images" in found.remedy
     (line,) = [line for line in found.evidence if "kept as files" in line]
     assert re.search(r"a step would take 2\d(\.\d)? ms \(1\.\d times as fast\)", line)

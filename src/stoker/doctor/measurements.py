@@ -127,6 +127,13 @@ class LoaderFacts:
     # there is no such file
     open_hdf5: tuple[str, ...] = ()
     in_order: bool = False  # whether samples come in the order of the dataset
+    decodes_pictures: bool = False  # whether most of what it decodes is pictures
+    made_again: bool = False  # whether the script makes a new DataLoader for every epoch
+
+    @property
+    def restarts(self) -> bool:
+        """Whether every epoch starts its own workers."""
+        return self.workers > 0 and (not self.persistent_workers or self.made_again)
 
     @property
     def busy_cores(self) -> float | None:
@@ -274,6 +281,18 @@ class LongSteps:
 
 
 @dataclass(frozen=True)
+class WorkerStarts:
+    """The starts of the workers of a DataLoader that does not feed the steps, such as one for validation."""
+
+    where: str | None  # file:line where the loader was made
+    workers: int  # loading processes
+    count: int  # starts within the measured time
+    seconds: float  # median time of a start and its end, without loading the first batch
+    share: float  # time of all of them as a share of the time since the first step
+    made_again: bool = False  # whether a new DataLoader is made each time
+
+
+@dataclass(frozen=True)
 class BadValues:
     """Values that are not finite."""
 
@@ -375,6 +394,8 @@ class Measurements:
     # share of the time since the first step that went to other DataLoaders, to occasional evaluation, to a few long
     # steps, or passed after the last step; it is in no other figure
     elsewhere_share: float | None = None
+    # DataLoaders beside the one that feeds the steps whose workers start again and again, the costliest first
+    worker_starts: tuple[WorkerStarts, ...] = ()
     timeline: tuple[TimelineSpan, ...] = ()  # a few steps, for drawing
     unjudged: tuple[str, ...] = ()  # why the steps cannot be judged, in words; empty if they can
     notes: tuple[str, ...] = ()  # what could not be measured, and why

@@ -34,6 +34,38 @@ _OWN_DATA = (
     "What needs the results of earlier steps, as a replay buffer does, cannot run ahead: index arrays there, in one "
     "call, instead of making tensors of lists."
 )
+_MOSTLY, _LEAST_ONE_BY_ONE, _INDEXED = 0.75, 0.3, 0.15
+"""Samples made one by one are a cause from this share of loading and this share of a step; indexing whole tensors takes
+the last share of their time (measured: 0.11 to 0.25)."""
+_WHOLE_BATCHES = (
+    "Give the dataset a `__getitems__` that indexes a whole batch, and the DataLoader "
+    "collate_fn=default_convert of torch.utils.data"
+)
+_WHOLE_BATCHES_EDIT = (
+    "def __getitems__(self, indices):  # in the dataset, where x and y hold all samples\n"
+    "    return self.x[indices], self.y[indices]\n"
+    "DataLoader(..., collate_fn=torch.utils.data.default_convert)  # it is a batch already"
+)
+_DECODE_PICTURES = (
+    (
+        "Decode once instead of every epoch: `stoker pack images FOLDER OUT` stores the decoded values of class "
+        "folders, and batches are then copies. Photographs that do not fit into memory as pixels can stay compressed: "
+        "with `stoker pack images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and "
+        "`stoker plan OUT` says which is better here."
+    ),
+    (
+        "stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', 64) "
+        "instead of decoding in __getitem__"
+    ),
+)
+_DECODE_ONCE = (
+    (
+        "Decode once instead of every epoch: `stoker.pack_from(dataset, 'OUT')` stores what __getitem__ returns, "
+        "before anything random, and stoker.Loader('OUT', 64) copies batches of it."
+    ),
+    "stoker.pack_from(dataset, 'OUT')  # once; then stoker.Loader('OUT', 64) in the place of the DataLoader",
+)
+"""Remedy and edit for decoding of pictures, and of anything else."""
 _OVERLAP = 0.95
 """Share of their time in which workers work in parallel."""
 _LEAST_REST = 0.05
@@ -71,7 +103,7 @@ def _ready_seconds(loader: LoaderFacts) -> float:
 def _kept_line(case: Case, loader: LoaderFacts, pace: Pace) -> str | None:
     """Return a line on the step if threads decoded ahead and loading cost nothing else; None if the gain is small."""
     decode = loader.work.decode
-    if loader.kind == "stoker" or not decode:
+    if not loader.decodes_pictures or not decode:
         return None
     kept = pace.loading(decode * loader.batches_per_step, active_workers=case.cores)
     times = pace.step / max(kept.step, 1e-9)
@@ -102,6 +134,9 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
         or _hdf5_cause(case, loader) is not None
     ):
         return None
+    remedy, edit = (
+        _DECODE_PICTURES if loader.decodes_pictures or loader.kind == "stoker" else _DECODE_ONCE
+    )
     return case.advise(
         "decode-bound",
         "decoding samples keeps the cores busy",
@@ -112,14 +147,10 @@ def decode_bound(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
             case.busiest_line(),
             _kept_line(case, loader, pace),
         ],
-        "Decode once instead of every epoch: `stoker pack` stores the decoded values, and batches are "
-        "then copies. Photographs that do not fit into memory as pixels can stay compressed: with `stoker pack "
-        "images FOLDER OUT --keep-encoded` the loader decodes them ahead, on a GPU in batches, and `stoker plan "
-        "OUT` says which is better here.",
+        remedy,
         _without(loader, pace, part, _ready_seconds(loader)),
         where=loader.dataset_where,
-        script="stoker pack images FOLDER OUT --size 224x224  # or --keep-encoded; then stoker.Loader('OUT', ...) "
-        "instead of decoding in __getitem__",
+        script=edit,
     )
 
 
@@ -178,7 +209,7 @@ def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
     """The step waits for samples to be collated into a batch."""
     part = loader.work.share(loader.work.collate)
     if part < _DOMINANT:
-        return None
+        return _made_one_by_one(case, loader, pace)
     place = loader.collate_where or "torch's default_collate"
     return case.advise(
         "python-collate",
@@ -188,11 +219,37 @@ def python_collate(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | Non
             f"collating is {part:.0%} of the loading, in {place}",
             case.work_line(),
         ],
-        "Give the dataset a `__getitems__` that indexes a whole batch at once, or stack arrays in one "
-        "call instead of looping over values.",
+        f"{_WHOLE_BATCHES}, or stack arrays in one call instead of looping over values.",
         _without(loader, pace, part, _ready_seconds(loader)),
         where=loader.collate_where or loader.where,
-        script="def __getitems__(self, indices):\n    return self.values[indices]",
+        script=_WHOLE_BATCHES_EDIT,
+    )
+
+
+def _made_one_by_one(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | None:
+    """Return the finding for samples that cost much beside the step, and too little for workers to help."""
+    work = loader.work
+    part = work.share((work.collate or 0) + (work.other or 0))
+    wait = case.measured.wait_share or 0.0
+    if loader.kind != "torch" or loader.workers or part < _MOSTLY or wait < _LEAST_ONE_BY_ONE:
+        return None
+    if loader.is_stream or (loader.blocked_share or 0.0) >= 0.5:
+        return None
+    workers = suggested_workers(pace.load, pace.compute, case.cores, 0.0)
+    beside = pace.load / (_OVERLAP * worth(workers, case.measured.machine))
+    if pace.step >= WORTHWHILE * max(beside, pace.compute + hand_over_seconds(loader)):
+        return None
+    low, likely, high = (
+        pace.loading(pace.load * (1 - part * (1 - kept))) for kept in (0.5, _INDEXED, _LIKELY)
+    )
+    return case.advise(
+        "python-collate",
+        "samples are made one by one in Python",
+        [case.wait_line(), case.work_line(), case.busiest_line()],
+        f"{_WHOLE_BATCHES}, from tensors of all samples made once, before the training; workers bring nothing.",
+        gain(pace, likely, low, high),
+        where=loader.busiest_line or loader.dataset_where or loader.where,
+        script=_WHOLE_BATCHES_EDIT,
     )
 
 

@@ -5,6 +5,9 @@ Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from stoker.doctor.cases import Case, Rule, at, milliseconds, while_waiting
 from stoker.doctor.findings import Finding, Gain
 from stoker.doctor.gains import (
@@ -13,12 +16,13 @@ from stoker.doctor.gains import (
     crowded_seconds,
     gain_of_steps,
     hand_over_seconds,
+    load_seconds,
     running_share,
     side_by_side,
     suggested_workers,
     worth,
 )
-from stoker.doctor.measurements import LoaderFacts
+from stoker.doctor.measurements import LoaderFacts, WorkerStarts
 from stoker.units import format_bytes, format_count
 
 _WORTH_ALONE = 0.85
@@ -29,6 +33,18 @@ _SLOW_HAND_OVER = 0.3
 """If workers are fast enough and the step still waits for more than this share, transferring batches is the cause."""
 _CROWDED = 0.3
 """A worker that queued for a core for more than this share of its time was late because of other programs."""
+_LEFT_EARLY = 1.5
+"""If workers start this many times as often as epochs would end, epochs are left before their end."""
+_MOST_STARTING = 0.95
+"""Most share of the time that starts of workers are assumed to take."""
+_ONE_ITERATOR = (
+    "Make the DataLoader and its iterator once, before the training loop, and take every batch from this iterator: "
+    "iter(loader) starts the workers."
+)
+_ONE_ITERATOR_EDIT = (
+    "batches = iter(loader)  # once, before the training loop\n"
+    "batch = next(batches)  # in each step; at StopIteration, batches = iter(loader) again"
+)
 _SHARE_OUT = (
     " Its dataset is an IterableDataset: each worker must yield a share of its own "
     "(torch.utils.data.get_worker_info), or every sample comes as often as there are workers."
@@ -128,6 +144,8 @@ def _advise_workers(
 
 def starved_by_loader(case: Case) -> Finding | None:
     """The loader is slower than the step, and cores are free."""
+    if _restarts_each_step(case):
+        return None  # the step waits for new workers, not for too few
     if case.feeding is None:
         return _slow_hand_over(case)
     loader, pace = case.feeding
@@ -157,7 +175,7 @@ def _slow_hand_over(case: Case) -> Finding | None:
     step = pace.compute + wait.median
     alone = pace.load + pace.compute
     # Without workers, restarting them for every epoch costs nothing either.
-    again = _restart_seconds(loader) if loader.epoch_starts and not loader.persistent_workers else 0
+    again = _restart_seconds(case, loader)
     if loader.kind == "torch" and 0 < alone < _WORTH_ALONE * (step + again):
         # A single process that never waits for another one keeps its caches warm.
         cold = COLD_SECONDS * loader.batches_per_step
@@ -223,29 +241,61 @@ def _starved_stoker(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | No
     )
 
 
-def _restart_seconds(loader: LoaderFacts) -> float:
-    """Return the seconds that starting workers for every epoch costs per step; 0 if unknown."""
-    if not loader.epoch_start_seconds or not loader.steps_per_epoch:
+def _starts_per_step(case: Case, loader: LoaderFacts) -> float:
+    """Return how often a step starts workers: once per epoch, or more often if epochs are left early; 0 if unknown."""
+    if not loader.steps_per_epoch:
         return 0.0
-    return loader.epoch_start_seconds / max(1.0, loader.steps_per_epoch / loader.batches_per_step)
+    counted = (loader.counted_starts or 0) / max(1, case.measured.steps)
+    whole = min(1.0, loader.batches_per_step / loader.steps_per_epoch)
+    return counted if counted > _LEFT_EARLY * whole else whole
+
+
+def _restarts_each_step(case: Case) -> bool:
+    """Return whether most steps start the workers anew, as `next(iter(loader))` does."""
+    counted = case.loader.counted_starts or 0
+    return case.loader.restarts and 2 * counted > case.measured.steps
+
+
+def _restart_seconds(case: Case, loader: LoaderFacts) -> float:
+    """Return the seconds that starting workers for every epoch costs per step; 0 if unknown."""
+    if not loader.restarts or not loader.epoch_starts:
+        return 0.0
+    return (loader.epoch_start_seconds or 0.0) * _starts_per_step(case, loader)
 
 
 def workers_restarted(case: Case) -> Finding | None:
-    """Workers are started again for every epoch, and epochs are short."""
+    """Workers are started again and again: for every epoch or step, or by another DataLoader."""
+    own = _restarted_per_step(case) if _restarts_each_step(case) else _restarted_per_epoch(case)
+    return _restarted_elsewhere(case, own) or own
+
+
+def _once(loader: LoaderFacts | WorkerStarts) -> tuple[str, str]:
+    """Return (remedy, edit) for workers that start again for every epoch."""
+    kept = "persistent_workers=True"
+    if not loader.made_again:
+        remedy = f"Set {kept} in the DataLoader{{at}}, so that workers outlive an epoch."
+        return remedy, f"DataLoader(..., {kept})"
+    remedy = f"Make the DataLoader{{at}} once, before the training loop, with {kept}: a new one starts new workers."
+    return remedy, f"loader = DataLoader(..., {kept})  # once, before the training loop"
+
+
+def _restarted_per_epoch(case: Case) -> Finding | None:
     loader, pace = case.measured.loader, case.pace
-    if loader is None or pace is None or loader.persistent_workers or loader.workers == 0:
+    if loader is None or pace is None or not loader.restarts:
         return None
     start, length = loader.epoch_start_seconds, loader.steps_per_epoch
     mean = case.measured.mean_step_seconds
     if loader.epoch_starts < 2 or not start or not length or not mean:
         return None
-    lost = _restart_seconds(loader)
+    lost = _restart_seconds(case, loader)
     # The mean includes restarts in counted steps, but not those in steps with a validation.
     counted = loader.epoch_starts if loader.counted_starts is None else loader.counted_starts
     now = mean if 2 * counted >= loader.epoch_starts else max(mean, pace.step + lost)
+    remedy, edit = _once(loader)
+    new = ": each has a new DataLoader" if loader.made_again else ""
     return case.advise(
         "workers-restarted",
-        "workers are started again for every epoch",
+        f"workers are started again for every epoch{new}",
         [
             (
                 f"{format_count(loader.epoch_starts, 'epoch')} began while measuring, each "
@@ -256,13 +306,81 @@ def workers_restarted(case: Case) -> Finding | None:
                 f"{milliseconds(pace.step)}"
             ),
         ],
-        "Set persistent_workers=True in the DataLoader, so that workers outlive an epoch.",
+        remedy.format(at=at(loader.where)),
         # Avoiding restarts does not make the steps between them shorter.
         gain_of_steps(now, *(max(pace.step, now - part * lost) for part in (0.6, 0.9, 1.0))),
-        loader_arguments={"persistent_workers": True},
+        # Workers that outlive an epoch end with their DataLoader all the same.
+        loader_arguments={} if loader.made_again else {"persistent_workers": True},
         where=loader.where,
-        script="DataLoader(..., persistent_workers=True)",
+        script=edit,
     )
+
+
+def _restarted_per_step(case: Case) -> Finding | None:
+    loader, pace, wait = case.loader, case.pace, case.measured.wait_seconds
+    if pace is None or wait is None:
+        return None
+    now = max(case.measured.mean_step_seconds or 0.0, pace.step)
+    load = load_seconds(loader) / worth(loader.workers, case.measured.machine)
+    rest = max(load, pace.compute + hand_over_seconds(loader), pace.device_busy)
+    remedy, edit, arguments = _ONE_ITERATOR, _ONE_ITERATOR_EDIT, {}
+    # An epoch of one or two batches ends by itself: then its workers have to outlive it.
+    if 2 * loader.batches_per_step >= (loader.steps_per_epoch or math.inf):
+        remedy, edit = _once(loader)
+        remedy = remedy.format(at=at(loader.where))
+        arguments = {} if loader.made_again else {"persistent_workers": True}
+        rest = load_seconds(loader) + pace.compute + hand_over_seconds(loader)
+    return case.advise(
+        "workers-restarted",
+        "workers are started again for every step",
+        [
+            case.wait_line(),
+            (
+                f"most steps start {format_count(loader.workers, 'worker')} of the DataLoader{at(loader.where)}, which "
+                "end soon after"
+            ),
+            case.work_line(),
+        ],
+        remedy,
+        gain_of_steps(now, *(max(rest, now - part * wait.median) for part in (0.8, 0.97, 1.0))),
+        loader_arguments=arguments,
+        where=loader.where,
+        script=edit,
+    )
+
+
+def _restarted_elsewhere(case: Case, own: Finding | None) -> Finding | None:
+    """Return a finding for other DataLoaders, such as one for validation, together with the feeding one's."""
+    starts = case.measured.worker_starts
+    if not starts:
+        return None
+    # Gains of other loaders count from the whole time since the first step, not from that of the training steps.
+    share = sum(one.share for one in starts)
+    if own is not None:
+        share += (1 - 1 / own.gain.likely) * max(0.0, 1 - (case.measured.elsewhere_share or 0.0))
+    share = min(share, _MOST_STARTING)
+    remedy, edit = _once(starts[0])
+    remedies = dict.fromkeys(
+        [remedy.format(at=at(starts[0].where)), *([own.remedy] if own else [])]
+    )
+    found = case.advise(
+        "workers-restarted",
+        "workers are started again and again",
+        [
+            *(
+                f"{one.share:.0%} of the time since the first step: {format_count(one.workers, 'worker')} of the "
+                f"DataLoader{at(one.where)} started {one.count:,} times, {milliseconds(one.seconds)} each"
+                for one in starts
+            ),
+            *(own.evidence if own else ()),
+            "the gain is that of the whole time since the first step, not of the training steps alone",
+        ],
+        " ".join(remedies),
+        gain_of_steps(1.0, *(1 - part * share for part in (0.6, 0.9, 1.0))),
+        where=starts[0].where,
+        script=edit,
+    )
+    return None if found is None else replace(found, samples_per_second=None)
 
 
 RULES: tuple[Rule, ...] = (no_workers, starved_by_loader, workers_restarted)

@@ -319,12 +319,13 @@ def read_loader(training: Training) -> LoaderFacts | None:
     idle = sum(max(0.0, fetch.seconds - fetch.cpu - fetch.delay) for fetch in fetches)
     lines = sum((Counter(one.state["lines"]) for one in workers), Counter[str]())
     # Samples in a library that was not called by the user's code have no line.
-    looks = sum(sum(one.state["doing"].values()) for one in workers)
+    doing = sum((Counter(one.state["doing"]) for one in workers), Counter[str]())
+    looks = doing.total()
     seen = (lines.most_common(1) or [(None, 0)])[0]
     batches = sum(row.batches for row in rows)
     waits = Spread.of(map(clock.wait, rows))
     steps = sum(map(clock.seconds, rows))
-    starts, start_seconds = _epoch_starts(facts, waits.median if waits else 0.0)
+    starts, start_seconds = epoch_starts(facts, waits.median if waits else 0.0)
     if start_seconds is not None:
         start_seconds += _filling_seconds(training.main, rows, facts)
     cpu = training.state["cpu"]
@@ -345,6 +346,8 @@ def read_loader(training: Training) -> LoaderFacts | None:
         steps_per_epoch=facts["length"],
         batches_per_step=max(1.0, batches / len(rows)) if rows else 1.0,
         open_hdf5=tuple(facts.get("open_hdf5") or ()),
+        made_again=is_made_again(facts),
+        decodes_pictures=doing["picture"] > doing["decode"],
         busiest_line=seen[0],
         busiest_share=seen[1] / max(1, looks, lines.total()) if seen[0] else None,
     )
@@ -364,14 +367,20 @@ def _work(workers: Sequence[Process], fetches: Sequence[Fetch]) -> LoaderWork:
     share = {kind: count / looks for kind, count in seen.items()}
     return LoaderWork(
         read=dataset * share.get("read", 0.0),
-        decode=dataset * share.get("decode", 0.0),
+        decode=dataset * (share.get("decode", 0.0) + share.get("picture", 0.0)),
         transform=dataset * share.get("transform", 0.0),
         collate=collate,
         other=dataset * share.get("other", 0.0),
     )
 
 
-def _epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, float | None]:
+def is_made_again(facts: Mapping[str, Any]) -> bool:
+    """Return whether most epochs have a DataLoader of their own."""
+    made = facts.get("made", 1)
+    return bool(made > 1 and 2 * made > len(facts["epochs"]))
+
+
+def epoch_starts(facts: Mapping[str, Any], usual_wait: float) -> tuple[int, float | None]:
     """Return the number of epochs that began after the warm-up, and the seconds between the steps of two epochs."""
     began = [
         started + max(0.0, waited - usual_wait)
@@ -390,7 +399,8 @@ def _filling_seconds(main: Process, counted: Sequence[Row], facts: Mapping[str, 
     `counted` are the usual steps. 0 with persistent workers, whose queues are filled ahead.
     """
     ahead = facts["workers"] * (facts["prefetch_factor"] or 0)
-    if not ahead or facts["persistent_workers"] or not counted:
+    kept = facts["persistent_workers"] and not is_made_again(facts)
+    if not ahead or kept or not counted:
         return 0.0
     usual = statistics.median(row.seconds for row in counted)
     found = []

@@ -27,6 +27,7 @@ from stoker.doctor.measurements import (
     OperatorFacts,
     RankFacts,
     TimelineSpan,
+    WorkerStarts,
 )
 from stoker.doctor.probe.places import is_foreign
 from stoker.doctor.probe.recorder import WARM_UP, Row
@@ -35,7 +36,9 @@ from stoker.doctor.transcript import (
     Process,
     Training,
     computing,
+    epoch_starts,
     find_elsewhere,
+    is_made_again,
     main_process,
     read_hdf5,
     read_loader,
@@ -46,6 +49,7 @@ from stoker.measure.readings import Spread
 from stoker.units import format_count
 
 _NOTABLE_SHARE = 0.1
+_NOTABLE_STARTS = 0.02
 _NOTABLE_QUEUEING, _MUCH_QUEUEING = 0.2, 0.6
 _MOST_UNEXPLAINED = 2.0
 """Beside other programs, a step may compute for this many times the time that its operators explain."""
@@ -139,6 +143,7 @@ def measure(
         ),
         captured=True if state["kind"] == "replay" else None,
         elsewhere_share=elsewhere.share,
+        worker_starts=_worker_starts(seen, elsewhere),
         timeline=_timeline(seen),
         unjudged=tuple(_why_unjudged(seen, step, unjudged)),
         notes=(
@@ -376,6 +381,30 @@ def _long_steps(state: Mapping[str, Any], elsewhere: Elsewhere) -> LongSteps | N
         outside_share=(doing.get("between", 0) + doing.get("data", 0)) / looks,
         lines=tuple((where, count / looks) for where, count in lines[:5]),
     )
+
+
+def _worker_starts(seen: Training, elsewhere: Elsewhere) -> tuple[WorkerStarts, ...]:
+    """Return the starts of other DataLoaders' workers that take a notable part of the time, the costliest first."""
+    found = []
+    for facts in seen.state["loaders"]:
+        again = is_made_again(facts)
+        if facts["number"] == seen.number or (facts["persistent_workers"] and not again):
+            continue
+        fetches = [
+            fetch.seconds - fetch.delay
+            for one in seen.processes
+            if one.state["role"] == "worker" and one.state["loader_id"] == facts["number"]
+            for fetch in one.fetches
+        ]
+        # The first batch has to be loaded however long its worker lives.
+        count, seconds = epoch_starts(facts, statistics.median(fetches) if fetches else 0.0)
+        if count < 2 or not facts["workers"] or not fetches or not seconds:
+            continue
+        share = min(1.0, count * seconds / max(elsewhere.whole, 1e-9))
+        if share >= _NOTABLE_STARTS:
+            starts = (facts["where"], facts["workers"], count, seconds, share, again)
+            found.append(WorkerStarts(*starts))
+    return tuple(sorted(found, key=lambda one: -one.share)[:5])
 
 
 def _copies(state: Mapping[str, Any], usual: _Usual) -> tuple[DeviceCopy, ...]:

@@ -46,6 +46,7 @@ def install(torch: Any) -> None:
     hooks.replace(dataloader.DataLoader, "__init__", _noting_arguments)
     hooks.replace(dataloader.DataLoader, "__iter__", _timed_epoch_start)
     hooks.replace(dataloader._BaseDataLoaderIter, "__next__", _timed_next)
+    hooks.replace(dataloader._MultiProcessingDataLoaderIter, "_shutdown_workers", _timed_shutdown)
     global _torch  # noqa: PLW0603
     _torch = torch
 
@@ -123,12 +124,16 @@ def _facts(loader: Any) -> dict[str, Any]:
             "collate_where": _own_place(loader.collate_fn),
             "open_hdf5": _open_hdf5(dataset),
             "in_order": type(getattr(loader, "sampler", None)).__name__ == "SequentialSampler",
+            "made": 0,
             "batches": 0,
             "epochs": [],
             "ends": [],
             "batch_bytes": None,
             "length": length,
         }
+    if not loader.__dict__.setdefault("_stoker_counted", False):
+        loader.__dict__["_stoker_counted"] = True
+        facts["made"] += 1
     return facts
 
 
@@ -180,6 +185,25 @@ def _timed_epoch_start(original: Any) -> Any:
         return iterator
 
     return __iter__
+
+
+def _timed_shutdown(original: Any) -> Any:
+    """Time the end of workers whose iterator is dropped before its last batch; `__next__` is timed as a whole."""
+
+    def _shutdown_workers(self: Any) -> Any:
+        facts = getattr(self, "_stoker_facts", None)
+        if facts is None or of_thread.inside or getattr(self, "_shutdown", True):
+            return original(self)
+        began, _, delay = clocks.read()
+        try:
+            return original(self)
+        finally:
+            with recorder.guarded("epoch end"):
+                ended, _, queued = clocks.read()
+                seconds = _add_wait(recorder.get(), began, ended, queued - delay)
+                facts["ends"].append((recorder.get().num_steps, seconds))
+
+    return _shutdown_workers
 
 
 def _add_wait(seen: Any, began: float, ended: float, queued: float) -> float:

@@ -56,13 +56,15 @@ _LIBRARIES = {
     "read": "h5py fsspec",
     "transform": "torchvision/transforms albumentations kornia torchaudio/transforms "
     "PIL/ImageFilter PIL/ImageEnhance PIL/ImageOps",
-    "decode": "PIL imageio gzip.py lzma.py bz2.py zipfile.py tarfile.py json pickle.py",
+    "picture": "PIL imageio",
+    "decode": "gzip.py lzma.py bz2.py zipfile.py tarfile.py json pickle.py",
 }
-"""Kind of work to parts of paths; the first kind that fits decides."""
+"""Kind of work to parts of paths; the first kind that fits decides. "picture" is decoding, too."""
 _WORDS = {
     "transform": r"transforms?|augment\w*|jitter|flip|rotate|rotation|crop|resize|blur|warp|affine|normali[sz]e"
     r"|preprocess\w*|noise|mixup|cutmix|erase",
-    "decode": r"decode\w*|decompress\w*|imread|imdecode|parse\w*|unpack\w*|loads|frombuffer|inflate|decoder",
+    "picture": r"imread|imdecode|decode_(?:images?|jpe?g|png)",
+    "decode": r"decode\w*|decompress\w*|parse\w*|unpack\w*|loads|frombuffer|inflate|decoder",
     "read": r"read\w*|open|load|pread|preadv|fetch|download|seek|recv|get_object|memmap|mmap",
 }
 _NAMES = {kind: re.compile(rf"(?:^|_)(?:{words})(?:$|_)", re.I) for kind, words in _WORDS.items()}
