@@ -559,6 +559,8 @@ class TestCommand:
         ("args", "words"),
         [
             (("nowhere",), "'nowhere' does not exist"),
+            (("rum",), "Try: run\n"),
+            (("stor",), "Try: ls .\n"),  # a store is no run, however near its name is
             ((".",), "is not the folder of a run"),
             ((), "Missing argument"),
             (("run", "--out", "no/page.html"), "cannot write the page no/page.html"),
@@ -566,6 +568,7 @@ class TestCommand:
     )
     def test_mistakes_end_with_2_and_say_what_to_type(self, pair, tmp_path, args, words):
         (tmp_path / "run").symlink_to(pair[0])
+        (tmp_path / "store").mkdir()
         done = stoker_report(*args, cwd=tmp_path)
         assert done.returncode == 2
         assert words in done.stderr

@@ -129,10 +129,14 @@ def meant_path(missing: Path) -> Path | None:
     return missing.with_name(near) if near and is_alike else None
 
 
-def look_for(missing: Path, *options: str) -> str:
-    """Return the path that was probably meant by a missing one, or the `ls` command of its folder."""
+def look_for(missing: Path, *options: str, holding: str = "") -> str:
+    """Return the path that was probably meant by a missing one, or the `ls` command of its folder.
+
+    A path that was meant is a folder with the file `holding`, where that is named.
+    """
     meant = meant_path(missing)
-    return quoted(meant) if meant else look_in(missing.parent, *options)
+    is_right = meant is not None and (meant / holding).exists()
+    return quoted(meant) if meant and is_right else look_in(missing.parent, *options)
 
 
 def look_in(folder: Path, *options: str) -> str:

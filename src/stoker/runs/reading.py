@@ -128,7 +128,11 @@ def run_folder_of(path: str | Path, otherwise: str = "") -> Path:
         raise InputError(
             f"{str(path)!r} {what}.",
             f"a folder with {LOG_NAME}, as `stoker train` makes it{otherwise and '; '}{otherwise}",
-            quoted(inside) if inside else look_in(there) if folder.exists() else look_for(folder),
+            quoted(inside)
+            if inside
+            else look_in(there)
+            if folder.exists()
+            else look_for(folder, holding=LOG_NAME),
         )
     return folder
 
