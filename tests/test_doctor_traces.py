@@ -10,6 +10,7 @@ from stoker.doctor import transcript
 from stoker.doctor.measurements import (
     HostCall,
     KernelFacts,
+    LoaderFacts,
     MachineFacts,
     Measurements,
     OperatorFacts,
@@ -112,3 +113,20 @@ def test_code_between_steps_runs_beside_the_kernels_of_a_gpu(busy, gain):
     )  # fmt: skip
     found = [one for one in diagnose(measured) if one.name == "slow-between-steps"]
     assert [one.gain.likely for one in found] == pytest.approx([gain] if gain else [], rel=0.25)
+
+
+@pytest.mark.parametrize(("workers", "names"), [(0, ["batch-too-small"]), (2, [])])
+def test_a_small_batch_is_found_on_a_slow_core_and_not_beside_workers(workers, names):
+    """A step of 23 operators took 0.7 ms, and 1.1 ms on the same host half an hour later."""
+    step = Spread(1.1e-3, 1.0e-3, 1.2e-3, 100)
+    measured = Measurements(
+        "x",
+        steps=100,
+        seconds=0.11,
+        samples_per_step=2.0,
+        step_seconds=step,
+        compute_seconds=step,
+        loader=LoaderFacts("torch", workers, batch_size=2),
+        operators=OperatorFacts(23, 1e-6, 0.0, 0.0, {}),
+    )
+    assert [one.name for one in diagnose(measured)] == names

@@ -26,6 +26,8 @@ _NOTABLE_PYTHON = 0.15
 """Python code of the forward pass is a finding from this share of a step."""
 _NOTABLE_FETCH = 0.03
 """Fetching values is a finding from this share of a step."""
+_SLOW_CORE = 1.5
+"""How much longer an operator may take than usual: the same host was 1.4 times as slow half an hour later."""
 _SMALL_BATCH = 64
 _MOST_TIMES_LARGER, _ENOUGH = 32, 512
 """Limits of the proposed batch: as a multiple of the present one, and in samples."""
@@ -269,6 +271,8 @@ def _fixed_and_growing(case: Case, pace: Pace) -> tuple[float, float] | None:
     elif operators is not None:
         growing = max(0.0, operators.work_seconds - (operators.weight_seconds or 0.0))
         calling = operators.per_step * OPERATOR_SECONDS
+        if not case.loader.workers:  # a slow machine, not workers that crowd its cores
+            calling *= _SLOW_CORE
     else:
         return None
     if growing > pace.compute or pace.compute - growing > calling:
