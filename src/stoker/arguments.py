@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 import os
-import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from numbers import Integral, Real
@@ -31,7 +30,6 @@ _WORDS: Mapping[Any, str] = {
     types.NoneType: "None",
 }
 _LONGEST, _FEW = 60, 8
-_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -81,9 +79,7 @@ def _explain(
 ) -> tuple[str, str, str] | None:
     """Return what was given, what is allowed, and what to type, if known; None: no argument is at fault."""
     known = {each.name: each for each in _parameters(made, given)}
-    unknown = _UNKNOWN.search(str(error))
-    if unknown and unknown[1] in named and unknown[1] not in known:
-        word = unknown[1]
+    if not _takes_any(made, given) and (word := next((w for w in named if w not in known), None)):
         parts = (each for each in known if word.casefold() in each or each in word)
         near = nearest(word, known) or next(parts, None)
         fix = _typed(known[near], named[word]) if near else f"leave {word} out"
@@ -101,13 +97,22 @@ def _explain(
     return None
 
 
+def _takes_any(made: Any, given: tuple[Any, ...]) -> bool:
+    """Whether keywords of any name are taken, and not handed on to a base class."""
+    kinds = {each.kind for each in inspect.signature(made).parameters.values()}
+    return inspect.Parameter.VAR_KEYWORD in kinds and not _base_of(made, given)
+
+
+def _base_of(made: Any, given: tuple[Any, ...]) -> list[Any]:
+    """Return the constructor of the base class of an object that is made, in a list; none for a function."""
+    bases = type(given[0]).__mro__[1:-1] if made.__name__ == "__init__" else ()
+    return list(filter(None, [vars(kind).get("__init__") for kind in bases]))[:1]
+
+
 def _parameters(made: Any, given: tuple[Any, ...]) -> Iterator[inspect.Parameter]:
     """Yield the parameters that have a name; also the keywords of the base class if a class hands others on to it."""
     is_class = made.__name__ == "__init__"
-    above = (
-        [vars(kind).get("__init__") for kind in type(given[0]).__mro__[1:-1]] if is_class else []
-    )
-    for number, each in enumerate((made, *filter(None, above[:1]))):
+    for number, each in enumerate((made, *_base_of(made, given))):
         for one in list(inspect.signature(each).parameters.values())[is_class:]:
             if one.kind in _VARIABLE or (number and one.kind is not inspect.Parameter.KEYWORD_ONLY):
                 continue

@@ -314,7 +314,8 @@ def cores_worth(cores: int | None) -> float | None:
         OSError,
         ValueError,
         subprocess.SubprocessError,
-    ):  # those that still run end by themselves
+    ):
+        # Those that still run end by themselves.
         return None
     return min(float(cores), max(1.0, statistics.median(shares)))
 

@@ -314,9 +314,8 @@ class Pictures:
             while True:
                 try:
                     one = next(source, None)
-                except (
-                    StokerError
-                ) as error:  # of reading: raised after the batches that were read before
+                except StokerError as error:
+                    # Of reading: raised after the batches that were read before.
                     one, fault = None, error
                 if one is None:
                     break

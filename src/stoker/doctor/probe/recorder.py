@@ -304,9 +304,8 @@ class Recorder:
         self.loader_of_step = -1
         self.drawing = FIRST_DRAWN <= self.num_steps < FIRST_DRAWN + NUM_DRAWN
         self.step_start = time.perf_counter()
-        if (
-            self.step_start - self.read_at > _LATE_SECONDS
-        ):  # what the thread did or queued since is no step's
+        # What the thread did or queued since is no step's.
+        if self.step_start - self.read_at > _LATE_SECONDS:
             self.step_start, self.step_cpu, self.step_delay = clocks.read()
 
     def _end_step(self, now: float) -> None:
@@ -413,9 +412,8 @@ class Recorder:
         cpu = None
         if self.first_cpu is not None:
             cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
-            if (
-                self.role == "worker"
-            ):  # in the training process, children are the workers themselves
+            # In the training process, children are the workers themselves.
+            if self.role == "worker":
                 cpu[0] += clocks.children_seconds()
         cores = clocks.busy_seconds() if self.first_busy is not None else None
         busy = None if cores is None or self.first_busy is None else cores - self.first_busy
@@ -447,9 +445,8 @@ class Recorder:
     def flush(self) -> None:
         """Write what is new. Never raises."""
         with guarded("flush"), self.lock:
-            if (
-                self.pid != os.getpid()
-            ):  # a child that was forked in C: Python's fork handlers did not run
+            # A child that was forked in C: Python's fork handlers did not run.
+            if self.pid != os.getpid():
                 return
             self._last_flush = time.perf_counter()
             rows = self.rows[self.num_written :]

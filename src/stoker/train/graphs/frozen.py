@@ -668,9 +668,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         if id(root) in entered:
             return
         entered.update(map(id, root.modules()))
-        add(
-            MethodType(type(root).forward, root)
-        )  # also a library's: `StepState.examined` finds the module by it
+        # Also a library's: `StepState.examined` finds the module by it.
+        add(MethodType(type(root).forward, root))
         kinds = {type(each): each for each in root.modules()}
         for kind, module in kinds.items():
             if _is_own(kind.forward):
