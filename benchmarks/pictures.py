@@ -185,6 +185,8 @@ class Way:
         most_per_second: float = math.inf,
     ) -> float:
         """Take batches for `seconds`, images not faster than asked for; return the seconds for one image."""
+        if not cuda:
+            wait_for_others()
         for batch in itertools.islice(self.batches, 3):
             if step is not None:
                 step(batch)
@@ -265,6 +267,15 @@ def cpu_seconds() -> float:
         except OSError:
             continue
     return total
+
+
+def wait_for_others() -> None:
+    """Wait until the ways that are not measured now, such as a DataLoader's workers, have filled their queues."""
+    busy = 1.0
+    while busy > 0.1:
+        spent = cpu_seconds()
+        time.sleep(0.3)
+        busy = (cpu_seconds() - spent) / 0.3
 
 
 def decoder_way(folder: Path, batch: int, device: torch.device) -> Way | None:

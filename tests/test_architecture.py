@@ -18,7 +18,7 @@ LAYERS = [
     {"address"},
     {"display"},
     {"errors"},
-    {"units", "lifetime", "arguments"},
+    {"units", "lifetime", "arguments", "host_memory"},
     {"ownership", "stalls"},
     {"config", "machine", "report", "page"},
     {"runs", "bounds"},

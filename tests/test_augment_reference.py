@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.augment import philox, reference
+from stoker.augment.compose import Compose
 from stoker.augment.draw import BRIGHTNESS, CONTRAST, HUE, SATURATION, SIGMA, draw_table, untouched
 from stoker.augment.geometry import (
     RandomAffine,
@@ -389,6 +391,23 @@ def test_slices_of_the_batch_give_the_same_bits(monkeypatch):
     parts = apply(images, EVERYTHING, table, labels)
     assert torch.equal(whole[0], parts[0])
     assert torch.equal(whole[1], parts[1])
+
+
+@pytest.mark.parametrize("dtype", [ToDtype(torch.float32), ToDtype(torch.bfloat16, True)])
+def test_a_large_result_keeps_its_memory_as_long_as_a_view_of_it_lives(dtype):
+    images = bytes_of(16, 3, 96, 128)
+    augment = Compose([RandomHorizontalFlip(), ColorJitter(0.4), dtype], seed=3)
+    first = augment(images)
+    place, row, kept = first.data_ptr(), first[5], first[5].clone()
+    del first
+    second = augment(images)
+    assert second.data_ptr() != place
+    assert second.dtype == dtype.dtype
+    assert second.is_contiguous() != dtype.channels_last
+    assert torch.equal(row, kept)
+    del row
+    assert augment(images).data_ptr() == place
+    pickle.loads(pickle.dumps(augment))(images)
 
 
 def test_float64_images_are_worked_on_in_float64():

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError
+from stoker.host_memory import Recycled
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import Column
 from stoker.loader.staging import restore_sign
-from stoker.loader.straight import Recycled
 
 AHEAD_BYTES, RESIDENT_AHEAD_BYTES = 2 << 20, 128 << 20
 """Most bytes made ahead. The second limit is for data that is resident on a GPU, where memory is not short; the size of
@@ -35,9 +35,6 @@ _LEAST_BATCHES, _MOST_BATCHES = {"cpu": 32, "cuda": 8}, 64
 
 _ALIGNMENT = 16
 """Bytes. Kernels use wide loads only at aligned addresses, and a compiled model copies unaligned inputs."""
-
-_LARGE_BYTES = 1 << 20
-"""Batches from this size on use recycled memory on the host; malloc is fast enough for smaller ones."""
 
 
 def window_view(values: torch.Tensor, window: int) -> torch.Tensor:
@@ -106,11 +103,8 @@ class FieldGather(NamedTuple):
         """Return the field's values at `rows[self.row]`."""
         indices, out = rows[self.row], None
         if self.memory is not None:
-            inner = self.values.shape[1:]
-            num_bytes = len(indices) * inner.numel() * self.values.element_size()
-            if num_bytes >= _LARGE_BYTES:
-                lent = torch.from_numpy(self.memory.lend(self.name, num_bytes))
-                out = lent.view(self.values.dtype).view(len(indices), *inner)
+            shape = len(indices), *self.values.shape[1:]
+            out = self.memory.empty(self.name, shape, self.values.dtype)
         taken = torch.index_select(self.values, 0, indices, out=out)
         return restore_sign(taken, self.dtype) if self.unsigned else taken
 

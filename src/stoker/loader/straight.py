@@ -15,18 +15,16 @@ cause a fault (adding 1 in place took ten times as long).
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import torch
 
+from stoker.host_memory import Recycled
 from stoker.loader.columns import Column, Values
 from stoker.loader.planned import Mode, PlannedBatch
 from stoker.loader.staging import restore_sign, signed_twin
-from stoker.store.fields import Array
 
 BLOCK_BYTES = 4 << 20
 """Buffer size of all columns together. The buffer should stay in the processor's cache: one of 2 MB was filled
@@ -34,50 +32,6 @@ at 6 GB/s, two of 4 MB in turn at 4 GB/s (a core with 2 MB of cache)."""
 _AHEAD_BYTES = 32 << 20
 _MOST_TOGETHER = 64
 """Batches whose columns are cut together; a large column is read one batch at a time."""
-
-
-_MOST_KEPT = 4
-
-
-class Recycled:
-    """Host memory that is reused after the last array or tensor over it is freed. Thread safe.
-
-    New memory costs a page fault for every 4 kB: gathering a batch of 30 MB took 9 ms into new memory and 3 ms into
-    reused memory. malloc returns large blocks to the kernel, so it does not help. Memory is lent by field name,
-    so that keeping a batch's labels does not keep its images.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[str, list[mmap.mmap]] = {}
-
-    def lend(self, name: str, num_bytes: int) -> Array:
-        """Return `(num_bytes,)` uint8, page aligned and not initialised."""
-        free = self._free.setdefault(name, [])
-        try:
-            buffer = free.pop()  # the last one freed: most likely still in the cache
-        except IndexError:
-            buffer = None
-        if buffer is None or len(buffer) < num_bytes:
-            buffer = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = np.frombuffer(buffer, dtype=np.uint8)
-        weakref.finalize(whole, _take_back, self._free, name, buffer).atexit = False
-        return whole[:num_bytes]
-
-    def close(self) -> None:
-        """Free the unused buffers; the others are freed with their last user."""
-        self._free.clear()
-
-    @property
-    def num_free(self) -> int:
-        """Number of unused buffers."""
-        return sum(map(len, self._free.values()))
-
-
-def _take_back(free: dict[str, list[mmap.mmap]], name: str, buffer: mmap.mmap) -> None:
-    """Keep a buffer for reuse, up to a few: more were needed only while many batches were kept."""
-    kept = free.get(name)
-    if kept is not None and len(kept) < _MOST_KEPT:
-        kept.append(buffer)
 
 
 def can_read_straight(columns: Sequence[Column], mode: Mode) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from stoker.host_memory import Recycled
 from stoker.loader.loader import Loader
-from stoker.loader.straight import Recycled
 from stoker.store.fields import Dense, Series
 from store_makers import write_store
 
