@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -366,3 +367,28 @@ def test_the_advice_for_a_target_is_not_to_drop_it(tmp_path, cell, tried):
     with pytest.raises(SourceError, match="is the target and") as raised:
         TableSource((path,), target="price").prepare(tmp_path)
     assert raised.value.fix == tried
+
+
+def test_headers_between_rows_of_joined_files_are_no_rows(tmp_path):
+    header, rows = "size, kind,label", [f"{n}.5,{'ab'[n % 2]},{n % 2}" for n in range(40)]
+    lines = [header, *rows[:10], header, "1,2", "\ufeff" + header, *rows[10:], header]
+    (tmp_path / "all.csv").write_text("\n".join(lines) + "\n")
+    options = PackOptions(on_bad="quarantine", bad_budget=1, jobs=1)
+    made = pack(TableSource((tmp_path / "all.csv",), target="label"), tmp_path / "store", options)
+    with open_store(made.path) as store:
+        assert store.gather("features", np.arange(40))[:, 0].tolist() == [
+            n + 0.5 for n in range(40)
+        ]
+        facts = {"table": store.manifest.attributes["table"], "repairs": {}}
+    assert facts["table"]["classes"] == ["0", "1"]
+    kinds = [(each.line, each.is_asked) for each in made.refused]
+    assert kinds == [(13, False), (12, True), (14, True), (45, True)]
+    (batch,) = open_raw_table(tmp_path / "all.csv", facts, {})
+    assert [row for row, why in zip(batch.keys, batch.reasons, strict=True) if why] == [
+        10,
+        11,
+        12,
+        43,
+    ]
+    values = batch.batch["features"][torch.from_numpy(batch.answered), 0]
+    assert values.tolist() == [n + 0.5 for n in range(40)]

@@ -25,7 +25,7 @@ from stoker.cli.data_options import (
 from stoker.cli.options import JsonOption, require_output, require_page, verb
 from stoker.cli.terminal import Bar, make_console, print_json
 from stoker.display import command, printable
-from stoker.errors import EXIT_REFUSED, InputError, RefusalList, count_refused
+from stoker.errors import EXIT_REFUSED, InputError, RefusalList
 from stoker.ownership import temporary_folder, write_text
 from stoker.units import format_bytes, format_count
 
@@ -269,9 +269,11 @@ def _look_at_source(source: Source, bar: Progress) -> tuple[Inspection, dict[str
     if isinstance(source, TableSource) and (hint := bars_hint(files)):
         notes.append(hint)
     facts |= {f"note {number}": note for number, note in enumerate(notes, 1)}
-    total = count_refused(everything)
-    for number, refusal in enumerate(everything[:_LISTED], 1):
-        facts[f"refused {number} of {total}"] = str(refusal)
+    for is_asked, word in ((False, "refused"), (True, "ignored")):
+        those = [refusal for refusal in everything if refusal.is_asked == is_asked]
+        total = sum(refusal.count for refusal in those)
+        for number, refusal in enumerate(those[:_LISTED], 1):
+            facts[f"{word} {number} of {total}"] = str(refusal)
     return inspection, facts, samples
 
 

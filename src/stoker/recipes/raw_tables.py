@@ -27,7 +27,14 @@ from stoker.sources.tables.columns import (
     without_codes,
 )
 from stoker.sources.tables.layout import TextOptions, header_advice
-from stoker.sources.tables.reading import TableFile, batches, find_files, open_tables, shown_names
+from stoker.sources.tables.reading import (
+    TableFile,
+    batches,
+    find_files,
+    number_rows,
+    open_tables,
+    shown_names,
+)
 from stoker.sources.tables.source import RowPlan
 from stoker.store.fields import Array
 from stoker.store.repairs import FittedRepair, apply_repairs
@@ -168,7 +175,7 @@ class RawTable:
                 if self._codes and table is not None:
                     table = without_codes(table, self._codes, file.decimal)
                 count = 0 if table is None else table.num_rows
-                numbered, next_row = _number_rows(next_row, count, wrong)
+                numbered, next_row = number_rows(next_row, count, wrong)
                 made = self._make(file, table, numbered, wrong)
                 if len(self._files) > 1:
                     named = np.full(len(made.keys), str(file.path), dtype=object)
@@ -289,10 +296,3 @@ class RawTable:
             center, spread = self._ranges
             limit = _FAR_SPREADS_OF_FEW if len(features) < _FEW_ROWS else _FAR_SPREADS
             self._num_far += (np.abs(features - center) > limit * spread).sum(axis=0)
-
-
-def _number_rows(first: int, count: int, wrong: Mapping[int, str]) -> tuple[Array, int]:
-    """Return numbers for `count` rows, from `first`, that skip the numbers in `wrong`; and the next free number."""
-    span = np.arange(first, first + count + len(wrong), dtype=np.int64)
-    kept = span[~np.isin(span, list(wrong))][:count] if wrong else span
-    return kept, max([int(kept[-1]) if len(kept) else first - 1, *wrong], default=first - 1) + 1

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv, feather, json, parquet
 
 from stoker import bounds
@@ -34,6 +36,7 @@ from stoker.sources.tables.layout import (
     find_layout,
     refuse_kind,
 )
+from stoker.store.fields import Array
 from stoker.store.foreign import JSON_LINES, text_kind
 from stoker.units import format_bytes
 
@@ -46,6 +49,7 @@ SUFFIXES = (
 )  # fmt: skip
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 _TABLE_FORMATS = "CSV or other text with separators, JSON lines, Parquet, or Feather"
+_HEADER = "repeats the header"
 _CELL = re.compile(rb'"[^"]*"|\S+')  # of a line whose separator is a run of spaces
 _PARTITION = re.compile(r"([^=/]+)=([^/]*)")
 
@@ -231,7 +235,7 @@ def batches(
                 return
             with _stream(file.path) as opened, _sound_text(file):
                 source = _squeezed(opened) if file.layout.sep == " " else opened
-                for batch in _open_csv(source, refused, file):
+                for batch in _rows_of_text(source, refused, file):
                     yield _renamed(batch, file, file.names)
 
 
@@ -373,6 +377,42 @@ def _open_csv(stream: Any, refused: RefusalList, file: TableFile) -> Any:
             column_types={key: pa.string() for key in keys}, strings_can_be_null=False
         ),
     )
+
+
+def _rows_of_text(stream: Any, refused: RefusalList, file: TableFile) -> Iterator[Any]:
+    """Yield the rows without those that repeat the header, as in files joined by `cat`; these go to `refused`."""
+    layout = file.layout
+    assert layout is not None
+    first, num_listed = layout.skip + 1, len(refused)
+    for batch in _open_csv(stream, refused, file):
+        others = {refusal.line or 0 for refusal in refused[num_listed:]}
+        numbers, first = number_rows(first, batch.num_rows, others)
+        places = _places_of_header(batch, layout) if layout.has_header else ()
+        for place in places:
+            line = int(numbers[place])
+            refused.append(Refusal(str(file.path), line, _HEADER, kind=_HEADER, is_asked=True))
+        num_listed = len(refused)
+        yield batch.filter(~np.isin(np.arange(len(numbers)), places)) if len(places) else batch
+
+
+def number_rows(first: int, count: int, others: Collection[int]) -> tuple[Array, int]:
+    """Return numbers for `count` rows, from `first`, without those of `others`; and the next free number."""
+    span = np.arange(first, first + count + len(others), dtype=np.int64)
+    own = span[~np.isin(span, [*others])][:count] if others else span
+    return own, max([int(own[-1]) if len(own) else first - 1, *others]) + 1
+
+
+def _places_of_header(batch: Any, layout: Layout) -> Array:
+    """Return the rows whose cells are all the names of their columns."""
+    # In a single column, a text such as "word" may be a value like others.
+    ends = pc.ends_with(batch.column(0), pattern=layout.names[0]) if len(layout.names) > 1 else ()
+    places = np.flatnonzero(ends)
+    for column, name in zip(batch.columns, layout.names, strict=True):
+        if not len(places):
+            break
+        cells = pc.utf8_trim(column.take(pa.array(places)), characters=" \t\ufeff")
+        places = places[np.asarray(pc.equal(cells, name))]
+    return places
 
 
 def _stream(path: Path) -> Any:
