@@ -103,6 +103,8 @@ CASES = [
          columns=["country=A", "country=B", "2019", "2020"]),
     Case("a title, a URL or comments above the header", "ignored, counted and said", "https://example.org/x\n# made 2020\na,b\n1,2\n3,4\n",
          says=["2 lines above the table ignored"], account=(4, 2, 0, 2), columns=["a", "b"]),
+    Case("files joined by `cat`, with a header in the middle", "the header is ignored and counted", "a,b\n1,2\n3,4\na,b\n5,6\n",
+         says=["ignored 1: repeats the header"], account=(4, 3, 0, 1), fields={"features": [[1, 2], [3, 4], [5, 6]]}),
     Case("Excel's `sep=;` line", "obeyed", "sep=;\na;b\n1;2\n3;4\n", columns=["a", "b"]),
     Case("a header with one name less than the rows have cells (R)", "the first column has no name; left out where it counts the rows",
          rows('"x","y"', lambda n: f'"{n + 1}",{n * n},{n}.5'), says=["'unnamed_0' only counts the rows"], columns=["x", "y"]),
