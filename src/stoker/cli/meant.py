@@ -38,7 +38,7 @@ _OPTIONS = {
     "--jobs": "workers num-workers n-jobs processes",
     "--sep": "delimiter separator",
     "--store": "data dataset",
-    "--run-dir": "output-dir save-dir out-dir logdir",
+    "--run-dir": "o out output output-dir save-dir out-dir logdir",
     "--gpus": "nproc-per-node devices num-gpus",
     "--config": "recipe cfg configuration config-file yaml",
 }
@@ -84,7 +84,8 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
     known = {name for each in context.command.params for name in each.opts}
     name = option.lstrip("-").replace("-", "_")
     last = [each.name for each in context.command.params if each.param_type_name == "argument"]
-    if last[-1:] == [name] or (name == "out" and typed[0] == "pack"):
+    is_output = name in ("o", "out", "output") and (typed[0] == "pack" or last[-1:] == ["out"])
+    if last[-1:] == [name] or is_output:
         return command("stoker", *_as_argument(option, typed))
     ours = _by_word(_OPTIONS).get(option.lstrip("-").replace("_", "-"))
     if ours in known:
@@ -99,10 +100,13 @@ def _for_option(whole: Any, context: Any, option: str, typed: Sequence[str]) -> 
         at = next((at for at, word in enumerate(typed) if word.partition("=")[0] == option), -1)
         value = typed[at].partition("=")[2] or next(iter(typed[at + 1 :]), "VALUE")
         return f"--set {quoted(f'{key}={value}')} instead of {option}"
+    raw = next((word for word in typed if _exists(word) and _is_raw(Path(word))), None)
+    if raw and "--config" in known:
+        return command("stoker", "pack", _kind_of(Path(raw)), raw, "OUT")
     verbs = [path for path, one in _verbs(whole) if any(option in each.opts for each in one.params)]
     kind = next((_kind_of(Path(word)) for word in typed if _exists(word)), "")
-    # Those of the same group first, and that for the kind of file.
-    verbs.sort(key=lambda path: (path[0] != typed[0], path[-1] != kind))
+    # Those of the same group first, that for the kind of file, and those that read raw files.
+    verbs.sort(key=lambda path: (path[0] != typed[0], path[-1] != kind, path[0] != "pack"))
     help_of = command("stoker", *verbs[0], "--help") if verbs else ""
     return help_of and f"{help_of}: that verb has {option}"
 
@@ -116,6 +120,8 @@ def _for_words(whole: Any, context: Any, typed: Sequence[str]) -> str:
     known = {name for each in context.command.params for name in each.opts}
     if "--config" in known:
         return _for_training(typed, here)
+    if depth == 2 and typed[:1] == ["augment"] and here:
+        return command("stoker", "augment", "preview", *typed[1:])
     if depth == 2 and typed[:1] == ["pack"]:
         if typed[1:2] == here[:1] and here:
             return command("stoker", "pack", _kind_of(Path(here[0])), *typed[1:])
@@ -161,9 +167,8 @@ def _for_training(typed: Sequence[str], here: Sequence[str]) -> str:
     stores = [word for word in here if word in typed[1:]]
     if not stores or "--store" in typed:
         return ""
-    kind = _kind_of(Path(stores[0])) if Path(stores[0]).is_file() else "KIND"
-    if kind != "KIND":  # a raw file
-        return command("stoker", "pack", kind, stores[0], "OUT")
+    if _is_raw(Path(stores[0])):
+        return command("stoker", "pack", _kind_of(Path(stores[0])), stores[0], "OUT")
     return f"--store {quoted(stores[0])}"
 
 
@@ -175,6 +180,10 @@ def _kind_of(path: Path) -> str:
     from stoker.store.hdf5 import PACKED_BY
 
     return PACKED_BY.get(path.suffix.lower(), "images" if path.is_dir() else "KIND")
+
+
+def _is_raw(path: Path) -> bool:
+    return path.is_file() and _kind_of(path) != "KIND"
 
 
 def _as_argument(option: str, typed: Sequence[str]) -> list[str]:
