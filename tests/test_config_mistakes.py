@@ -50,6 +50,8 @@ from test_config import RAM, problems_of
         ("data: {ram_32gb_mode: {}}", "1:8", "no key 'ram_32gb_mode'", "", RAM),
         ("training.lr: 0.1", "1:1 training.lr", "no key", "", "training: {lr: 0.0001}"),
         ("data: {qqqq: 1}", "1:8 data.qqqq", "no key 'qqqq'", "batch_size", "delete it"),
+        ("recipe_options: {}", "1:1 recipe_options", "at the top level", "recipe", "recipe.options"),
+        ("training_lr: 1", "1:1 training_lr", "at the top level", "training", "training.lr"),
         ("training: 5", "1:1 training", "is 5", "section with the keys epochs", "training: {"),
         ("- training", "1:1", "is a list", "gpu_optimization", "stoker config init"),
         ("just words", "1:1", "text", "gpu_optimization", "stoker config init"),

@@ -277,6 +277,7 @@ def print_evaluation(console: Console, made: Evaluation) -> None:
         others = [_number(metrics.get(metric)) for metrics in made.baselines.values()]
         mark = " *" if metric == name else ""
         table.add_row(f"{metric}{mark}", _number(value), span, *others)
+    table.caption = "* decides the comparison" if made.baselines else None
     console.print(table)
     for kind, rows in made.groups.items():
         names = list(dict.fromkeys(metric for row in rows.values() for metric in row))

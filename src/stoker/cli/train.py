@@ -274,4 +274,5 @@ def _print_metrics(console: Console, run: RecipeRun) -> None:
         values = [part.get(name) for part in (run.baseline, run.val, run.test)]
         mark = " *" if name == run.monitor[0] else ""
         table.add_row(f"{name}{mark}", *(known(value, ".4g") for value in values))
+    table.caption = "* chooses the checkpoint"
     console.print(table)

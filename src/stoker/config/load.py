@@ -367,12 +367,15 @@ def _suggest_name(path: KeyPath, name: str, section: str) -> str:
         return _nested(name)
     if path[-1] in SYNONYMS and name == path[-1]:
         return SYNONYMS[name]
+    known = [*key_schemas(), *(key for key in sections() if key)]
+    joined = [key for key in known if "." in key and key.replace(".", "_") == name]
+    if joined:  # recipe_options for recipe.options
+        return joined[0]
     near = difflib.get_close_matches(name, sections()[section].model_fields, n=1, cutoff=0.75)
     if near:
         better = prefix + near[0]
         whole = ".".join((better, *path[better.count(".") + 1 :]))
         return whole if whole in key_schemas() else better
-    known = [*key_schemas(), *(key for key in sections() if key)]
     elsewhere = [key for key in known if key.rpartition(".")[2] == path[-1]]
     if elsewhere:
         return " or ".join(elsewhere)
