@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,6 +151,7 @@ def evaluation(reached: float, span: tuple[float, float], baseline: float, more:
         (evaluation(0.5, (0.1, 0.9), 0.4, more=False), "worse"),
         (evaluation(math.nan, (0.1, 0.9), 0.4), "unknown"),
         (Evaluation(3, ("f1", True), {"f1": 1.0}), "unknown"),
+        (replace(evaluation(0.7, (0.0, 1.0), 0.8), num_samples=9), "few"),
     ],
 )
 def test_a_model_is_worth_training_where_it_beats_every_baseline(made, worth):

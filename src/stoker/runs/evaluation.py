@@ -15,9 +15,11 @@ from stoker.report import as_mapping, as_mappings, as_number
 from stoker.strict_json import exact_text, parse_json
 from stoker.units import format_count
 
-Worth = Literal["better", "unclear", "worse", "unknown"]
+Worth = Literal["better", "unclear", "worse", "few", "unknown"]
 ExampleKind = Literal["text", "image", "spectrum", "series"]
 _MOST_EXAMPLES = 24
+_FEWEST = 10
+"""Test samples below which no model is judged: the interval of so few is not to be trusted."""
 T = TypeVar("T")
 
 
@@ -106,6 +108,8 @@ class Evaluation:
         best, reached = self.best_baseline, self.metrics.get(name, math.nan)
         if best is None or not math.isfinite(reached):
             return "unknown"
+        if self.num_samples < _FEWEST:
+            return "few"
         if not (reached > best[1] if more else reached < best[1]):
             return "worse"
         low, high = self.intervals.get(name, (reached, reached))
@@ -123,6 +127,7 @@ class Evaluation:
         samples = format_count(self.num_samples, "test sample")
         against = f"{shown} on {samples}, {best[0]} {best[1]:.4g}"
         return {
+            "few": f"A model is judged by at least {_FEWEST} test samples: {against}.",
             "better": f"The model is better than its baselines: {against}.",
             "unclear": f"The model may be no better than its baseline {best[0]}, which is in its interval: {against}.",
             "worse": f"The model is not worth training: its baseline {best[0]} is as good or better: {against}.",

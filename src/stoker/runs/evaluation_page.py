@@ -21,11 +21,18 @@ from stoker.runs.evaluation import (
     spell_interval,
 )
 
-_WORTH_KINDS = {"better": "good", "unclear": "warn", "worse": "refuse", "unknown": "note"}
+_WORTH_KINDS = {
+    "better": "good",
+    "unclear": "warn",
+    "worse": "refuse",
+    "few": "warn",
+    "unknown": "note",
+}
 _WORTH_WORDS = {
     "better": "better than its baselines",
     "unclear": "maybe no better",
     "worse": "not worth training",
+    "few": "too few test samples",
     "unknown": "nothing to compare with",
 }
 _SHOWN = {"answer": "prediction"}  # names of pictures in run logs, and on the page
