@@ -17,16 +17,12 @@ from stoker.errors import InputError
 from stoker.loader.loader import Loader
 from stoker.train.batches import Work, alike, is_equal
 from stoker.train.graphs import graphed_step as capturing
-from stoker.train.graphs.frozen import (
-    HostNumbers,
-    find_iterator,
-    has_drawn,
-    quiet_host_rng,
-    with_helpers,
-)
+from stoker.train.graphs.frozen import HostNumbers
 from stoker.train.graphs.frozen_groups import FrozenGroups
 from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
+from stoker.train.graphs.host_draws import has_drawn, quiet_host_rng
 from stoker.train.graphs.replay_check import difference
+from stoker.train.graphs.step_code import find_iterator, with_helpers
 from stoker.train.graphs.structure import Structure
 from stoker.train.step import make_guarded
 from stoker.train.trainer import Trainer
@@ -240,7 +236,7 @@ def test_a_draw_on_the_host_is_seen(draw):
 @pytest.mark.parametrize("num_draws", [0, 40, None])
 def test_threads_that_load_data_are_waited_for(monkeypatch, num_draws):
     """They draw from the same generators, and rest when they are ahead, or never."""
-    monkeypatch.setattr("stoker.train.graphs.frozen._MOST_LOOKS", 5)
+    monkeypatch.setattr("stoker.train.graphs.host_draws._MOST_LOOKS", 5)
     ended = threading.Event()
 
     def load():

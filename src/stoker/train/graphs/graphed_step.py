@@ -35,17 +35,16 @@ import torch
 from stoker.report import Note
 from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
 from stoker.train.generators import restore_rng
-from stoker.train.graphs.frozen import (
-    DRAWS_ON_HOST,
-    HostNumbers,
-    find_iterator,
-    has_drawn,
-    quiet_host_rng,
-)
+from stoker.train.graphs.frozen import HostNumbers
 from stoker.train.graphs.frozen_groups import OTHER_GROUPS, FrozenGroups
 from stoker.train.graphs.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
 from stoker.train.graphs.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
-from stoker.train.graphs.host_draws import HostDraws
+from stoker.train.graphs.host_draws import (
+    DRAWS_ON_HOST,
+    HostDraws,
+    has_drawn,
+    quiet_host_rng,
+)
 from stoker.train.graphs.reasons import describe_failure, refuse_eager, step_note
 from stoker.train.graphs.replay_check import (
     are_close,
@@ -55,6 +54,7 @@ from stoker.train.graphs.replay_check import (
     same_counts,
     spread,
 )
+from stoker.train.graphs.step_code import find_iterator
 from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
 from stoker.train.graphs.structure import Structure
 from stoker.train.graphs.written import WrittenTensors
