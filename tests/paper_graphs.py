@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.train import trainer
-from stoker.train.graphs import frozen, function, graphed_step, trainer_step
+from stoker.train.graphs import function, graphed_step, host_draws, trainer_step
 
 
 class PaperGraph:
@@ -105,7 +105,7 @@ def use_paper_graphs(monkeypatch) -> None:
 
     for module in (graphed_step, trainer_step, function, trainer):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)
-    monkeypatch.setattr(frozen, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(host_draws, "_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(graphed_step, "_side_stream", lambda _: None)
     monkeypatch.setattr(graphed_step.GraphedStep, "_capture", capture_on_paper)
     monkeypatch.setattr(graphed_step.GraphedStep, "_warm_up", warm_up)

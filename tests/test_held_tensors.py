@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import stoker
-from stoker.train.graphs.frozen import with_helpers
 from stoker.train.graphs.held_tensors import WatchedTensors
+from stoker.train.graphs.step_code import with_helpers
 
 NUM_BATCHES, LATE = 16, 13
 """The first replays are compared with eager steps; what changes at batch LATE comes after them."""

@@ -22,7 +22,8 @@ from stoker.train.batches import Feed
 from stoker.train.checkpoint_file import loadable
 from stoker.train.checks import load_criterion
 from stoker.train.generators import capture_rng, restore_rng, seed_rng
-from stoker.train.graphs.frozen import HostNumbers, is_plain_object
+from stoker.train.graphs.frozen import HostNumbers
+from stoker.train.graphs.places import is_plain_object
 from stoker.train.graphs.step_state import drawing_objects, used_objects
 from stoker.train.graphs.structure import STEP_HOOKS
 from stoker.train.graphs.trainer_step import CapturedStep

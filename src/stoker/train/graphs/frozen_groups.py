@@ -47,10 +47,8 @@ class FrozenGroups:
         self._groups = [_freeze(optimizer, group, device, bring_rates) for group in groups]
         self._kept: list[Any] | None = None
         self._moments: dict[str, Any] = {}
-        # One parameter stands for all: each address takes 0.1 µs. A change of the memory format moves those of 4
-        # dimensions only. One that was moved alone is found by the next comparison with an eager step.
         trained = (p for group in optimizer.param_groups for p in group["params"])
-        order = operator.attrgetter("requires_grad", "ndim")
+        order = operator.attrgetter("requires_grad")
         self._sample: torch.Tensor = max(trained, key=order, default=torch.empty(0))
         self._trained = self._list_trained()
 
@@ -85,13 +83,12 @@ class FrozenGroups:
         return None
 
     def trains_others(self) -> bool:
-        """Whether parameters were frozen or unfrozen since the capture, or all were given other memory."""
+        """Whether parameters were frozen or unfrozen since the capture."""
         return self._list_trained() != self._trained
 
-    def _list_trained(self) -> list[int]:
+    def _list_trained(self) -> list[bool]:
         groups = self._optimizer.param_groups
-        trained = [parameter.requires_grad for group in groups for parameter in group["params"]]
-        return [*trained, self._sample.data_ptr()]
+        return [parameter.requires_grad for group in groups for parameter in group["params"]]
 
 
 def _freeze(

@@ -34,8 +34,8 @@ from stoker.loader.batch import IndexBatch
 from stoker.loader.loader import Loader
 from stoker.report import Note
 from stoker.train.batches import alike, is_plain, iterate_tensors, map_tensors
-from stoker.train.graphs.frozen import is_plain_object, name_key
 from stoker.train.graphs.graphed_step import GraphedStep, has_graphs
+from stoker.train.graphs.places import is_plain_object, name_key
 from stoker.train.graphs.reasons import describe_failure, step_note
 from stoker.train.graphs.step_state import StepState, drawing_objects, used_objects
 from stoker.train.oom import forget_frames, is_oom, let_go

@@ -35,17 +35,16 @@ import torch
 from stoker.report import Note
 from stoker.train.batches import alike, copy_into, iterate_tensors, map_tensors
 from stoker.train.generators import restore_rng
-from stoker.train.graphs.frozen import (
-    DRAWS_ON_HOST,
-    HostNumbers,
-    find_iterator,
-    has_drawn,
-    quiet_host_rng,
-)
+from stoker.train.graphs.frozen import HostNumbers
 from stoker.train.graphs.frozen_groups import OTHER_GROUPS, FrozenGroups
 from stoker.train.graphs.held_tensors import HeldTensors, WatchedTensors, hides_tensors, put_in
 from stoker.train.graphs.host_constants import STEPS_TO_LEARN, HostConstants, are_compiled
-from stoker.train.graphs.host_draws import HostDraws
+from stoker.train.graphs.host_draws import (
+    DRAWS_ON_HOST,
+    HostDraws,
+    has_drawn,
+    quiet_host_rng,
+)
 from stoker.train.graphs.reasons import describe_failure, refuse_eager, step_note
 from stoker.train.graphs.replay_check import (
     are_close,
@@ -55,6 +54,7 @@ from stoker.train.graphs.replay_check import (
     same_counts,
     spread,
 )
+from stoker.train.graphs.step_code import find_iterator
 from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
 from stoker.train.graphs.structure import Structure
 from stoker.train.graphs.written import WrittenTensors
@@ -208,26 +208,9 @@ class GraphedStep:
             else:  # such values often change at every step: a new graph would be outdated at once
                 self._split(change + self._advice)
             return self._run_eagerly(work)
-        if any(frozen.trains_others() for frozen in self._frozen):
-            self._renew("parameters were frozen, thawed, or given other memory (p.data = ...)")
-            return self._run_eagerly(work)
-        if self._structure.has_changed():
-            self._renew("layers, parameters, buffers or hooks of the model are others")
-            return self._run_eagerly(work)
-        changed = self._numbers.find_change()
-        if changed is not None:
-            self._renew(f"{changed} has changed")
-            return self._run_eagerly(work)
-        if self._constants is not None and self._constants.have_changed():
-            self._renew("a tensor on the host has changed")
-            return self._run_eagerly(work)
-        replaced = self._watched.find_replaced()
-        if replaced is not None and self._depends_on(*replaced[1:], work):
-            self._renew(f"another object was put in the place of {replaced[0]}")
-            return self._run_eagerly(work)
-        if self._written.is_kept():
-            self._copies_all = True
-            self._renew("a tensor that the step leaves behind is kept, and copied from now on")
+        outdated = self._find_outdated(work)
+        if outdated is not None:
+            self._renew(outdated)
             return self._run_eagerly(work)
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
@@ -235,6 +218,28 @@ class GraphedStep:
         self._replay_graph()
         self._written.put()
         return self._copied_result()
+
+    def _find_outdated(self, work: Any) -> str | None:
+        """Return what a replay would miss, so that the step must be captured again; or None."""
+        if any(frozen.trains_others() for frozen in self._frozen):
+            return "parameters were frozen or thawed"
+        moved = self._structure.find_moved()
+        if moved is not None:
+            return f"{moved} was given other memory (p.data = ...)"
+        if self._structure.has_changed():
+            return "layers, parameters, buffers or hooks of the model are others"
+        changed = self._numbers.find_change()
+        if changed is not None:
+            return f"{changed} has changed"
+        if self._constants is not None and self._constants.have_changed():
+            return "a tensor on the host has changed"
+        replaced = self._watched.find_replaced()
+        if replaced is not None and self._depends_on(*replaced[1:], work):
+            return f"another object was put in the place of {replaced[0]}"
+        if self._written.is_kept():
+            self._copies_all = True
+            return "a tensor that the step leaves behind is kept, and copied from now on"
+        return None
 
     def _replay_graph(self) -> None:
         """Replay the graph and run the rest of the step; repeat draws on the host that have no effect on it."""

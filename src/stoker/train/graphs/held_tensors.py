@@ -20,18 +20,20 @@ from typing import Any
 
 import torch
 
-from stoker.train.graphs.frozen import (
+from stoker.train.graphs.places import (
     MODULE_TABLES,
     MOST_COMPARED,
-    attributes_read,
     is_number,
     is_opaque,
     is_plain_object,
     name_key,
-    named_in_step,
-    names_in,
     read_place,
     slots_of,
+)
+from stoker.train.graphs.step_code import (
+    attributes_read,
+    named_in_step,
+    names_in,
     surroundings,
 )
 

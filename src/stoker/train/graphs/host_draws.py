@@ -1,15 +1,16 @@
-"""Random draws on the host that have no effect, such as `torch.rand([]) < 0.0`.
+"""Random draws on the host: whether a step makes any, and those that have no effect, such as `torch.rand([]) < 0.0`.
 
 At every step, layers of transformers draw whether they are skipped (LayerDrop), also where the probability is 0. Such a
 step can be captured, because it is the same for every drawn number.
 
 Enters: a step, run within `HostDraws`. Leaves: the draws that it made, and whether something may depend on one. Costs:
 a call of Python for every operation of that one step. At each replay the draws are repeated, so that torch's generator
-has the same state as after an eager step.
+has the same state as after an eager step. A look at the generators takes 50 ms if other threads may draw from them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from stoker.train.generators import capture_host_rng, restore_rng
-from stoker.train.graphs.frozen import has_drawn
 
+DRAWS_ON_HOST = "the step draws random numbers on the host"
+_LOOK_SECONDS, _MOST_LOOKS = 0.05, 20
 _EXACT = (torch.float32, torch.float64)
 """Types in which a draw is below 1; with fewer bits it may be rounded to 1."""
 
@@ -107,3 +109,34 @@ def _has_one_outcome(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if func in _LESS or func in _AT_LEAST:
         return bound <= 0 or bound >= 1
     return (func in _AT_MOST or func in _MORE) and (bound < 0 or bound >= 1)
+
+
+def quiet_host_rng(may_wait: bool) -> dict[str, Any] | None:
+    """Return the states of the host's generators at a time when no other thread draws; None if others go on drawing.
+
+    Args:
+        may_wait: Whether other threads may draw, such as one that prefetches from a dataset. Such a thread pauses
+            when it is far enough ahead; this function waits for that, at most a second.
+    """
+    state = capture_host_rng()
+    if not may_wait:
+        return state
+    for _ in range(_MOST_LOOKS):
+        time.sleep(_LOOK_SECONDS)
+        before, state = state, capture_host_rng()
+        if _is_same(before, state):
+            return state
+    return None
+
+
+def has_drawn(before: dict[str, Any]) -> bool:
+    """Whether the host's generators have changed since the states `before`."""
+    return not _is_same(before, capture_host_rng())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_is_same(value, other[name]) for name, value in one.items())
+    return bool(one == other)

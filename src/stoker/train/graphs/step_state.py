@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stoker.train.batches import iterate_tensors, map_tensors
-from stoker.train.graphs.frozen import (
-    HostNumbers,
-    is_opaque,
-    is_plain_object,
-    name_key,
-    with_helpers,
-)
+from stoker.train.graphs.frozen import HostNumbers
 from stoker.train.graphs.frozen_groups import is_torchs_own
 from stoker.train.graphs.held_tensors import (
     HeldTensors,
@@ -30,6 +24,8 @@ from stoker.train.graphs.held_tensors import (
     holds_tensors,
     tensors_in,
 )
+from stoker.train.graphs.places import is_opaque, is_plain_object, name_key
+from stoker.train.graphs.step_code import with_helpers
 from stoker.train.graphs.structure import HOOKS, PARAMETER_HOOKS, STEP_HOOKS
 from stoker.train.ranks import Ranks
 

@@ -1,0 +1,293 @@
+"""The code of a step: the names that it reads, the variables around it, and the functions that it calls.
+
+Enters: functions and modules of a step. Leaves: names of attributes and globals; places of outer variables; the user's
+own functions that a step calls, with the objects of their methods. Costs: milliseconds at each capture.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from io import IOBase
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ProxyTypes
+
+import torch
+
+from stoker.train.graphs.places import (
+    FOREIGN,
+    MODULE_TABLES,
+    MOST_COMPARED,
+    is_number,
+    is_opaque,
+    is_plain_object,
+    name_key,
+    package_of,
+    read_place,
+)
+from stoker.train.graphs.structure import HOOKS
+
+_DEPTH = 3
+"""Levels of containers and objects in which functions of the step are found."""
+_MOST_HELPERS = 200
+_BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
+_LIBRARY = sysconfig.get_path("stdlib")
+_OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
+"""Names of methods of a Lightning module that its `training_step` does not call."""
+
+
+def surroundings(function: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the outer variables that a function uses: name, container, and key in the container.
+
+    They are in its closure, globals, defaults and attributes; for a `functools.partial` also in its arguments.
+    """
+    for place in _variables_around(function):
+        if not is_opaque(read_place(*place[1:])):
+            yield place
+
+
+def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(function, functools.partial):
+        yield from (("an argument", function.args, place) for place in range(len(function.args)))
+        yield from ((name, function.keywords, name) for name in function.keywords)
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not inspect.isfunction(function) or package_of(function) in FOREIGN:
+        return
+    code = function.__code__
+    if isinstance(owner, type):
+        yield from _settings_of(owner.__name__, owner, code)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield name, cell, name
+        yield from _settings_of(name, read_place(cell, name), code)
+    for name in _globals_named(code):
+        if name in function.__globals__:
+            yield name, function.__globals__, name
+            yield from _settings_of(name, function.__globals__[name], code)
+    if _is_own(function):
+        positional = code.co_varnames[: code.co_argcount]
+        defaults = function.__defaults__ or ()
+        with_default = positional[len(positional) - len(defaults) :]
+        yield from ((name, defaults, place) for place, name in enumerate(with_default))
+        given = function.__kwdefaults__ or {}
+        yield from ((name, given, name) for name in given)
+        own = vars(function)
+        yield from ((f"{function.__name__}.{name}", own, name) for name in own)
+
+
+def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the attributes of a user's Python module or class that code names: `config.BETA`, `Settings.beta`."""
+    if is_opaque(value):
+        return
+    is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
+    is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
+    if (is_file or is_class) and package_of(value) not in FOREIGN:
+        container = value if is_class else vars(value)
+        for key in _names(code).keys() & vars(value).keys():
+            if is_number(vars(value)[key]) or isinstance(vars(value)[key], dict | list):
+                yield f"{name}.{key}", container, key
+
+
+@functools.cache
+def _globals_named(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that code and the functions inside it read or assign to; not names of attributes."""
+    names = {
+        one.argval: None
+        for one in dis.get_instructions(code)
+        if one.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME", "STORE_NAME")
+    }
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= dict.fromkeys(_globals_named(inner))
+    return tuple(names)
+
+
+def _names(code: CodeType) -> dict[str, None]:
+    """Return the names of globals and attributes in code and in the functions inside it."""
+    names = dict.fromkeys(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names |= _names(inner)
+    return names
+
+
+def names_in(functions: Iterable[Any]) -> frozenset[str]:
+    """Return the names of all globals and attributes in the code of functions."""
+    names: dict[str, None] = {}
+    for given in functions:
+        function = getattr(given, "func", given)
+        if is_plain_object(function, may_be_called=True):
+            function = type(function).__call__
+        is_of_module = isinstance(getattr(function, "__self__", None), torch.nn.Module)
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if inspect.isfunction(function) and (_is_own(function) or not is_of_module):
+            names |= _names(function.__code__)
+    return frozenset(names)
+
+
+def named_in_step(kind: type) -> set[str] | None:
+    """Return the attributes that a Lightning module may read within a step; None for any other module.
+
+    Attributes that only hooks around the step use may change freely.
+    """
+    if not hasattr(kind, "training_step"):
+        return None
+    names = {"training"}
+    for name, value in ((n, v) for base in kind.__mro__ for n, v in vars(base).items()):
+        is_own = inspect.isfunction(value) and package_of(value) not in FOREIGN
+        if is_own and not _OUTSIDE_STEP.match(name):
+            names.update(value.__code__.co_names)
+    return names
+
+
+def attributes_read(owner: Any, named: frozenset[str]) -> frozenset[str] | None:
+    """Return the attributes of an object that code with these names may read; None if it may read any.
+
+    If the step is a method, its object may also hold counts of the loop, which are not the step's.
+    """
+    methods = [
+        m for kind in type(owner).__mro__[:-1] for m in vars(kind).values() if inspect.isfunction(m)
+    ]
+    is_passed_on = not named & {*vars(owner), *dir(type(owner))} - {*dir(object)}
+    if is_passed_on or named & _BY_ANY_NAME or not all(map(_is_own, methods)):
+        return None
+    return named
+
+
+def class_counts(kind: type) -> list[tuple[type, str]]:
+    """Return the numbers in a class and its bases that a method assigns to, as in `Net.count += 1`."""
+    found = []
+    for base in (one for one in kind.__mro__ if package_of(one) not in FOREIGN):
+        numbers = {n for n, v in vars(base).items() if isinstance(v, bool | int | float)}
+        for method in filter(inspect.isfunction, vars(base).values()):
+            named = numbers & {*method.__code__.co_names}
+            if named:
+                stored = {
+                    i.argval for i in dis.get_instructions(method) if i.opname == "STORE_ATTR"
+                }
+                found += [(base, name) for name in sorted(named & stored)]
+    return found
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function is in the user's own code, not in an installed package or the standard library."""
+    function = inspect.unwrap(function) if callable(function) else None
+    if not inspect.isfunction(function):
+        return False
+    return _is_own_file(function.__code__.co_filename) and package_of(function) not in FOREIGN
+
+
+def _is_own_file(file: str) -> bool:
+    return "-packages" not in file and not file.startswith((_LIBRARY, "<frozen"))
+
+
+def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> str | None:
+    """Return the name of an iterator that code of a step names, also in a dict or list; None without one.
+
+    What is taken from it cannot be given back: a generator, `itertools.cycle`, the iterator of a loader. Files, which
+    are iterators too, are left out.
+    """
+    places: list[tuple[str, Any, Any]] = []
+    for given in functions:
+        places += surroundings(given)
+        owner = getattr(getattr(given, "func", given), "__self__", None)
+        named = names_in([given]) & getattr(owner, "__dict__", {}).keys()
+        places += [(f"{type(owner).__name__}.{name}", vars(owner), name) for name in named]
+    for module in {type(each): each for root in modules for each in root.modules()}.values():
+        named = names_in([type(module).forward]) & vars(module).keys() - MODULE_TABLES
+        places += [(f"{type(module).__name__}.{name}", vars(module), name) for name in named]
+    for name, container, key in places:
+        held = read_place(container, key)
+        inner: Iterable[Any] = enumerate(held) if type(held) in (list, tuple) else ()
+        few = itertools.islice(held.items() if type(held) is dict else inner, MOST_COMPARED)
+        for place, one in ((name, held), *((f"{name}.{name_key(k)}", v) for k, v in few)):
+            # `type` asks the object nothing. A weak proxy has the methods of all kinds.
+            if issubclass(type(one), Iterator) and not issubclass(type(one), (IOBase, *ProxyTypes)):
+                return place
+    return None
+
+
+def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
+    """Return `functions`, and the user's functions that they and forward passes name.
+
+    Methods are bound to the object on which they are called.
+    """
+    found: dict[tuple[int, int], Any] = {}
+
+    def add(given: Any) -> None:
+        function, owner = getattr(given, "func", given), getattr(given, "__self__", None)
+        if is_plain_object(function, may_be_called=True):
+            function, owner = type(function).__call__, function
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        key = id(owner), id(function)
+        if key in found or not inspect.isfunction(function) or len(found) >= _MOST_HELPERS:
+            return
+        found[key] = given
+        if _is_own(function):
+            names = _names(function.__code__)
+            enter(owner, names)
+            for _, container, name in surroundings(given):
+                enter(read_place(container, name), names)
+
+    def enter(value: Any, names: Mapping[str, None], depth: int = 0) -> None:
+        if is_opaque(value):
+            return
+        if isinstance(value, dict | list | tuple):  # of callbacks
+            few = depth <= _DEPTH and len(value) <= _MOST_HELPERS
+            for one in (value.values() if isinstance(value, dict) else value) if few else ():
+                enter(one, names, depth + 1)
+            return
+        if isinstance(value, FunctionType | MethodType | functools.partial):
+            function = getattr(value, "func", value)
+            if _is_own(getattr(function, "__func__", function)):
+                add(value)
+            return
+        is_plain = is_plain_object(value, may_be_called=True)
+        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module | type)):
+            return
+        if isinstance(value, torch.nn.Module):
+            enter_module(value)
+        kind = value if isinstance(value, type) else type(value)
+        for name in (*names, "__call__") if is_plain else names:
+            found = inspect.getattr_static(kind, name, None)
+            method: Any = found.fget if isinstance(found, property) else found
+            if isinstance(method, classmethod):
+                add(MethodType(method.__func__, kind))
+            elif _is_own(method):
+                add(MethodType(method, value))
+            elif (name not in vars(value) and not callable(method)) or isinstance(
+                method, torch.nn.Module
+            ):
+                enter(method, names, depth + 1)  # what the class gives to all its objects
+        for name in names.keys() & vars(value).keys() - MODULE_TABLES:
+            enter(vars(value)[name], names, depth + 1)
+
+    def enter_module(root: torch.nn.Module) -> None:
+        if id(root) in entered:
+            return
+        entered.update(map(id, root.modules()))
+        # Also a library's: `StepState.examined` finds the module by it.
+        add(MethodType(type(root).forward, root))
+        kinds = {type(each): each for each in root.modules()}
+        for kind, module in kinds.items():
+            if _is_own(kind.forward):
+                add(MethodType(kind.forward, module))
+        for module in root.modules():
+            for name in HOOKS:
+                enter(getattr(module, name, None) or {}, {})
+
+    given, entered = list(functions), set[int]()
+    for root in modules:
+        enter_module(root)
+    for function in given:
+        add(function)
+    known = {id(function) for function in given}
+    return [*given, *(one for one in found.values() if id(one) not in known)]
