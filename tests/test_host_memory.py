@@ -150,3 +150,14 @@ def test_gradients_and_inference_mode(store):
         with torch.inference_mode():
             total = sum(float(batch["f4"].double().sum()) for batch in loader)
     assert total == store.read_rows("f4", 0, 208).astype("f8").sum()
+
+
+def test_torch_compile_and_another_default_device_get_memory_on_the_cpu():
+    memory = Recycled()
+
+    def make():
+        return memory.empty("x", (1 << 20,), torch.uint8).fill_(3)
+
+    assert all((torch.compile(make, backend="eager")() == 3).all() for _ in range(2))
+    with torch.device("meta"):
+        assert memory.empty("x", (3,), torch.uint8).device.type == "cpu"

@@ -45,10 +45,11 @@ class Recycled:
         return whole[:num_bytes]
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that is not initialised; a small one has memory of its own."""
+        """Return a tensor on the CPU that is not initialised; a small one has memory of its own."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < LARGE_BYTES:
-            return torch.empty(*shape, dtype=dtype)
+        # torch.compile cannot trace the lending: its guards fail on the registry of `weakref.finalize`.
+        if num_bytes < LARGE_BYTES or torch.compiler.is_compiling():
+            return torch.empty(*shape, dtype=dtype, device="cpu")  # not on torch's default device
         return torch.from_numpy(self.lend(name, num_bytes)).view(dtype).view(*shape)
 
     def close(self) -> None:
