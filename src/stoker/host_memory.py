@@ -18,6 +18,9 @@ import torch
 LARGE_BYTES = 1 << 20
 """Tensors from this size on use recycled memory; malloc is fast enough for smaller ones."""
 _MOST_KEPT = 4
+_MOST_TIMES_LARGER = 4
+"""A larger buffer is freed, else a kept batch of 5 MB held the 1.2 GB of an earlier call. A short last batch may use
+one."""
 
 
 class Recycled:
@@ -38,7 +41,7 @@ class Recycled:
             buffer = free.pop()  # the last one freed: most likely still in the cache
         except IndexError:
             buffer = None
-        if buffer is None or len(buffer) < num_bytes:
+        if buffer is None or not num_bytes <= len(buffer) <= _MOST_TIMES_LARGER * num_bytes:
             buffer = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = np.frombuffer(buffer, dtype=np.uint8)
         weakref.finalize(whole, _take_back, self._free, name, buffer).atexit = False
