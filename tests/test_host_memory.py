@@ -23,18 +23,19 @@ def test_memory_comes_back_when_its_last_view_is_gone():
     assert memory.num_free == 0
     del view
     assert memory.num_free == 1
-    again = memory.lend("x", 100)
+    again = memory.lend("x", 2048)
     assert again.ctypes.data == place
-    assert len(again) == 100
+    assert len(again) == 2048
     assert memory.lend("y", 100).ctypes.data != place
 
 
-def test_a_buffer_that_is_too_small_is_not_lent():
+@pytest.mark.parametrize(("before", "now"), [(10, 1_000_000), (1_000_000, 10)])
+def test_a_buffer_of_another_size_is_freed(before, now):
     memory = Recycled()
-    memory.lend("x", 10)
+    memory.lend("x", before)
     assert memory.num_free == 1
-    large = memory.lend("x", 1_000_000)
-    assert len(large) == 1_000_000
+    lent = memory.lend("x", now)
+    assert len(lent) == len(lent.base) == now
     assert memory.num_free == 0
 
 
@@ -150,3 +151,14 @@ def test_gradients_and_inference_mode(store):
         with torch.inference_mode():
             total = sum(float(batch["f4"].double().sum()) for batch in loader)
     assert total == store.read_rows("f4", 0, 208).astype("f8").sum()
+
+
+def test_torch_compile_and_another_default_device_get_memory_on_the_cpu():
+    memory = Recycled()
+
+    def make():
+        return memory.empty("x", (1 << 20,), torch.uint8).fill_(3)
+
+    assert all((torch.compile(make, backend="eager")() == 3).all() for _ in range(2))
+    with torch.device("meta"):
+        assert memory.empty("x", (3,), torch.uint8).device.type == "cpu"

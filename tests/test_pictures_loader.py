@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import re
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
@@ -302,6 +304,18 @@ def test_an_iteration_over_a_closed_loader_says_so():
     loader.close()
     with pytest.raises(InputError, match="closed"):
         next(walk)
+
+
+def test_a_closed_loader_keeps_no_memory_of_batches():
+    store, _ = make_store(12, size=(200, 200))
+    loader = stoker.Loader(store, 6, device="cpu", augment=Compose([Resize(256), Normalize(0, 1)]))
+    assert len(list(loader)) == 2
+    memory, rest = loader._pictures._memory, weakref.ref(loader._assembler._augment)
+    assert memory.num_free
+    loader.close()
+    gc.collect()
+    assert not memory.num_free
+    assert rest() is None
 
 
 def test_what_cannot_be_read_is_raised_after_the_batches_before_it(monkeypatch):

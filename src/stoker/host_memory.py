@@ -18,6 +18,9 @@ import torch
 LARGE_BYTES = 1 << 20
 """Tensors from this size on use recycled memory; malloc is fast enough for smaller ones."""
 _MOST_KEPT = 4
+_MOST_TIMES_LARGER = 4
+"""A larger buffer is freed, else a kept batch of 5 MB held the 1.2 GB of an earlier call. A short last batch may use
+one."""
 
 
 class Recycled:
@@ -38,17 +41,18 @@ class Recycled:
             buffer = free.pop()  # the last one freed: most likely still in the cache
         except IndexError:
             buffer = None
-        if buffer is None or len(buffer) < num_bytes:
+        if buffer is None or not num_bytes <= len(buffer) <= _MOST_TIMES_LARGER * num_bytes:
             buffer = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = np.frombuffer(buffer, dtype=np.uint8)
         weakref.finalize(whole, _take_back, self._free, name, buffer).atexit = False
         return whole[:num_bytes]
 
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that is not initialised; a small one has memory of its own."""
+        """Return a tensor on the CPU that is not initialised; a small one has memory of its own."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes < LARGE_BYTES:
-            return torch.empty(*shape, dtype=dtype)
+        # torch.compile cannot trace the lending: its guards fail on the registry of `weakref.finalize`.
+        if num_bytes < LARGE_BYTES or torch.compiler.is_compiling():
+            return torch.empty(*shape, dtype=dtype, device="cpu")  # not on torch's default device
         return torch.from_numpy(self.lend(name, num_bytes)).view(dtype).view(*shape)
 
     def close(self) -> None:

@@ -327,10 +327,13 @@ def _turn_hue(values: Tensor, shift: Tensor) -> Tensor:
 def _blur(values: Tensor, sigma: Tensor, taps: int) -> None:
     """Blur along x, then along y, the border reflected; in place."""
     reach = taps // 2
-    away = torch.arange(-reach, reach + 1, device=values.device, dtype=values.dtype)
+    # torch's float32 `exp` on a CPU rounds by a value's place in memory, and slices must not change an image's bits.
+    exact = torch.float64 if values.device.type == "cpu" else values.dtype
+    sigma = sigma.to(exact)
+    away = torch.arange(-reach, reach + 1, device=values.device, dtype=exact)
     bell = torch.exp(-(away * away).view(-1, 1, 1, 1, 1) / (2.0 * sigma * sigma).clamp(min=1e-12))
     # A sigma of 0 gives exp(0) = 1 in the middle and 0 beside it: every bit stays.
-    weights = bell / bell.sum(0)
+    weights = (bell / bell.sum(0)).to(values.dtype)
     padded = functional.pad(values, (reach, reach, reach, reach), mode="reflect")
     across = values.new_empty(*padded.shape[:3], values.shape[3])
     _weigh(padded, weights, 3, across)

@@ -295,6 +295,10 @@ class Loader(Habits):
         self._closed = True
         self._data.close()
         self._assembler.close()
+        if self._pictures is not None:
+            self._pictures.close()
+            # The old one's augmentation is a copy of the user's, with results of its own in memory.
+            self._assembler = Assembler([], {}, None)
         if self._straight is not None:
             self._straight.close()
         if self._owns_store:

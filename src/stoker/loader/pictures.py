@@ -280,6 +280,10 @@ class Pictures:
         self.sizing, rest = split or (None, augment)
         return rest
 
+    def close(self) -> None:
+        """Free the unused memory of batches; the rest is freed with its last user."""
+        self._memory.close()
+
     def _check_sizing(self) -> None:
         """Raise if pictures differ in size and no op resizes them.
 

@@ -5,9 +5,9 @@ bytes, size, orientation; and the way back, `decode_bytes`. Costs: one read and 
 costs about as much as decoding. If no file is encoded again, JPEG is decoded at an eighth of its size.
 
 Only what every decoder of the loader reads is kept unchanged: baseline JPEG of one or three channels, and PNG and WebP
-of 8 bits. Progressive and CMYK JPEG, 16-bit values and other formats are refused by name, or written anew as JPEG when
-a quality is given. A damaged picture is refused either way. A picture that is made smaller stays lossless if its file
-was, unless a quality is given.
+of 8 bits. Progressive and CMYK JPEG, 16-bit RGB and other formats are refused by name, or written anew as JPEG when a
+quality is given. Damaged pictures, grey values of 16 bits or more and floats are refused either way. A picture that is
+made smaller stays lossless if its file was, unless a quality is given.
 """
 
 from __future__ import annotations
