@@ -63,7 +63,7 @@ class FaultFlag:
         self._cuda = device.type == "cuda"
         with torch.inference_mode(False):  # calls outside of inference mode write to it too
             self.bits = torch.zeros(1, dtype=torch.int32, device=device)
-            self._copy = torch.zeros(1, dtype=torch.int32, pin_memory=self._cuda)
+            self._copy = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=self._cuda)
         self._event = torch.cuda.Event() if self._cuda else None
         self._asked = False
         self._calls = 0

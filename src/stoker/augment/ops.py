@@ -297,7 +297,7 @@ def encode_tape(ops: Sequence[Op], size: Size) -> torch.Tensor:
                 num_stage_rows += 1
         rows += made
         size = op.out_size(size)
-    return torch.tensor(rows, dtype=torch.float32).reshape(-1, TAPE_WIDTH)
+    return torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(-1, TAPE_WIDTH)
 
 
 def make_program(ops: Sequence[Op], size: Size, channels: int, ignore_index: int = 255) -> Program:

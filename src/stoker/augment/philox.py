@@ -48,7 +48,7 @@ def make_counter(seed: int, epoch: int = 0, step: int = 0, stream: int = 0) -> t
     check_counter(seed, epoch, step, stream)
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
     with torch.inference_mode(False):  # calls outside of inference mode advance it too
-        return torch.tensor([signed, epoch, step, stream], dtype=torch.int64)
+        return torch.tensor([signed, epoch, step, stream], dtype=torch.int64, device="cpu")
 
 
 def advance(counter: torch.Tensor, steps: int = 1) -> None:
@@ -108,5 +108,5 @@ def _rounds(state: Any, keys: Any, factors: Any, swap: Callable[[Any], Any]) -> 
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors and the key increments of each round; cached: a capture forbids host copies."""
     with torch.inference_mode(False):  # the cache also serves calls outside of inference mode
-        steps = torch.tensor([[round_ * step for step in _KEY_STEP] for round_ in range(_ROUNDS)])
-        return torch.tensor(_MULTIPLIERS).to(device), steps.to(device)
+        steps = [[round_ * step for step in _KEY_STEP] for round_ in range(_ROUNDS)]
+        return torch.tensor(_MULTIPLIERS, device=device), torch.tensor(steps, device=device)

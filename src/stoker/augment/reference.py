@@ -184,7 +184,7 @@ def _mirrored(places: Tensor, side: int) -> Tensor:
 
 def _reflected(sign: float, offset: float, side: int, out_side: int) -> Tensor:
     """Return the pixels of one axis that are read, s = sign * x + offset, reflected at the border."""
-    return _mirrored(torch.arange(out_side) * int(sign) + int(offset), side)
+    return _mirrored(torch.arange(out_side, device="cpu") * int(sign) + int(offset), side)
 
 
 def _overlap(sign: float, offset: float, side: int, out_side: int) -> tuple[slice, slice]:

@@ -319,7 +319,7 @@ def _time_copy(batch: Batch, device: torch.device) -> Spread | None:
     if device.type != "cuda":
         return None
     num_bytes = sum(tensor.nbytes for tensor in batch.values())
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     target = torch.empty_like(host, device=device)
     return Spread.of(_times(lambda: target.copy_(host, non_blocking=True), device))
 

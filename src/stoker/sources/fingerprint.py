@@ -68,9 +68,9 @@ def difference(old: Provenance, new: Provenance) -> str:
     after_files = {entry.path: entry.digest for entry in new.files}
     for path in sorted({*before_files, *after_files}):
         if path not in after_files:
-            return f"source {path} is gone"
+            return f"source {path} is not among the sources any more"
         if path not in before_files:
-            return f"source {path} is new"
+            return f"source {path} was not among the sources"
         if before_files[path] != after_files[path]:
             return f"source {path} changed"
     return ""

@@ -121,7 +121,7 @@ class LossBook:
     def _begin_read(self) -> None:
         values, event = self._weigh(torch.stack(self._losses)), None
         if self.device.type == "cuda":
-            host = torch.empty(values.shape, pin_memory=True)
+            host = torch.empty(values.shape, device="cpu", pin_memory=True)
             host.copy_(values, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -134,7 +134,8 @@ class LossBook:
         if not self._ranks.are_several:
             return torch.stack([own, own])
         shares = [note.num_samples / note.num_together for note in self._notes]
-        weights = torch.tensor(shares, pin_memory=own.is_cuda).to(own.device, non_blocking=True)
+        weights = torch.tensor(shares, device="cpu", pin_memory=own.is_cuda)
+        weights = weights.to(own.device, non_blocking=True)
         together = own * weights
         distributed.all_reduce(together)
         return torch.stack([together, own])

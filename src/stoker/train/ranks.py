@@ -176,7 +176,7 @@ def as_ranks(value: Any) -> list[Any]:
 
 def reduce_alike(numbers: list[float] | list[int], how: Any) -> list[float]:
     """Return numbers reduced over all ranks, with the same bits on every rank. Blocks."""
-    values = torch.tensor(numbers, dtype=torch.float64)
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     # A group that the user made may have NCCL only, which needs tensors on the GPU.
     on_gpu = distributed.get_backend() == "nccl"
     values = values.to("cuda") if on_gpu else values

@@ -523,7 +523,7 @@ def _bring_counts(optimizer: torch.optim.Optimizer, device: torch.device) -> Non
         if "capturable" in group:
             group["capturable"] = device.type == "cuda"
         if device.type == "cuda":
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(device)

@@ -49,7 +49,7 @@ class FrozenGroups:
         self._moments: dict[str, Any] = {}
         trained = (p for group in optimizer.param_groups for p in group["params"])
         order = operator.attrgetter("requires_grad")
-        self._sample: torch.Tensor = max(trained, key=order, default=torch.empty(0))
+        self._sample: torch.Tensor = max(trained, key=order, default=torch.empty(0, device="cpu"))
         self._trained = self._list_trained()
 
     def has_other_groups(self) -> bool:
@@ -113,7 +113,7 @@ def _bring_rate(
         return rate
     if rate is None or not bring or not is_torchs_own(optimizer):
         return None
-    brought = torch.as_tensor(rate, dtype=torch.float32).to(device)
+    brought = torch.as_tensor(rate, dtype=torch.float32, device=device)
     group["lr"] = brought
     return brought
 

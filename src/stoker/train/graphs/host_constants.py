@@ -172,7 +172,7 @@ class _Copies(TorchFunctionMode):
     def _brought(self, one: Any) -> Any:
         """Return an index or value on the device if torch would copy it there; other values unchanged."""
         if _is_list_of_numbers(one):
-            one = torch.tensor(one)
+            one = torch.tensor(one, device="cpu")
         elif isinstance(one, np.ndarray):
             one = torch.from_numpy(one)
         # torch passes single values to kernels as numbers.

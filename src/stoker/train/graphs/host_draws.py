@@ -69,7 +69,7 @@ class HostDraws(TorchFunctionMode):
     def repeat(self) -> None:
         """Repeat the draws of the step."""
         for size, dtype in self.made:
-            torch.rand(size, dtype=dtype)
+            torch.rand(size, dtype=dtype, device="cpu")
 
 
 class _Draw(torch.Tensor):

@@ -62,7 +62,7 @@ def difference(
     sizes, num_results = _sizes(wanted), len(wanted) - len(before)
     if before:
         moved = spread(wanted[num_results:], before).nan_to_num(0.0, 0.0, 0.0)
-        rounding = torch.tensor([_rounding(tensor) for tensor in wanted[num_results:]])
+        rounding = torch.tensor([*map(_rounding, wanted[num_results:])], device="cpu")
         room = torch.cat(
             [
                 _LEAST + _RELATIVE * sizes[:, :num_results],
@@ -85,7 +85,7 @@ def spread(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> torch.
     difference, but not the mean.
     """
     if not one:
-        return torch.zeros(2, 0)
+        return torch.zeros(2, 0, device="cpu")
     # One device for all: some optimizers keep their counts on the host.
     device = one[0].device
     return torch.stack([_apart(a, b).to(device) for a, b in zip(one, other, strict=True)], dim=1)
@@ -194,7 +194,7 @@ def _sizes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     device = tensors[0].device
     found = []
     for tensor in tensors:
-        size = torch.zeros(1)
+        size = torch.zeros(1, device="cpu")
         if _has_values(tensor):
             size = tensor.detach().abs().float().nan_to_num(0.0, 0.0, 0.0)
         found.append(torch.stack([size.max(), size.mean()]).to(device))

@@ -33,7 +33,7 @@ _OF_TORCH = frozenset(
     {
         *("state", "param_groups", "defaults", "step", "zero_grad", "grad_scale", "found_inf"),
         *("_opt_called", "_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"),
-        *vars(torch.optim.SGD([torch.zeros(1)])),
+        *vars(torch.optim.SGD([torch.zeros(1, device="cpu")])),
     }
 )
 """Attributes that torch and its schedulers give an optimizer."""
