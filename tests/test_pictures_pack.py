@@ -108,6 +108,8 @@ def bad_files():
     deep = io.BytesIO()
     Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 900).save(deep, "PNG")
     header = b"IHDR" + struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
+    whole = io.BytesIO()
+    Image.fromarray(np.arange(64, dtype=np.int32).reshape(8, 8)).save(whole, "TIFF")
     bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
     bomb += struct.pack(">I", zlib.crc32(header)) + struct.pack(">I", 4) + b"IDATxxxx0000"
     return {
@@ -116,6 +118,7 @@ def bad_files():
         "cmyk.jpg": (jpeg(smooth(9, 9).convert("CMYK")), "CMYK JPEG"),
         "progressive.jpg": (jpeg(smooth(40, 60), progressive=True), "progressive JPEG"),
         "deep.png": (deep.getvalue(), "16-bit values"),
+        "whole.tif": (whole.getvalue(), "32-bit values"),
         "animated.webp": (frames.getvalue(), "several frames in one file"),
         "bomb.png": (bomb, "too large to decode"),
         "empty.jpg": (b"", "empty file"),

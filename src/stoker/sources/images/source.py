@@ -144,7 +144,7 @@ class PictureFolder(PlainSource):
         del scratch
         found, folder = self._find(), self.files()[0]
         items = found.payload.items
-        if self.value_range is None:
+        if self.value_range is None and self.keep_encoded is None:
             step = max(1, len(items) // _LOOK_AT)
             check_ranges(folder / item[0] for item in items[::step])
         item_bytes = self.size[0] * self.size[1] * (self.channels + self.mask_channels)
