@@ -6,6 +6,7 @@ On a CPU the graphs are made of paper (`paper_graphs.py`).
 
 from __future__ import annotations
 
+import builtins
 import collections
 import contextvars
 import dataclasses
@@ -527,6 +528,99 @@ def descriptor_of_a_class():
     return lambda: own.beta, lambda: setattr(own, "beta", 0.7)
 
 
+@case
+def attribute_of_a_parameter():
+    weight = nn.Parameter(torch.zeros(1))
+    weight.decay = 0.0
+    return lambda: weight.decay, lambda: setattr(weight, "decay", 0.7)
+
+
+@case
+def attribute_of_a_parameter_of_a_module():
+    head = nn.Linear(1, 1)
+    head.weight.decay = 0.0
+    return lambda: sum(getattr(p, "decay", 0.0) for p in head.parameters()), lambda: setattr(
+        head.weight, "decay", 0.7
+    )
+
+
+@case
+def python_module_that_delegates():
+    settings = types.ModuleType("settings")
+    exec("CFG = {'beta': 0.0}\ndef __getattr__(name):\n    return CFG[name]", vars(settings))
+    return lambda: settings.beta, put_in(settings.CFG)
+
+
+@case
+def method_of_a_dict():
+    cfg = {"beta": 0.0}
+    get = cfg.get
+    return lambda: get("beta"), put_in(cfg)
+
+
+@case
+def partial_of_a_method_of_a_dict():
+    cfg = {"a": {"beta": 0.0}}
+    terms = SimpleNamespace(get=functools.partial(cfg["a"].get, "beta"))
+    return lambda: terms.get(), put_in(cfg["a"])
+
+
+@case
+def deep_list_that_grows():
+    cfg = {"a": {"b": {"c": {"d": {"weights": [0.0]}}}}}
+    inner = cfg["a"]["b"]["c"]["d"]["weights"]
+    return lambda: sum(cfg["a"]["b"]["c"]["d"]["weights"]), lambda: inner.append(0.7)
+
+
+@case
+def deep_set():
+    cfg = {"a": {"b": {"c": {"d": {"flags": {"mean"}}}}}}
+    inner = cfg["a"]["b"]["c"]["d"]["flags"]
+    return lambda: 0.7 if "sum" in cfg["a"]["b"]["c"]["d"]["flags"] else 0.0, lambda: inner.add(
+        "sum"
+    )
+
+
+class Ramp:
+    def __init__(self):
+        self.value, self.name = 0.0, "ramp"
+
+    def __float__(self):
+        return self.value
+
+    def describe(self):
+        return self.name
+
+
+@case
+def object_that_is_a_number():
+    ramp = Ramp()
+    return lambda: float(ramp) if ramp.describe() else 0.0, lambda: setattr(ramp, "value", 0.7)
+
+
+@case
+def name_in_builtins():
+    builtins.stoker_beta = 0.0
+    return lambda: stoker_beta, lambda: setattr(builtins, "stoker_beta", 0.7)  # noqa: F821
+
+
+@case
+def singleton_of_a_class():
+    class Settings:
+        _only = None
+
+        @classmethod
+        def instance(cls):
+            if cls._only is None:
+                cls._only = cls()
+                cls._only.values = {"loss": {"beta": 0.0}}
+            return cls._only
+
+    return lambda: Settings.instance().values["loss"][
+        "beta"
+    ], lambda: Settings.instance().values["loss"].update(beta=0.7)
+
+
 @pytest.mark.filterwarnings("ignore:stoker.capture")
 @pytest.mark.parametrize("make", CASES)
 def test_a_setting_is_never_stale(device, make, monkeypatch):
@@ -568,6 +662,12 @@ class Logger:
         return loss
 
 
+@dataclasses.dataclass
+class Progress:
+    scale: float = 1.0
+    num_seen: int = 0
+
+
 class Trainer:
     """Its step reads `beta`; its loop counts and notes much else."""
 
@@ -575,15 +675,19 @@ class Trainer:
 
     def __init__(self):
         self.beta, self.logger, self.batches = {"beta": 0.0}, Logger(), []
-        self.model = nn.Linear(2, 1)
+        self.model, self.progress = nn.Linear(2, 1), Progress()
 
     def step(self, batch):
-        return self.logger.log(self.model(batch).sum() * (1 + self.beta["beta"]))
+        loss = self.model(batch).sum() * (1 + self.beta["beta"])
+        return self.logger.log(loss * self.progress.scale)
 
     def between(self, number):
         """Do what a loop does between two steps."""
         Trainer.seen += 1
         self.num_steps += 1
+        self.progress.num_seen += 1
+        self.logger.state.history[0].append(number)
+        self.logger.state.meters["run"]["seen"]["all"]["count"] += 1
         self.last_loss, self.best = float(number), {"loss": number}
         self.batches.append(number)
         self.model.num_seen = self.num_steps

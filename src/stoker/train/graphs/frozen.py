@@ -117,6 +117,9 @@ class HostNumbers:
                         self._take(f"{name}.{key}", vars(module), key)
                 self._take_of_class(name, module)
                 self._take_absence(name, vars(module))
+                for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    if tensor is not None:
+                        self._take_of_tensor(f"{name}.{key}", tensor)
                 code[id(type(module).forward)] = type(module).__name__, type(module).forward
                 kinds[type(module)] = None
         for kind, count in (found for each in kinds for found in class_counts(each)):
@@ -260,11 +263,18 @@ class HostNumbers:
         elif isinstance(value, type | ModuleType):
             if package_of(value) not in FOREIGN:
                 self._take_absence(name, value if isinstance(value, type) else vars(value))
+        elif isinstance(value, torch.Tensor):
+            self._take_of_tensor(name, value)
         elif isinstance(value, torch.nn.Module) or inspect.isroutine(value):
             self._objects[id(container), key] = (name, container, key, value)
             self._enter_stores(name, value, depth)
         elif depth >= _DEEPEST:
             self._enter(name, container, key, value, depth)
+
+    def _take_of_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the user's attributes of a tensor that the code names, such as `parameter.decay`."""
+        own = object.__getattribute__(tensor, "__dict__")
+        self._follow(name, own, [*read_place(own, self._words)] if own else (), _DEPTH - 1)
 
     def _enter(self, name: str, container: Any, key: Any, value: Any, depth: int) -> None:
         """Examine what an object or a container holds, and watch that it is not replaced."""
@@ -301,7 +311,8 @@ class HostNumbers:
     def _look(self, name: str, value: Any, depth: int) -> None:
         if isinstance(value, set) and len(value) > _MOST_FEW:  # data
             return
-        if depth > 0 and not isinstance(value, tuple):
+        # A dict far below may be a log: only its names are compared.
+        if not isinstance(value, tuple | dict) or (depth > 0 and isinstance(value, dict)):
             what = "entries" if isinstance(value, deque | set) else "length"
             self._found[id(value), LENGTH] = (f"the {what} of {name}", value, LENGTH)
         if isinstance(value, set):

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from enum import Enum
 from types import (
+    BuiltinMethodType,
     CellType,
     FunctionType,
     MappingProxyType,
@@ -72,6 +73,8 @@ FOREIGN = frozenset(
     }
 )
 """Packages whose objects and functions are not examined."""
+_DRAW_FOR_ALL: tuple[Any, ...] = random.random, np.random.random
+"""Methods of the generators that all code shares, which are not the step's own."""
 _CACHED = type(functools.cache(len))
 _FRAMEWORKS = ["stoker", "frameworks"]
 MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -219,6 +222,10 @@ def stores_of(value: Any) -> list[Any]:
     if issubclass(kind, functools.partial):
         own = functools.partial
         return [(own.func.__get__(value),), own.args.__get__(value), own.keywords.__get__(value)]
+    if kind in (MethodType, BuiltinMethodType):
+        owner = value.__self__
+        is_shared = any(owner is draw.__self__ for draw in _DRAW_FOR_ALL)
+        return [] if is_shared or isinstance(owner, ModuleType) else [(owner,)]
     if issubclass(kind, weakref.ref):
         return [(weakref.ref.__call__(value),)]
     if kind is MappingProxyType:

@@ -6,6 +6,7 @@ own functions that a step calls, with the objects of their methods. Costs: milli
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import inspect
@@ -28,6 +29,7 @@ from stoker.train.graphs.places import (
     builtin_of,
     entries_of,
     is_cached,
+    is_number,
     is_opaque,
     is_plain_object,
     name_key,
@@ -40,6 +42,10 @@ from stoker.train.graphs.structure import HOOKS
 _DEPTH, _DEEPEST = 3, 10
 """Levels of containers and of objects in which functions of the step are found."""
 _MOST_HELPERS = 200
+_NOT_IN_STEP = re.compile(
+    r"__(init|new|post_init|del|str|repr|eq|ne|lt|le|gt|ge|hash|setattr|delattr|getstate|setstate|reduce|copy|deepcopy)__"
+)
+"""Names of methods that Python calls, but not where code computes with an object; each names all fields."""
 _BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
 _LIBRARY = sysconfig.get_path("stdlib")
 _OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
@@ -87,6 +93,8 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
         if name in function.__globals__:
             yield name, function.__globals__, name
             yield from _settings_of(name, function.__globals__[name], code)
+        elif is_number(vars(builtins).get(name)) and name in vars(builtins):
+            yield name, vars(builtins), name
     if is_own(function):
         positional = code.co_varnames[: code.co_argcount]
         defaults = function.__defaults__ or ()
@@ -108,7 +116,8 @@ def _settings_of(
     is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
     if not (is_file or is_class) or package_of(value) in FOREIGN:
         return
-    for key in _names(code).keys() & vars(value).keys():
+    names = {*_names(code), "__getattr__"} if is_file else _names(code).keys()
+    for key in names & vars(value).keys():
         held = vars(value)[key]
         if type(held) in (ModuleType, type):  # settings of settings
             if depth:
@@ -260,6 +269,19 @@ def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) 
     return None
 
 
+def _function_behind(found: Any) -> Any:
+    if isinstance(found, property):
+        return found.fget
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+def _operators(kind: type) -> list[str]:
+    """Return the methods of an object that code calls without naming them: `weight * loss`, `float(weight)`."""
+    bases = (base for base in kind.__mro__ if package_of(base) not in FOREIGN)
+    named = {name for base in bases for name, method in vars(base).items() if is_own(method)}
+    return sorted(name for name in named if name.startswith("__") and not _NOT_IN_STEP.match(name))
+
+
 def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
     """Return `functions`, and the user's functions that they and forward passes name.
 
@@ -312,9 +334,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
     def enter_object(value: Any, names: Mapping[str, None], depth: int) -> None:
         kind = value if isinstance(value, type) else type(value)
         is_plain = not isinstance(value, torch.nn.Module | type)
-        for name in (*names, "__call__") if is_plain else names:
-            found = inspect.getattr_static(kind, name, None)
-            method: Any = found.fget if isinstance(found, property) else found
+        for name in (*names, *_operators(kind)) if is_plain else names:
+            method = _function_behind(inspect.getattr_static(kind, name, None))
             for inherited in kind.__mro__ if "super" in names else ():
                 if is_own(vars(inherited).get(name)):
                     add(MethodType(vars(inherited)[name], value))
