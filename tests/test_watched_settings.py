@@ -480,6 +480,22 @@ def nested_object_that_is_replaced():
 
 
 @case
+def array_that_is_replaced_in_a_nested_object():
+    cfg = SimpleNamespace(train=SimpleNamespace(weights=np.zeros(2)))
+    return lambda: float(cfg.train.weights[0]), lambda: setattr(
+        cfg.train, "weights", np.full(2, 0.7)
+    )
+
+
+@case
+def frozen_set_that_is_replaced_in_a_nested_object():
+    cfg = SimpleNamespace(train=SimpleNamespace(flags=frozenset({"mean"})))
+    return lambda: 0.7 if "sum" in cfg.train.flags else 0.0, lambda: setattr(
+        cfg.train, "flags", frozenset({"sum"})
+    )
+
+
+@case
 def module_that_is_replaced_in_a_nested_object():
     cfg = SimpleNamespace(train=SimpleNamespace(weigh=nn.Hardtanh(0.0, 0.1)))
     return lambda: float(cfg.train.weigh(torch.zeros(()))), lambda: setattr(

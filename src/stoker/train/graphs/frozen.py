@@ -245,9 +245,12 @@ class HostNumbers:
             self._examine(*self._waiting.popleft())
 
     def _examine(self, name: str, container: Any, key: Any, depth: int) -> None:
+        """Take a value; look into an object that holds others, and watch that it is not replaced."""
         value = read_place(container, key)
         if is_opaque(value):
             return
+        if not isinstance(value, torch.Tensor) and not is_number(value):
+            self._objects[id(container), key] = (name, container, key, value)
         if is_number(value):
             self._found[id(container), key] = (name, container, key)
         elif isinstance(value, np.ndarray | bytearray | array):
@@ -266,26 +269,22 @@ class HostNumbers:
         elif isinstance(value, torch.Tensor):
             self._take_of_tensor(name, value)
         elif isinstance(value, torch.nn.Module) or inspect.isroutine(value):
-            self._objects[id(container), key] = (name, container, key, value)
             self._enter_stores(name, value, depth)
         elif depth >= _DEEPEST:
-            self._enter(name, container, key, value, depth)
+            self._enter(name, value, depth)
 
     def _take_of_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take the user's attributes of a tensor that the code names, such as `parameter.decay`."""
         own = object.__getattribute__(tensor, "__dict__")
         self._follow(name, own, [*read_place(own, self._words)] if own else (), _DEPTH - 1)
 
-    def _enter(self, name: str, container: Any, key: Any, value: Any, depth: int) -> None:
-        """Examine what an object or a container holds, and watch that it is not replaced."""
+    def _enter(self, name: str, value: Any, depth: int) -> None:
+        """Examine what an object or a container holds."""
         is_container = issubclass(type(value), dict | list | deque | tuple | set)
         is_called = callable(value) and is_plain_object(value, may_be_called=True)
         is_object = is_called or is_plain_object(value)
         has_slots = bool(slots_of(value))
         depth = _DEPTH + 1 if is_called else depth
-        if not (is_container or is_object or has_slots or stores_of(value)):
-            return
-        self._objects[id(container), key] = (name, container, key, value)
         if self._entered.get(id(value), _DEEPEST - 1) >= depth:
             return
         self._entered[id(value)] = depth
