@@ -480,6 +480,23 @@ def nested_object_that_is_replaced():
 
 
 @case
+def tensor_that_is_replaced_in_a_nested_object():
+    cfg = SimpleNamespace(train=SimpleNamespace(beta=torch.zeros(2)))
+    return lambda: float(cfg.train.beta.detach()[0]), lambda: setattr(
+        cfg.train, "beta", torch.full((2,), 0.7)
+    )
+
+
+@case
+def deep_tensor_that_is_replaced():
+    cfg = {"a": {"b": {"c": {"d": {"beta": torch.zeros(2)}}}}}
+    inner = cfg["a"]["b"]["c"]["d"]
+    return lambda: float(cfg["a"]["b"]["c"]["d"]["beta"][0]), lambda: inner.update(
+        beta=torch.full((2,), 0.7)
+    )
+
+
+@case
 def array_that_is_replaced_in_a_nested_object():
     cfg = SimpleNamespace(train=SimpleNamespace(weights=np.zeros(2)))
     return lambda: float(cfg.train.weights[0]), lambda: setattr(

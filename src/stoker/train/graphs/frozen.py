@@ -35,6 +35,7 @@ from stoker.train.graphs.places import (
     LENGTH,
     MODULE_TABLES,
     MOST_COMPARED,
+    PLAIN_KEYS,
     Inside,
     Words,
     builtin_of,
@@ -99,7 +100,8 @@ class HostNumbers:
         device: torch.device | None = None,
     ) -> None:
         self._on_gpu = device is not None and device.type == "cuda"
-        self._left = MOST_COMPARED
+        self._left, self._left_named = MOST_COMPARED, _MOST_FEW
+        self._tensors: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._found: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._objects: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         self._entered: dict[int, int] = {}
@@ -235,9 +237,10 @@ class HostNumbers:
 
     def _take(self, name: str, container: Any, key: Any) -> None:
         """Take what a variable or an attribute holds, the nearest first."""
-        self._left = MOST_COMPARED
+        self._left, self._left_named = MOST_COMPARED, _MOST_FEW
         self._examine(name, container, key, _DEPTH)
-        self._objects.pop((id(container), key), None)  # variables are among the `WatchedTensors`
+        for table in (self._objects, self._tensors):  # `WatchedTensors` has the variables
+            table.pop((id(container), key), None)
         self._drain()
 
     def _drain(self) -> None:
@@ -267,6 +270,7 @@ class HostNumbers:
             if package_of(value) not in FOREIGN:
                 self._take_absence(name, value if isinstance(value, type) else vars(value))
         elif isinstance(value, torch.Tensor):
+            self._tensors[id(container), key] = (name, container, key)
             self._take_of_tensor(name, value)
         elif isinstance(value, torch.nn.Module) or inspect.isroutine(value):
             self._enter_stores(name, value, depth)
@@ -317,21 +321,33 @@ class HostNumbers:
         if isinstance(value, set):
             return
         keys = keys_of(value)
-        # A large container, such as a vocabulary, is data: only its length and entries that code names are compared.
         if isinstance(value, dict) and (depth <= 0 or len(keys) > self._left):
             self._take_absence(name, value)
+        if isinstance(value, dict) and depth <= 0:
             named = [*read_place(value, self._words)]
-            is_unnamed = depth <= 0 and not named and len(keys) <= _MOST_UNNAMED
+            is_unnamed = not named and len(keys) <= _MOST_UNNAMED
             if is_unnamed:  # passed on, or `for key in weights`
                 self._found[id(value), LENGTH] = (f"the length of {name}", value, LENGTH)
             keys = keys if is_unnamed else named
         self._follow(name, value, keys, depth - 1)
 
     def _follow(self, name: str, container: Any, keys: Collection[Any], depth: int) -> None:
+        """Examine entries later, those that the code names first.
+
+        Where a container is too large, such as a vocabulary, it is data: only entries that code names are examined.
+        """
+        # Other keys than texts and numbers would be hashed by code of their classes.
+        named = [key for key in keys if type(key) in PLAIN_KEYS and key in self._words]
         if len(keys) <= self._left:
             self._left -= len(keys)
-            for key in keys:
-                self._waiting.append((f"{name}.{name_key(key)}", container, key, depth))
+            first = {*named}
+            others = (key for key in keys if type(key) not in PLAIN_KEYS or key not in first)
+            keys = [*named, *others]
+        else:
+            keys = named[: self._left_named]
+            self._left_named -= len(keys)
+        for key in keys:
+            self._waiting.append((f"{name}.{name_key(key)}", container, key, depth))
 
     def _attributes_of(self, owner: Any, depth: int) -> list[str]:
         """Return the attributes of an object that the code may read; far below, those that it names."""
@@ -340,6 +356,10 @@ class HostNumbers:
         else:
             only = None if is_value(owner) else self._words
         return [key for key in vars(owner) if only is None or key in only]
+
+    def nested_tensors(self) -> list[tuple[str, Any, Any]]:
+        """Return the places of tensors inside containers and objects, for `WatchedTensors`."""
+        return [one for one in self._tensors.values() if not isinstance(one[1], tuple)]
 
     def values(self) -> list[Any]:
         """Return their current values."""

@@ -360,7 +360,8 @@ class GraphedStep:
             self._numbers = HostNumbers(modules, code, state.device)
             held = HeldTensors(modules, code)
             kept = KeptObjects(state.optimizers, modules, code, held)
-            before, watched = held.values(), WatchedTensors(modules, code)
+            before = held.values()
+            watched = WatchedTensors(modules, code, self._numbers.nested_tensors())
             structure = Structure(modules, state.optimizers)
         except Exception as error:  # noqa: BLE001 (reading the attributes of a user's object may raise anything)
             self._refusal = f"what the step names cannot be examined ({describe_failure(error)})"

@@ -127,10 +127,14 @@ class WatchedTensors:
     Args:
         modules: Modules, with all modules inside them.
         functions: Other functions of the step.
+        nested: Further places with tensors, deep in objects (`HostNumbers.nested_tensors`).
     """
 
     def __init__(
-        self, modules: Iterable[torch.nn.Module] = (), functions: Iterable[Any] = ()
+        self,
+        modules: Iterable[torch.nn.Module] = (),
+        functions: Iterable[Any] = (),
+        nested: Iterable[tuple[str, Any, Any]] = (),
     ) -> None:
         modules, functions = list(modules), list(functions)
         named, of_torch = names_in(functions), set[int]()
@@ -143,7 +147,7 @@ class WatchedTensors:
             read[id(vars(module))] = None if names is None else frozenset(names)
             if type(module).__module__.startswith("torch."):
                 of_torch.add(id(vars(module)))
-        places = HeldTensors(modules, functions).all_places()
+        places = [*nested, *HeldTensors(modules, functions).all_places()]
         for name, held in containers_around(modules, functions):
             keys = held if isinstance(held, dict) else range(len(held))
             places += [(f"{name}.{name_key(key)}", held, key) for key in keys]

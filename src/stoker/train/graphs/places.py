@@ -82,7 +82,7 @@ MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 
 
 _BUILTIN: tuple[Any, ...] = dict, list, tuple, deque
-_PLAIN_KEYS = frozenset({str, int, bytes})
+PLAIN_KEYS = frozenset({str, int, bytes})
 _LENGTHS = frozenset(kind.__len__ for kind in _BUILTIN)
 
 
@@ -109,7 +109,7 @@ def read_place(container: Any, key: Any) -> Any:
         return container.get(None)
     if type(key) is Words:
         # Other keys would be hashed by code of their classes.
-        return key.intersection(one for one in keys_of(container) if type(one) in _PLAIN_KEYS)
+        return key.intersection(one for one in keys_of(container) if type(one) in PLAIN_KEYS)
     base = builtin_of(container)
     if base is dict:
         return dict.get(container, key)
