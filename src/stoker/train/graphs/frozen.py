@@ -9,6 +9,7 @@ and 0.2 µs for each module; 16 µs for 50 modules and a nested config, measured
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -275,7 +276,8 @@ class HostNumbers:
         elif isinstance(value, torch.nn.Module) or inspect.isroutine(value):
             self._enter_stores(name, value, depth)
         elif depth >= _DEEPEST:
-            self._enter(name, value, depth)
+            with contextlib.suppress(ReferenceError):  # a weak proxy whose object has just gone
+                self._enter(name, value, depth)
 
     def _take_of_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take the user's attributes of a tensor that the code names, such as `parameter.decay`."""

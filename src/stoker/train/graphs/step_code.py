@@ -7,6 +7,7 @@ own functions that a step calls, with the objects of their methods. Costs: milli
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import inspect
@@ -329,7 +330,8 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         if isinstance(value, torch.nn.Module):
             enter_module(value)
         if isinstance(value, torch.nn.Module | type) or is_plain_object(value, may_be_called=True):
-            enter_object(value, names, depth)
+            with contextlib.suppress(ReferenceError):  # a weak proxy whose object has just gone
+                enter_object(value, names, depth)
 
     def enter_object(value: Any, names: Mapping[str, None], depth: int) -> None:
         kind = value if isinstance(value, type) else type(value)
