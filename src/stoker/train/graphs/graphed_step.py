@@ -27,7 +27,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from stoker.train.graphs.host_draws import (
     has_drawn,
     quiet_host_rng,
 )
+from stoker.train.graphs.places import read_place
 from stoker.train.graphs.reasons import describe_failure, refuse_eager, step_note
 from stoker.train.graphs.replay_check import (
     are_close,
@@ -360,7 +360,8 @@ class GraphedStep:
             self._numbers = HostNumbers(modules, code, state.device)
             held = HeldTensors(modules, code)
             kept = KeptObjects(state.optimizers, modules, code, held)
-            before, watched = held.values(), WatchedTensors(modules, code)
+            before = held.values()
+            watched = WatchedTensors(modules, code, self._numbers.nested_tensors())
             structure = Structure(modules, state.optimizers)
         except Exception as error:  # noqa: BLE001 (reading the attributes of a user's object may raise anything)
             self._refusal = f"what the step names cannot be examined ({describe_failure(error)})"
@@ -391,6 +392,7 @@ class GraphedStep:
         finally:
             if collects:
                 gc.enable()
+        self._numbers.leave_replaced()
         watched.leave_replaced()
         self._watched = watched
         structure.leave_replaced()
@@ -552,7 +554,7 @@ class GraphedStep:
 
     def _depends_on(self, container: Any, key: Any, work: Any) -> bool:
         """Whether the step depends on a tensor that was replaced; if not, that tensor is no longer watched."""
-        now = container.cell_contents if isinstance(container, CellType) else container[key]
+        now = read_place(container, key)
         tensors = list(iterate_tensors(now))
         is_known = isinstance(now, torch.Tensor | tuple) and tensors
         if (

@@ -23,8 +23,11 @@ import torch
 from stoker.train.graphs.places import (
     MODULE_TABLES,
     MOST_COMPARED,
+    builtin_of,
+    entries_of,
     is_number,
     is_opaque,
+    is_plain_container,
     is_plain_object,
     name_key,
     read_place,
@@ -124,10 +127,14 @@ class WatchedTensors:
     Args:
         modules: Modules, with all modules inside them.
         functions: Other functions of the step.
+        nested: Further places with tensors, deep in objects (`HostNumbers.nested_tensors`).
     """
 
     def __init__(
-        self, modules: Iterable[torch.nn.Module] = (), functions: Iterable[Any] = ()
+        self,
+        modules: Iterable[torch.nn.Module] = (),
+        functions: Iterable[Any] = (),
+        nested: Iterable[tuple[str, Any, Any]] = (),
     ) -> None:
         modules, functions = list(modules), list(functions)
         named, of_torch = names_in(functions), set[int]()
@@ -140,7 +147,7 @@ class WatchedTensors:
             read[id(vars(module))] = None if names is None else frozenset(names)
             if type(module).__module__.startswith("torch."):
                 of_torch.add(id(vars(module)))
-        places = HeldTensors(modules, functions).all_places()
+        places = [*nested, *HeldTensors(modules, functions).all_places()]
         for name, held in containers_around(modules, functions):
             keys = held if isinstance(held, dict) else range(len(held))
             places += [(f"{name}.{name_key(key)}", held, key) for key in keys]
@@ -238,10 +245,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _entries(value: Any) -> Iterable[Any]:
     if isinstance(value, torch.nn.Module):
         return [*value.parameters(), *value.buffers()]
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return value
+    if builtin_of(value):
+        return entries_of(value)
     if isinstance(value, torch.amp.GradScaler):
         return list(vars(value).values())
     return list(vars(value).values()) if is_plain_object(value, may_be_called=True) else ()
@@ -285,9 +290,10 @@ def containers_around(
             left = MOST_COMPARED
         if is_opaque(value) or isinstance(value, torch.optim.Optimizer):  # see `KeptObjects`
             return
-        if not in_object and is_plain_object(value, may_be_called=True):
+        is_held = builtin_of(value) is not None
+        if not is_held and not in_object and is_plain_object(value, may_be_called=True):
             value, in_object = vars(value), True
-        is_container = isinstance(value, dict | list | deque) and len(value) <= left
+        is_container = is_plain_container(value) and len(value) <= left
         if not is_container or id(value) in found or depth > _DEPTH:
             return
         left -= len(value)
@@ -340,8 +346,10 @@ def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _items(value: Any) -> Iterable[Any]:
+    if builtin_of(value):
+        return entries_of(value)
     if isinstance(value, Mapping):
         # A user's mapping may raise, for example one over a closed file.
         with contextlib.suppress(Exception):
             return list(value.values())
-    return value if isinstance(value, list | tuple) else ()
+    return ()

@@ -6,15 +6,21 @@ back. Runs no code of a user's class, except where it asks for its `__class__` a
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
 import pickle
 import random
+import weakref
+from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from types import (
+    BuiltinMethodType,
     CellType,
     FunctionType,
+    MappingProxyType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -27,8 +33,14 @@ import torch
 
 MOST_COMPARED = 1000
 """Most entries of containers that are examined for one variable or attribute; larger containers are data."""
-LENGTH, ITEM, DRAWN, BYTES = object(), object(), object(), object()
-"""Keys of a container's length, a tensor's only value, a generator's state and an array's values."""
+
+
+class Inside:
+    """A key that stands for what is inside a container."""
+
+
+LENGTH, ITEM, DRAWN, BYTES, CURRENT = (Inside() for _ in range(5))
+"""Keys of a container's length, a tensor's only value, a generator's state, an array's and a context's values."""
 HOST = torch.device("cpu")
 _CLEAR = frozenset(
     {
@@ -55,15 +67,30 @@ _CONSTANTS = (*_NUMBERS, str, bytes, range, NoneType, torch.dtype, torch.device)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 FOREIGN = frozenset(
     {
-        *("torch", "numpy", "stoker", "functools", "collections", "logging", "random"),
+        *("torch", "numpy", "stoker", "functools", "logging", "random"),
         *("builtins", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate"),
         *("queue", "threading", "multiprocessing", "concurrent", "asyncio"),  # used by threads
     }
 )
 """Packages whose objects and functions are not examined."""
+_DRAW_FOR_ALL: tuple[Any, ...] = random.random, np.random.random
+"""Methods of the generators that all code shares, which are not the step's own."""
+_CACHED = type(functools.cache(len))
 _FRAMEWORKS = ["stoker", "frameworks"]
 MODULE_TABLES = frozenset(vars(torch.nn.Module())) - {"training"}
 """Attributes that torch sets in every module."""
+
+
+_BUILTIN: tuple[Any, ...] = dict, list, tuple, deque
+PLAIN_KEYS = frozenset({str, int, bytes})
+_LENGTHS = frozenset(kind.__len__ for kind in _BUILTIN)
+
+
+class Words(frozenset[Any]):
+    """Names and texts in code; as a key, it stands for which of them a dict or a class has."""
+
+    __slots__ = ()
+    __hash__ = frozenset.__hash__
 
 
 def read_place(container: Any, key: Any) -> Any:
@@ -71,53 +98,170 @@ def read_place(container: Any, key: Any) -> Any:
     if key is LENGTH:
         if isinstance(container, set):
             return frozenset(container)
-        return _Entries(container) if isinstance(container, deque) else len(container)
+        return _Entries(container) if isinstance(container, deque) else len(keys_of(container))
     if key is ITEM:
         return container.item()
     if key is DRAWN:
         return _drawn(container)
     if key is BYTES:
-        return container.tobytes()
-    if isinstance(container, dict):
-        return container.get(key)
+        return bytes(container) if isinstance(container, bytearray) else container.tobytes()
+    if key is CURRENT:
+        return container.get(None)
+    if type(key) is Words:
+        # Other keys would be hashed by code of their classes.
+        return key.intersection(one for one in keys_of(container) if type(one) in PLAIN_KEYS)
+    base = builtin_of(container)
+    if base is dict:
+        return dict.get(container, key)
+    if base is not None:
+        return base.__getitem__(container, key) if key < base.__len__(container) else None
     if isinstance(container, type):
         return getattr(container, key, None)
-    if isinstance(container, list | deque | tuple):
-        return container[key] if key < len(container) else None
-    if not isinstance(container, CellType):
-        return getattr(container, key, None)  # of an object with slots
     try:
-        return container.cell_contents
-    except ValueError:  # a variable that is not assigned yet
+        if type(container) is CellType:
+            return container.cell_contents
+        return object.__getattribute__(container, key)  # of an object with slots
+    except (ValueError, AttributeError):  # not assigned yet
         return None
 
 
 def put_place(container: Any, key: Any, value: Any) -> None:
     """Restore the value that `read_place` has returned."""
-    if key is ITEM:
-        container.fill_(value)
-    elif key is BYTES:
-        if container.tobytes() != value:
-            container[...] = np.frombuffer(value, container.dtype).reshape(container.shape)
-    elif key is DRAWN:
-        _set_drawn(container, value)
-    elif key is LENGTH:
-        if isinstance(container, list):
-            del container[value:]
-        elif isinstance(container, set) and container != value:
-            container.clear()
-            container.update(value)
-        elif isinstance(container, deque) and _Entries(container) != value:
-            container.clear()
-            container.extend(value)
+    if type(key) in (Inside, Words):
+        _put_inside(container, key, value)
     elif isinstance(container, CellType):
         container.cell_contents = value
     elif read_place(container, key) is value:
         return
-    elif isinstance(container, dict | list | deque):
+    elif isinstance(container, dict):
+        dict.__setitem__(container, key, value)
+    elif isinstance(container, list | deque):
         container[key] = value
-    else:
+    elif isinstance(container, type):
         setattr(container, key, value)
+    else:
+        object.__setattr__(container, key, value)  # also where a dataclass is frozen
+
+
+def _put_inside(container: Any, key: Any, value: Any) -> None:
+    if key is ITEM:
+        container.fill_(value)
+    elif key is DRAWN:
+        _set_drawn(container, value)
+    elif read_place(container, key) == value:
+        return
+    elif key is CURRENT:
+        container.set(value)
+    elif key is BYTES and isinstance(container, np.ndarray):
+        container[...] = np.frombuffer(value, container.dtype).reshape(container.shape)
+    elif key is BYTES:
+        container[:] = array(container.typecode, value) if type(container) is array else value
+    elif type(key) is Words:
+        for name in read_place(container, key) - value:
+            _remove(container, name)
+    elif isinstance(container, list):
+        del container[value:]
+    elif isinstance(container, set):
+        container.clear()
+        container.update(value)
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(value)
+
+
+def _remove(container: Any, name: Any) -> None:
+    if isinstance(container, type):
+        delattr(container, name)
+    else:
+        dict.__delitem__(container, name)
+
+
+def builtin_of(container: Any) -> Any:
+    """Return the class of Python whose entries a container has, whatever its own class makes of them; or None."""
+    return next((kind for kind in _BUILTIN if issubclass(type(container), kind)), None)
+
+
+def keys_of(container: Any) -> Collection[Any]:
+    """Return the keys of a dict or class, or the places in a list, without running code of its class."""
+    if isinstance(container, type):
+        return vars(container).keys()
+    base: Any = builtin_of(container) or set
+    return list(dict.keys(container)) if base is dict else range(base.__len__(container))
+
+
+def entries_of(container: Any) -> list[Any]:
+    """Return the entries of a dict, list, tuple or deque without running code of its class."""
+    base = builtin_of(container)
+    return list(dict.values(container) if base is dict else base.__iter__(container))
+
+
+def memory_bytes(value: Any) -> int:
+    """Return the size of an array in bytes."""
+    return int(value.nbytes) if isinstance(value, np.ndarray) else memoryview(value).nbytes
+
+
+def is_plain_container(value: Any) -> bool:
+    """Whether a value is a dict, list or deque whose class changes nothing about its entries."""
+    base, kind = builtin_of(value), type(value)
+    if base in (None, tuple):
+        return False
+    methods = ("__getitem__", "__iter__", "__len__", "items", "get")
+    return kind.__module__ == "collections" or all(
+        getattr(kind, name, None) is getattr(base, name, None) for name in methods
+    )
+
+
+def has_plain_length(container: Any) -> bool:
+    """Whether `len` runs no code of the user's, and tells of every entry that comes."""
+    return builtin_of(container) in (dict, list) and type(container).__len__ in _LENGTHS
+
+
+def stores_of(value: Any) -> list[Any]:
+    """Return the containers of an object of Python's library: arguments of a partial, results of a cached function."""
+    kind = type(value)
+    if issubclass(kind, functools.partial):
+        own = functools.partial
+        return [(own.func.__get__(value),), own.args.__get__(value), own.keywords.__get__(value)]
+    if kind in (MethodType, BuiltinMethodType):
+        owner = value.__self__
+        is_shared = any(owner is draw.__self__ for draw in _DRAW_FOR_ALL)
+        return [] if is_shared or isinstance(owner, ModuleType) else [(owner,)]
+    if issubclass(kind, weakref.ref):
+        return [(weakref.ref.__call__(value),)]
+    if kind is MappingProxyType:
+        return [one for one in gc.get_referents(value) if builtin_of(one) is dict]
+    if kind is _CACHED:  # a dict of results; or of links to results, beside the results
+        held = [one for one in gc.get_referents(value) if not isinstance(one, type | FunctionType)]
+        tables = [one for one in held if type(one) is dict and one is not vars(value)]
+        tables = [one for one in tables if any(map(_is_link, dict.values(one)))] or tables
+        known = [vars(value), *tables]
+        return [*tables, [one for one in held if not any(one is other for other in known)]]
+    return [()] if _is_link(value) else []
+
+
+def is_cached(value: Any) -> bool:
+    """Whether a value is a function whose results are cached, or a result of a bounded cache."""
+    return type(value) is _CACHED or _is_link(value)
+
+
+def _is_link(value: Any) -> bool:
+    return type(value).__name__ == "_lru_list_elem"
+
+
+def is_delegating(value: Any) -> bool:
+    """Whether the class of an object looks up its attributes or entries itself, as in a private dict."""
+    return _defines(type(value), {"__getattr__", "__getitem__"})
+
+
+def is_value(value: Any) -> bool:
+    """Whether an object stands for what is in it, such as a node of a config: its class compares or looks up."""
+    return _defines(type(value), {"__getattr__", "__getitem__", "__eq__"})
+
+
+def _defines(kind: type, methods: set[str]) -> bool:
+    return any(
+        methods & vars(base).keys() for base in kind.__mro__ if package_of(base) not in FOREIGN
+    )
 
 
 def name_key(key: Any) -> str:
@@ -178,8 +322,7 @@ def is_opaque(value: Any) -> bool:
         return False
     try:
         isinstance(value, Mapping)  # asks for its `__class__`
-        for name in ("__dict__", "__self__", "__func__", "func", "__module__"):
-            getattr(value, name, None)
+        getattr(value, "__dict__", None)
     except Exception:  # noqa: BLE001 (user code may raise anything)
         return True
     return False
@@ -203,11 +346,12 @@ def is_host_number(value: Any) -> bool:
 
 
 def slots_of(value: Any) -> list[str]:
-    """Return the attributes of a user-defined object that has slots instead of a dict."""
-    kind = type(value)
-    if hasattr(value, "__dict__") or package_of(kind) in FOREIGN or callable(value):
+    """Return the attributes of a user-defined object that are in slots instead of a dict."""
+    if isinstance(value, type) or builtin_of(value):
         return []
-    return [name for name, one in vars(kind).items() if isinstance(one, MemberDescriptorType)]
+    kinds = (kind for kind in type(value).__mro__ if package_of(kind) not in FOREIGN)
+    every = (pair for kind in kinds for pair in vars(kind).items())
+    return [name for name, one in every if isinstance(one, MemberDescriptorType)]
 
 
 def is_plain_object(value: Any, may_be_called: bool = False) -> bool:

@@ -6,6 +6,8 @@ own functions that a step calls, with the objects of their methods. Costs: milli
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import dis
 import functools
 import inspect
@@ -25,18 +27,26 @@ from stoker.train.graphs.places import (
     FOREIGN,
     MODULE_TABLES,
     MOST_COMPARED,
+    builtin_of,
+    entries_of,
+    is_cached,
     is_number,
     is_opaque,
     is_plain_object,
     name_key,
     package_of,
     read_place,
+    stores_of,
 )
 from stoker.train.graphs.structure import HOOKS
 
-_DEPTH = 3
-"""Levels of containers and objects in which functions of the step are found."""
+_DEPTH, _DEEPEST = 3, 10
+"""Levels of containers and of objects in which functions of the step are found."""
 _MOST_HELPERS = 200
+_NOT_IN_STEP = re.compile(
+    r"__(init|new|post_init|del|str|repr|eq|ne|lt|le|gt|ge|hash|setattr|delattr|getstate|setstate|reduce|copy|deepcopy)__"
+)
+"""Names of methods that Python calls, but not where code computes with an object; each names all fields."""
 _BY_ANY_NAME = frozenset({"getattr", "setattr", "vars", "__dict__", "attrgetter"})
 _LIBRARY = sysconfig.get_path("stdlib")
 _OUTSIDE_STEP = re.compile(r"__|on_|validation_|test_|predict_|configure_")
@@ -59,12 +69,24 @@ def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((name, function.keywords, name) for name in function.keywords)
         function = function.func
     owner = getattr(function, "__self__", None)
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not inspect.isfunction(function) or package_of(function) in FOREIGN:
-        return
+    for layer in layers_of(function):
+        if package_of(layer) not in FOREIGN:
+            if isinstance(owner, type):
+                yield from _settings_of(owner.__name__, owner, layer.__code__)
+            yield from _variables_of(layer)
+
+
+def layers_of(function: Any) -> list[FunctionType]:
+    """Return the Python function that is called, and those that its decorators of the user have wrapped around it."""
+    layers = [getattr(function, "__func__", function)]
+    while len(layers) < _MOST_HELPERS and "__wrapped__" in getattr(layers[-1], "__dict__", ()):
+        layers.append(vars(layers[-1])["__wrapped__"])
+    functions = [one for one in layers if isinstance(one, FunctionType)]
+    return [f for f in functions if f is functions[-1] or _is_own_file(f.__code__.co_filename)]
+
+
+def _variables_of(function: FunctionType) -> Iterator[tuple[str, Any, Any]]:
     code = function.__code__
-    if isinstance(owner, type):
-        yield from _settings_of(owner.__name__, owner, code)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield name, cell, name
         yield from _settings_of(name, read_place(cell, name), code)
@@ -72,7 +94,9 @@ def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
         if name in function.__globals__:
             yield name, function.__globals__, name
             yield from _settings_of(name, function.__globals__[name], code)
-    if _is_own(function):
+        elif is_number(vars(builtins).get(name)) and name in vars(builtins):
+            yield name, vars(builtins), name
+    if is_own(function):
         positional = code.co_varnames[: code.co_argcount]
         defaults = function.__defaults__ or ()
         with_default = positional[len(positional) - len(defaults) :]
@@ -83,17 +107,24 @@ def _variables_around(function: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f"{function.__name__}.{name}", own, name) for name in own)
 
 
-def _settings_of(name: str, value: Any, code: CodeType) -> Iterator[tuple[str, Any, Any]]:
+def _settings_of(
+    name: str, value: Any, code: CodeType, depth: int = _DEPTH
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the attributes of a user's Python module or class that code names: `config.BETA`, `Settings.beta`."""
-    if is_opaque(value):
+    if is_opaque(value) or not isinstance(value, ModuleType | type):
         return
-    is_file = isinstance(value, ModuleType) and _is_own_file(getattr(value, "__file__", None) or "")
+    is_file = isinstance(value, ModuleType) and _is_own_file(vars(value).get("__file__") or "")
     is_class = isinstance(value, type) and not issubclass(value, torch.nn.Module | Enum)
-    if (is_file or is_class) and package_of(value) not in FOREIGN:
-        container = value if is_class else vars(value)
-        for key in _names(code).keys() & vars(value).keys():
-            if is_number(vars(value)[key]) or isinstance(vars(value)[key], dict | list):
-                yield f"{name}.{key}", container, key
+    if not (is_file or is_class) or package_of(value) in FOREIGN:
+        return
+    names = {*_names(code), "__getattr__"} if is_file else _names(code).keys()
+    for key in names & vars(value).keys():
+        held = vars(value)[key]
+        if type(held) in (ModuleType, type):  # settings of settings
+            if depth:
+                yield from _settings_of(f"{name}.{key}", held, code, depth - 1)
+        elif is_file or not hasattr(type(held), "__get__"):  # reading a descriptor runs user code
+            yield f"{name}.{key}", value if is_class else vars(value), key
 
 
 @functools.cache
@@ -121,16 +152,36 @@ def _names(code: CodeType) -> dict[str, None]:
 
 def names_in(functions: Iterable[Any]) -> frozenset[str]:
     """Return the names of all globals and attributes in the code of functions."""
-    names: dict[str, None] = {}
+    return frozenset(name for code in _codes(functions) for name in _names(code))
+
+
+def words_in(functions: Iterable[Any]) -> frozenset[Any]:
+    """Return the names in the code of functions, and its texts, which may be keys or names of attributes."""
+    words: set[Any] = set()
+    waiting: list[Any] = [*_codes(functions)]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, CodeType):
+            words.update(one.co_names)
+            waiting += one.co_consts
+        elif isinstance(one, tuple | frozenset):
+            waiting += one
+        elif isinstance(one, str):
+            words.update((one, *one.split(".")))  # `OmegaConf.select(cfg, "loss.beta")`
+        elif isinstance(one, int):
+            words.add(one)
+    return frozenset(word for word in words if not str(word).startswith("__"))
+
+
+def _codes(functions: Iterable[Any]) -> Iterator[CodeType]:
     for given in functions:
         function = getattr(given, "func", given)
         if is_plain_object(function, may_be_called=True):
             function = type(function).__call__
         is_of_module = isinstance(getattr(function, "__self__", None), torch.nn.Module)
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        if inspect.isfunction(function) and (_is_own(function) or not is_of_module):
-            names |= _names(function.__code__)
-    return frozenset(names)
+        for layer in layers_of(function):
+            if is_own(layer) or not is_of_module:
+                yield layer.__code__
 
 
 def named_in_step(kind: type) -> set[str] | None:
@@ -145,6 +196,10 @@ def named_in_step(kind: type) -> set[str] | None:
         is_own = inspect.isfunction(value) and package_of(value) not in FOREIGN
         if is_own and not _OUTSIDE_STEP.match(name):
             names.update(value.__code__.co_names)
+    for name in [*names]:  # `hparams` reads `_hparams`
+        getter = getattr(inspect.getattr_static(kind, name, None), "fget", None)
+        if inspect.isfunction(getter):
+            names.update(getter.__code__.co_names)
     return names
 
 
@@ -157,7 +212,7 @@ def attributes_read(owner: Any, named: frozenset[str]) -> frozenset[str] | None:
         m for kind in type(owner).__mro__[:-1] for m in vars(kind).values() if inspect.isfunction(m)
     ]
     is_passed_on = not named & {*vars(owner), *dir(type(owner))} - {*dir(object)}
-    if is_passed_on or named & _BY_ANY_NAME or not all(map(_is_own, methods)):
+    if is_passed_on or named & _BY_ANY_NAME or not all(map(is_own, methods)):
         return None
     return named
 
@@ -177,7 +232,7 @@ def class_counts(kind: type) -> list[tuple[type, str]]:
     return found
 
 
-def _is_own(function: Any) -> bool:
+def is_own(function: Any) -> bool:
     """Whether a function is in the user's own code, not in an installed package or the standard library."""
     function = inspect.unwrap(function) if callable(function) else None
     if not inspect.isfunction(function):
@@ -215,24 +270,39 @@ def find_iterator(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) 
     return None
 
 
+def _function_behind(found: Any) -> Any:
+    if isinstance(found, property):
+        return found.fget
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+def _operators(kind: type) -> list[str]:
+    """Return the methods of an object that code calls without naming them: `weight * loss`, `float(weight)`."""
+    bases = (base for base in kind.__mro__ if package_of(base) not in FOREIGN)
+    named = {name for base in bases for name, method in vars(base).items() if is_own(method)}
+    return sorted(name for name in named if name.startswith("__") and not _NOT_IN_STEP.match(name))
+
+
 def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -> list[Any]:
     """Return `functions`, and the user's functions that they and forward passes name.
 
     Methods are bound to the object on which they are called.
     """
     found: dict[tuple[int, int], Any] = {}
+    seen: dict[tuple[int, int], Any] = {}
 
     def add(given: Any) -> None:
         function, owner = getattr(given, "func", given), getattr(given, "__self__", None)
         if is_plain_object(function, may_be_called=True):
             function, owner = type(function).__call__, function
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        key = id(owner), id(function)
-        if key in found or not inspect.isfunction(function) or len(found) >= _MOST_HELPERS:
+        layers = layers_of(function)
+        is_partial = isinstance(given, functools.partial)  # with arguments of its own
+        key = id(owner), id(given if is_partial else getattr(function, "__func__", function))
+        if key in found or not layers or len(found) >= _MOST_HELPERS:
             return
         found[key] = given
-        if _is_own(function):
-            names = _names(function.__code__)
+        if any(map(is_own, layers)):
+            names = {name: None for layer in layers for name in _names(layer.__code__)}
             enter(owner, names)
             for _, container, name in surroundings(given):
                 enter(read_place(container, name), names)
@@ -240,28 +310,40 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
     def enter(value: Any, names: Mapping[str, None], depth: int = 0) -> None:
         if is_opaque(value):
             return
-        if isinstance(value, dict | list | tuple):  # of callbacks
-            few = depth <= _DEPTH and len(value) <= _MOST_HELPERS
-            for one in (value.values() if isinstance(value, dict) else value) if few else ():
+        if depth > _DEPTH:
+            if depth > _DEEPEST or (id(value), id(names)) in seen:
+                return
+            seen[id(value), id(names)] = names
+        if builtin_of(value):  # of callbacks
+            entries = entries_of(value) if depth <= _DEPTH else []
+            for one in entries if len(entries) <= _MOST_HELPERS else ():
                 enter(one, names, depth + 1)
             return
+        value = inspect.unwrap(value) if is_cached(value) else value
         if isinstance(value, FunctionType | MethodType | functools.partial):
             function = getattr(value, "func", value)
-            if _is_own(getattr(function, "__func__", function)):
+            if is_own(getattr(function, "__func__", function)):
                 add(value)
-            return
-        is_plain = is_plain_object(value, may_be_called=True)
-        if depth > _DEPTH or not (is_plain or isinstance(value, torch.nn.Module | type)):
-            return
+                return
+        for store in stores_of(value):  # of a partial of a library's function
+            enter(store, names, depth + 1)
         if isinstance(value, torch.nn.Module):
             enter_module(value)
+        if isinstance(value, torch.nn.Module | type) or is_plain_object(value, may_be_called=True):
+            with contextlib.suppress(ReferenceError):  # a weak proxy whose object has just gone
+                enter_object(value, names, depth)
+
+    def enter_object(value: Any, names: Mapping[str, None], depth: int) -> None:
         kind = value if isinstance(value, type) else type(value)
-        for name in (*names, "__call__") if is_plain else names:
-            found = inspect.getattr_static(kind, name, None)
-            method: Any = found.fget if isinstance(found, property) else found
+        is_plain = not isinstance(value, torch.nn.Module | type)
+        for name in (*names, *_operators(kind)) if is_plain else names:
+            method = _function_behind(inspect.getattr_static(kind, name, None))
+            for inherited in kind.__mro__ if "super" in names else ():
+                if is_own(vars(inherited).get(name)):
+                    add(MethodType(vars(inherited)[name], value))
             if isinstance(method, classmethod):
                 add(MethodType(method.__func__, kind))
-            elif _is_own(method):
+            elif is_own(method):
                 add(MethodType(method, value))
             elif (name not in vars(value) and not callable(method)) or isinstance(
                 method, torch.nn.Module
@@ -278,7 +360,7 @@ def with_helpers(modules: Iterable[torch.nn.Module], functions: Iterable[Any]) -
         add(MethodType(type(root).forward, root))
         kinds = {type(each): each for each in root.modules()}
         for kind, module in kinds.items():
-            if _is_own(kind.forward):
+            if is_own(kind.forward):
                 add(MethodType(kind.forward, module))
         for module in root.modules():
             for name in HOOKS:

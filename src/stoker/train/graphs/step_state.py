@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from types import BuiltinMethodType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -461,7 +462,7 @@ def drawing_objects(*functions: Any) -> list[Any]:
     return [
         value
         for value in used_objects(*functions)
-        if all(callable(getattr(value, name, None)) for name in methods)
+        if all(callable(getattr(type(value), name, None)) for name in methods)
     ]
 
 
@@ -478,7 +479,8 @@ def used_objects(*functions: Any) -> list[Any]:
             values += [*used.nonlocals.values(), *used.globals.values()]
             values += [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
         values = [value for value in values if not is_opaque(value)]
-        owners = [getattr(value, "__self__", None) for value in values]  # of bound methods
+        bound = (one for one in values if issubclass(type(one), MethodType | BuiltinMethodType))
+        owners = [one.__self__ for one in bound]
         values += [
             *owners,
             *(each for owner in owners for each in getattr(owner, "__dict__", {}).values()),
