@@ -709,6 +709,7 @@ class Trainer:
     def __init__(self):
         self.beta, self.logger, self.batches = {"beta": 0.0}, Logger(), []
         self.model, self.progress = nn.Linear(2, 1), Progress()
+        self.meters, self.last = {"loss": Logger()}, None
 
     def step(self, batch):
         loss = self.model(batch).sum() * (1 + self.beta["beta"])
@@ -723,16 +724,19 @@ class Trainer:
         self.logger.state.meters["run"]["seen"]["all"]["count"] += 1
         self.last_loss, self.best = float(number), {"loss": number}
         self.batches.append(number)
+        self.meters["loss"], self.last = Logger(), Logger()
+        self.progress.last = {"loss": number}
         self.model.num_seen = self.num_steps
         globals()["LAST_OF_LOOP"] = number
 
 
 def test_what_a_loop_counts_between_steps_is_not_watched():
     trainer = Trainer()
-    numbers = HostNumbers([trainer.model], with_helpers([trainer.model], [trainer.step]))
+    of_step = [trainer.model], with_helpers([trainer.model], [trainer.step])
+    numbers, watched = HostNumbers(*of_step), WatchedTensors(*of_step)
     for number in range(3):
         trainer.between(number)
-        assert numbers.find_change() is None
+        assert numbers.find_change() is watched.find_replaced() is None
     trainer.beta["beta"] = 0.7
     assert "beta" in numbers.find_change()
 

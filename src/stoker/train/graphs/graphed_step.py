@@ -45,7 +45,7 @@ from stoker.train.graphs.host_draws import (
     quiet_host_rng,
 )
 from stoker.train.graphs.places import read_place
-from stoker.train.graphs.reasons import describe_failure, refuse_eager, step_note
+from stoker.train.graphs.reasons import FOLLOWED, describe_failure, refuse_eager, step_note
 from stoker.train.graphs.replay_check import (
     are_close,
     as_if_captured,
@@ -210,7 +210,7 @@ class GraphedStep:
             return self._run_eagerly(work)
         outdated = self._find_outdated(work)
         if outdated is not None:
-            self._renew(outdated)
+            self._renew(*outdated)
             return self._run_eagerly(work)
         self._num_replays += 1
         if self._num_checked < CHECKED_REPLAYS or self._num_replays > self._next_check:
@@ -219,26 +219,29 @@ class GraphedStep:
         self._written.put()
         return self._copied_result()
 
-    def _find_outdated(self, work: Any) -> str | None:
-        """Return what a replay would miss, so that the step must be captured again; or None."""
+    def _find_outdated(self, work: Any) -> tuple[str, str] | None:
+        """Return what a replay would miss, so that the step must be captured again, and advice; or None."""
         if any(frozen.trains_others() for frozen in self._frozen):
-            return "parameters were frozen or thawed"
+            return "parameters were frozen or thawed", ""
         moved = self._structure.find_moved()
         if moved is not None:
-            return f"{moved} was given other memory (p.data = ...)"
+            return (
+                f"{moved} was given other memory (p.data = ...)",
+                "; p.data.copy_(...) is followed",
+            )
         if self._structure.has_changed():
-            return "layers, parameters, buffers or hooks of the model are others"
+            return "layers, parameters, buffers or hooks of the model are others", ""
         changed = self._numbers.find_change()
         if changed is not None:
-            return f"{changed} has changed"
+            return f"{changed} has changed", FOLLOWED
         if self._constants is not None and self._constants.have_changed():
-            return "a tensor on the host has changed"
+            return "a tensor on the host has changed", FOLLOWED
         replaced = self._watched.find_replaced()
         if replaced is not None and self._depends_on(*replaced[1:], work):
-            return f"another object was put in the place of {replaced[0]}"
+            return f"another object was put in the place of {replaced[0]}", FOLLOWED
         if self._written.is_kept():
             self._copies_all = True
-            return "a tensor that the step leaves behind is kept, and copied from now on"
+            return "a tensor that the step leaves behind is kept, and copied from now on", ""
         return None
 
     def _replay_graph(self) -> None:
@@ -688,12 +691,12 @@ class GraphedStep:
 
     # -- giving up ---------------------------------------------------------------------------
 
-    def _renew(self, reason: str) -> None:
-        """Drop the graph and capture the step again; give up if graphs were dropped too often."""
+    def _renew(self, reason: str, advice: str = "") -> None:
+        """Drop the graph and capture the step again; give up, with advice, if graphs were dropped too often."""
         self._num_short += self._num_replays < _FIRST_RECHECK
         if self._num_short > CHECKED_REPLAYS:
             self.give_up(
-                f"{reason}, for the {self._num_short}th time within {_FIRST_RECHECK} steps"
+                f"{reason}, for the {self._num_short}th time within {_FIRST_RECHECK} steps{advice}"
             )
             return
         self.forget()

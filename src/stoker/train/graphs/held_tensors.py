@@ -137,18 +137,15 @@ class WatchedTensors:
         nested: Iterable[tuple[str, Any, Any]] = (),
     ) -> None:
         modules, functions = list(modules), list(functions)
-        named, of_torch = names_in(functions), set[int]()
-        owners = {id(vars(o)): o for o in map(_owner, functions) if o is not None}
-        read: dict[int, frozenset[str] | None] = {
-            key: attributes_read(owner, named) for key, owner in owners.items()
-        }
+        read: dict[int, frozenset[str] | None] = {}
+        of_torch = set[int]()
         for module in (inner for root in modules for inner in root.modules()):
             names = named_in_step(type(module))
             read[id(vars(module))] = None if names is None else frozenset(names)
             if type(module).__module__.startswith("torch."):
                 of_torch.add(id(vars(module)))
         places = [*nested, *HeldTensors(modules, functions).all_places()]
-        for name, held in containers_around(modules, functions):
+        for name, held in containers_around(modules, functions, read):
             keys = held if isinstance(held, dict) else range(len(held))
             places += [(f"{name}.{name_key(key)}", held, key) for key in keys]
         self._places: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
@@ -218,15 +215,6 @@ def _may_be_replaced(value: Any) -> bool:
     return not is_number(value) and not isinstance(value, ModuleType | type)
 
 
-def _owner(function: Any) -> Any:
-    """Return the user's object of which `function` is a method, or which is itself called; or None."""
-    function = getattr(function, "func", function)
-    for value in (function, getattr(function, "__self__", None)):
-        if is_plain_object(value, may_be_called=True):
-            return value
-    return None
-
-
 def put_in(container: Any, key: Any, value: Any) -> None:
     """Set the value of a place: a variable of a closure, an entry, or an attribute."""
     if isinstance(container, CellType):
@@ -274,15 +262,24 @@ def _walk(
 
 
 def containers_around(
-    modules: Iterable[torch.nn.Module], functions: Iterable[Any]
+    modules: Iterable[torch.nn.Module],
+    functions: Iterable[Any],
+    read: dict[int, frozenset[str] | None] | None = None,
 ) -> list[tuple[str, Any]]:
     """Return the dicts, lists and deques that the code of a step may change, by name.
 
     They are in attributes of modules, outer variables of functions, and attributes of user-defined objects there;
     containers inside them are included. A large container is data, which a step does not change.
+
+    Args:
+        modules: Modules, with all modules inside them.
+        functions: Other functions of the step.
+        read: Filled with the attributes that the code reads of each object, by the id of the object's dict (None: it
+            may read any). Others are left out then: a loop keeps its own counts and meters there.
     """
     found: dict[int, tuple[str, Any]] = {}
-    left = MOST_COMPARED
+    left, functions = MOST_COMPARED, list(functions)
+    named = names_in(functions)
 
     def look(name: str, value: Any, depth: int = 0, in_object: bool = False) -> None:
         nonlocal left
@@ -290,16 +287,20 @@ def containers_around(
             left = MOST_COMPARED
         if is_opaque(value) or isinstance(value, torch.optim.Optimizer):  # see `KeptObjects`
             return
-        is_held = builtin_of(value) is not None
+        is_held, only = builtin_of(value) is not None, None
         if not is_held and not in_object and is_plain_object(value, may_be_called=True):
+            only = None if read is None else attributes_read(value, named)
             value, in_object = vars(value), True
         is_container = is_plain_container(value) and len(value) <= left
         if not is_container or id(value) in found or depth > _DEPTH:
             return
         left -= len(value)
         found[id(value)] = name, value
+        if read is not None and only is not None:
+            read[id(value)] = only
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            look(f"{name}.{name_key(key)}", inner, depth + 1, in_object)
+            if only is None or key in only:
+                look(f"{name}.{name_key(key)}", inner, depth + 1, in_object)
 
     for module in (inner for root in modules for inner in root.modules()):
         for key in vars(module).keys() - MODULE_TABLES:

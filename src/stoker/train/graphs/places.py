@@ -351,7 +351,8 @@ def slots_of(value: Any) -> list[str]:
         return []
     kinds = (kind for kind in type(value).__mro__ if package_of(kind) not in FOREIGN)
     every = (pair for kind in kinds for pair in vars(kind).items())
-    return [name for name, one in every if isinstance(one, MemberDescriptorType)]
+    slots = (name for name, one in every if isinstance(one, MemberDescriptorType))
+    return [name for name in slots if name != "__dict__"]  # of a SimpleNamespace
 
 
 def is_plain_object(value: Any, may_be_called: bool = False) -> bool:

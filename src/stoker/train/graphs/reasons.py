@@ -12,6 +12,12 @@ import stoker
 from stoker.errors import InputError
 from stoker.report import Note, Topic
 
+FOLLOWED = (
+    "; a tensor on the device that is changed in place (beta.fill_(0.5)) is followed, and what only the loop counts "
+    "belongs in an object of its own"
+)
+"""Advice for a setting that changes at nearly every step, as the end of a sentence."""
+
 
 def describe_failure(error: BaseException, handled: BaseException | None = None) -> str:
     """Return the error that ended a capture, and the last line outside torch and stoker that led to it.
