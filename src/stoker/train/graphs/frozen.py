@@ -37,8 +37,8 @@ from stoker.train.graphs.places import (
     MODULE_TABLES,
     MOST_COMPARED,
     PLAIN_KEYS,
+    CodeKeys,
     Inside,
-    Words,
     builtin_of,
     equals,
     has_plain_length,
@@ -63,11 +63,11 @@ from stoker.train.graphs.step_code import (
     attributes_read,
     class_counts,
     is_own,
+    keys_in,
     layers_of,
     named_in_step,
     names_in,
     surroundings,
-    words_in,
 )
 
 _DEPTH, _DEEPEST = 3, -7
@@ -108,7 +108,7 @@ class HostNumbers:
         self._entered: dict[int, int] = {}
         self._waiting: deque[tuple[str, Any, Any, int]] = deque()
         functions = list(functions)
-        self._named, self._words = names_in(functions), Words(words_in(functions))
+        self._named, self._keys = names_in(functions), CodeKeys(keys_in(functions))
         code: dict[int, tuple[str, Any]] = {}
         kinds: dict[type, None] = {}
         for root in modules:
@@ -161,10 +161,10 @@ class HostNumbers:
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             if key is DRAWN:  # other code may draw from it between two steps
                 continue
-            if type(key) is Words and isinstance(container, type):
+            if type(key) is CodeKeys and isinstance(container, type):
                 self._sized.append(vars(container))
                 self._counted.append((container, key, value))
-            elif (type(key) is Words or key is LENGTH) and has_plain_length(container):
+            elif (type(key) is CodeKeys or key is LENGTH) and has_plain_length(container):
                 self._sized.append(container)
                 self._counted.append((container, key, value))
             elif type(container) in _READ_AT_ONCE and type(key) is not Inside:
@@ -197,17 +197,17 @@ class HostNumbers:
     def _take_environment(self) -> None:
         """Take the variables of the process that the code names."""
         data = vars(os.environ)["_data"]
-        words = Words(os.environ.encodekey(word) for word in self._words if isinstance(word, str))
-        for key in words & data.keys():
+        named = CodeKeys(os.environ.encodekey(key) for key in self._keys if isinstance(key, str))
+        for key in named & data.keys():
             self._found[id(data), key] = f"os.environ[{key!r}]", data, key
-        self._take_absence("os.environ", data, words)
+        self._take_absence("os.environ", data, named)
 
-    def _take_absence(self, name: str, container: Any, words: Words | None = None) -> None:
+    def _take_absence(self, name: str, container: Any, keys: CodeKeys | None = None) -> None:
         """Take which names of the code are in a dict or a class: `getattr(cfg, "beta", None)` may find one later."""
-        if self._words:
-            key = self._words if words is None else words
+        if self._keys:
+            key = self._keys if keys is None else keys
             self._found.setdefault(
-                (id(container), Words), (f"the set of names in {name}", container, key)
+                (id(container), CodeKeys), (f"the set of names in {name}", container, key)
             )
 
     def _take_of_class(self, name: str, owner: Any, depth: int = _DEPTH) -> None:
@@ -282,7 +282,7 @@ class HostNumbers:
     def _take_of_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take the user's attributes of a tensor that the code names, such as `parameter.decay`."""
         own = object.__getattribute__(tensor, "__dict__")
-        self._follow(name, own, [*read_place(own, self._words)] if own else (), _DEPTH - 1)
+        self._follow(name, own, [*read_place(own, self._keys)] if own else (), _DEPTH - 1)
 
     def _enter(self, name: str, value: Any, depth: int) -> None:
         """Examine what an object or a container holds."""
@@ -326,7 +326,7 @@ class HostNumbers:
         if isinstance(value, dict) and (depth <= 0 or len(keys) > self._left):
             self._take_absence(name, value)
         if isinstance(value, dict) and depth <= 0:
-            named = [*read_place(value, self._words)]
+            named = [*read_place(value, self._keys)]
             is_unnamed = not named and len(keys) <= _MOST_UNNAMED
             if is_unnamed:  # passed on, or `for key in weights`
                 self._found[id(value), LENGTH] = (f"the length of {name}", value, LENGTH)
@@ -339,7 +339,7 @@ class HostNumbers:
         Where a container is too large, such as a vocabulary, it is data: only entries that code names are examined.
         """
         # Other keys than texts and numbers would be hashed by code of their classes.
-        named = [key for key in keys if type(key) in PLAIN_KEYS and key in self._words]
+        named = [key for key in keys if type(key) in PLAIN_KEYS and key in self._keys]
         if len(keys) <= self._left:
             self._left -= len(keys)
             first = {*named}
@@ -356,7 +356,7 @@ class HostNumbers:
         if depth > 0:
             only = attributes_read(owner, self._named)
         else:
-            only = None if is_value(owner) else self._words
+            only = None if is_value(owner) else self._keys
         return [key for key in vars(owner) if only is None or key in only]
 
     def nested_tensors(self) -> list[tuple[str, Any, Any]]:
@@ -427,7 +427,7 @@ class HostNumbers:
     def name_counts(self) -> list[str]:
         """Return the names of the numbers that have changed since construction, except `training` of modules."""
         changed = self._name_differences(self.values(), self._values)
-        kept = {name for name, _, key in self._places if type(key) is not Words}
+        kept = {name for name, _, key in self._places if type(key) is not CodeKeys}
         return [name for name in changed if name in kept and name.rpartition(".")[2] != "training"]
 
     def _name_differences(self, some: list[Any], others: list[Any]) -> Iterator[str]:

@@ -86,7 +86,7 @@ PLAIN_KEYS = frozenset({str, int, bytes})
 _LENGTHS = frozenset(kind.__len__ for kind in _BUILTIN)
 
 
-class Words(frozenset[Any]):
+class CodeKeys(frozenset[Any]):
     """Names and texts in code; as a key, it stands for which of them a dict or a class has."""
 
     __slots__ = ()
@@ -107,7 +107,7 @@ def read_place(container: Any, key: Any) -> Any:
         return bytes(container) if isinstance(container, bytearray) else container.tobytes()
     if key is CURRENT:
         return container.get(None)
-    if type(key) is Words:
+    if type(key) is CodeKeys:
         # Other keys would be hashed by code of their classes.
         return key.intersection(one for one in keys_of(container) if type(one) in PLAIN_KEYS)
     base = builtin_of(container)
@@ -127,7 +127,7 @@ def read_place(container: Any, key: Any) -> Any:
 
 def put_place(container: Any, key: Any, value: Any) -> None:
     """Restore the value that `read_place` has returned."""
-    if type(key) in (Inside, Words):
+    if type(key) in (Inside, CodeKeys):
         _put_inside(container, key, value)
     elif isinstance(container, CellType):
         container.cell_contents = value
@@ -156,7 +156,7 @@ def _put_inside(container: Any, key: Any, value: Any) -> None:
         container[...] = np.frombuffer(value, container.dtype).reshape(container.shape)
     elif key is BYTES:
         container[:] = array(container.typecode, value) if type(container) is array else value
-    elif type(key) is Words:
+    elif type(key) is CodeKeys:
         for name in read_place(container, key) - value:
             _remove(container, name)
     elif isinstance(container, list):

@@ -155,22 +155,22 @@ def names_in(functions: Iterable[Any]) -> frozenset[str]:
     return frozenset(name for code in _codes(functions) for name in _names(code))
 
 
-def words_in(functions: Iterable[Any]) -> frozenset[Any]:
+def keys_in(functions: Iterable[Any]) -> frozenset[Any]:
     """Return the names in the code of functions, and its texts, which may be keys or names of attributes."""
-    words: set[Any] = set()
+    keys: set[Any] = set()
     waiting: list[Any] = [*_codes(functions)]
     while waiting:
         one = waiting.pop()
         if isinstance(one, CodeType):
-            words.update(one.co_names)
+            keys.update(one.co_names)
             waiting += one.co_consts
         elif isinstance(one, tuple | frozenset):
             waiting += one
         elif isinstance(one, str):
-            words.update((one, *one.split(".")))  # `OmegaConf.select(cfg, "loss.beta")`
+            keys.update((one, *one.split(".")))  # `OmegaConf.select(cfg, "loss.beta")`
         elif isinstance(one, int):
-            words.add(one)
-    return frozenset(word for word in words if not str(word).startswith("__"))
+            keys.add(one)
+    return frozenset(key for key in keys if isinstance(key, int) or not key.startswith("__"))
 
 
 def _codes(functions: Iterable[Any]) -> Iterator[CodeType]:
