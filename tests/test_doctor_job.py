@@ -540,6 +540,7 @@ def test_every_kind_of_job_on_a_gpu(kind, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_job_with_its_brakes_on_is_told_to_release_them(tmp_path):
     write_store(tmp_path / "store", [class_table(20_000)]).close()
     path = tmp_path / "c.yaml"

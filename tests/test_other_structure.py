@@ -40,6 +40,10 @@ def prune_layer(model, _):
     prune.l1_unstructured(model.first, "weight", 0.5)
 
 
+def normalise_layer(model, _):
+    nn.utils.spectral_norm(model.first)
+
+
 def parametrize_layer(model, _):
     parametrize.register_parametrization(model.first, "weight", Half())
 
@@ -89,7 +93,14 @@ def take_hook_away(model, _):
 
 
 CHANGES = [
-    *(prune_layer, parametrize_layer, replace_layer, replace_parameter, add_forward_hook),
+    *(
+        prune_layer,
+        normalise_layer,
+        parametrize_layer,
+        replace_layer,
+        replace_parameter,
+        add_forward_hook,
+    ),
     *(add_forward_pre_hook, add_gradient_hook, add_accumulated_hook, add_update_hook),
     *(take_hook_away, replace_buffer),
 ]

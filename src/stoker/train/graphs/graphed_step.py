@@ -56,7 +56,7 @@ from stoker.train.graphs.replay_check import (
 )
 from stoker.train.graphs.step_code import find_iterator
 from stoker.train.graphs.step_state import KeptObjects, Replaced, Snapshot, StepState, disturbed
-from stoker.train.graphs.structure import Structure
+from stoker.train.graphs.structure import Structure, forget_computed_weights
 from stoker.train.graphs.written import WrittenTensors
 from stoker.train.oom import is_oom
 from stoker.train.step import compact_recurrent, is_capturable, is_guarded, make_guarded
@@ -349,6 +349,7 @@ class GraphedStep:
         generator = self._copy_generator()
         for module in state.modules:
             compact_recurrent(module)
+            forget_computed_weights(module)
         self._frozen = [
             FrozenGroups(
                 each,

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as registrations
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -133,3 +136,18 @@ def _told() -> _Counter:
 
 def _changes() -> tuple[int, int]:
     return _told().count, RemovableHandle.next_id
+
+
+def forget_computed_weights(model: torch.nn.Module) -> None:
+    """Cut off the history of the weights that hooks of pruning, `weight_norm` and `spectral_norm` compute anew.
+
+    A layer keeps the one of the forward pass before, and with it autograd's nodes of the parameters. They run on the
+    stream on which the layer was pruned, which a capture on another stream refuses.
+    """
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
+                name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+                weight = vars(module).get(name)
+                if isinstance(weight, torch.Tensor) and weight.grad_fn is not None:
+                    vars(module)[name] = weight.detach()
