@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import stoker
 from stoker.augment import Compose, Normalize, RandAugment, RandomCrop, RandomHorizontalFlip
+from stoker.loader.background import Background
 from stoker.train.trainer import Trainer
 
 PICTURES = torch.randint(0, 255, (64, 3, 24, 24), dtype=torch.uint8)
@@ -64,3 +66,19 @@ def test_another_default_device_changes_no_number(train, device):
     with torch.device("meta" if device == "cpu" else "cuda"):
         got = train(device)
     assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_thread_has_the_default_device_of_the_loop_that_started_it():
+    with torch.device("meta"):
+        ahead = Background(torch.get_default_device, 1, "ahead")
+    assert ahead.take().type == "meta"
+    ahead.stop()
+
+
+@pytest.mark.gpu
+def test_a_dataloader_may_draw_on_the_gpu():
+    with torch.device("cuda"):
+        rows = TensorDataset(torch.arange(64.0))
+        loader = DataLoader(rows, 8, shuffle=True, generator=torch.Generator("cuda"))
+        batches = list(stoker.prefetch(loader, "cuda"))
+    assert sorted(torch.cat([rows for (rows,) in batches]).tolist()) == list(range(64))

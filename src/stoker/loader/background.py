@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
 from stoker.errors import StokerError
 
 _POLL_SECONDS = 1.0
@@ -55,7 +57,8 @@ class Background(Generic[T]):
 
     Success: results in order, then StopIteration. Failure: the results before `pull`'s error, then the error
     with its traceback, then StopIteration. Stop: the thread ends after the current call of `pull` and drops its
-    reference to it; results that were not taken are dropped. The thread starts with the first `take`.
+    reference to it; results that were not taken are dropped. The thread starts with the first `take`, and has torch's
+    default device of the thread that made it.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Background(Generic[T]):
         self._pull: Callable[[], T] | None = pull
         self._ahead = ahead
         self._around = around
+        self._default_device = torch.get_default_device()
         self._ready: deque[T] = deque()
         self._error: BaseException | None = None
         self._ended = False
@@ -119,7 +123,7 @@ class Background(Generic[T]):
 
     def _run(self) -> None:
         try:
-            with self._around():
+            with self._around(), _default_device(self._default_device):
                 while self._may_pull():
                     assert self._pull is not None
                     result = self._pull()
@@ -142,6 +146,12 @@ class Background(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or len(self._ready) < self._ahead)
             return not self.stopped
+
+
+def _default_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with this default device: torch keeps it by thread, and a sampler may draw on the GPU."""
+    # Each call of torch costs more inside such a context.
+    return contextlib.nullcontext() if device.type == "cpu" else device
 
 
 class _Janitor:
