@@ -18,7 +18,6 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from operator import is_, itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +37,7 @@ from stoker.train.graphs.places import (
     MOST_COMPARED,
     PLAIN_KEYS,
     CodeKeys,
+    Entries,
     Inside,
     builtin_of,
     equals,
@@ -153,38 +153,28 @@ class HostNumbers:
 
     def _group(self) -> None:
         """Prepare `find_change`: all entries of a container are read by one call, 0.2 µs for a module."""
-        numbers: dict[int, tuple[Any, list[Any], list[Any]]] = {}
-        objects: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        entries: list[tuple[Any, Any, Any]] = []
         self._rest: list[tuple[Any, Any, Any]] = []
         self._sized: list[Any] = []
         self._counted: list[tuple[Any, Any, Any]] = []
         for (_, container, key), value in zip(self._places, self._values, strict=True):
+            place = container, key, value
             if key is DRAWN:  # other code may draw from it between two steps
                 continue
             if type(key) is CodeKeys and isinstance(container, type):
                 self._sized.append(vars(container))
-                self._counted.append((container, key, value))
+                self._counted.append(place)
             elif (type(key) is CodeKeys or key is LENGTH) and has_plain_length(container):
                 self._sized.append(container)
-                self._counted.append((container, key, value))
+                self._counted.append(place)
             elif type(container) in _READ_AT_ONCE and type(key) is not Inside:
-                _add_entry(numbers, container, key, value)
+                entries.append(place)
             else:
-                self._rest.append((container, key, value))
-        self._links: list[tuple[Any, Any, Any]] = []
-        for _, container, key, value in self._objects.values():
-            if type(container) in _READ_AT_ONCE:
-                _add_entry(objects, container, key, value)
-            else:
-                self._links.append((container, key, value))
-        # At least two keys: with one, `itemgetter` returns the value and not a tuple.
-        self._numbers, self._held = (
-            (
-                [(one, itemgetter(*keys, keys[0])) for one, keys, _ in table.values()],
-                [(*then, then[0]) for _, _, then in table.values()],
-            )
-            for table in (numbers, objects)
-        )
+                self._rest.append(place)
+        objects = [place[1:] for place in self._objects.values()]
+        self._numbers = Entries(entries)
+        self._held = Entries(place for place in objects if type(place[0]) in _READ_AT_ONCE)
+        self._links = [place for place in objects if type(place[0]) not in _READ_AT_ONCE]
 
     def _take_surroundings(self, code: Mapping[int, tuple[str, Any]]) -> None:
         for name, function in code.values():
@@ -395,16 +385,9 @@ class HostNumbers:
         )
 
     def _is_same(self) -> bool:
-        # One comparison of lists: a tuple compares identical entries without calling anything.
-        numbers, then = self._numbers
-        if [get(container) for container, get in numbers] != then:
-            return False
-        objects, held = self._held
         return (
-            all(
-                all(map(is_, get(one), then))
-                for (one, get), then in zip(objects, held, strict=True)
-            )
+            self._numbers.are_equal()
+            and self._held.are_same()
             and self._has_same_names()
             and all(read_place(container, key) == then for container, key, then in self._rest)
             and all(read_place(container, key) is then for container, key, then in self._links)
@@ -439,11 +422,3 @@ class HostNumbers:
         """Restore the values that the numbers had at construction."""
         for (_, container, key), value in zip(self._places, self._values, strict=True):
             put_place(container, key, value)
-
-
-def _add_entry(
-    table: dict[int, tuple[Any, list[Any], list[Any]]], container: Any, key: Any, value: Any
-) -> None:
-    _, keys, values = table.setdefault(id(container), (container, [], []))
-    keys.append(key)
-    values.append(value)

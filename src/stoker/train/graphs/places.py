@@ -14,8 +14,9 @@ import random
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
+from operator import is_, itemgetter
 from types import (
     BuiltinMethodType,
     CellType,
@@ -98,7 +99,7 @@ def read_place(container: Any, key: Any) -> Any:
     if key is LENGTH:
         if isinstance(container, set):
             return frozenset(container)
-        return _Entries(container) if isinstance(container, deque) else len(keys_of(container))
+        return _InDeque(container) if isinstance(container, deque) else len(keys_of(container))
     if key is ITEM:
         return container.item()
     if key is DRAWN:
@@ -123,6 +124,30 @@ def read_place(container: Any, key: Any) -> Any:
         return object.__getattribute__(container, key)  # of an object with slots
     except (ValueError, AttributeError):  # not assigned yet
         return None
+
+
+class Entries:
+    """Entries of dicts and lists with their values at construction; `itemgetter` reads a container's in one call."""
+
+    def __init__(self, places: Iterable[tuple[Any, Any, Any]]) -> None:
+        found: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        for container, key, value in places:
+            _, keys, values = found.setdefault(id(container), (container, [], []))
+            keys.append(key)
+            values.append(value)
+        # At least two keys: with one, `itemgetter` returns the value and not a tuple.
+        self._readers = [(one, itemgetter(*keys, keys[0])) for one, keys, _ in found.values()]
+        self._then = [(*values, values[0]) for _, _, values in found.values()]
+
+    def are_equal(self) -> bool:
+        """Whether all have the values of construction. Raises if one was removed."""
+        # One comparison of lists: a tuple compares identical entries without calling anything.
+        return [read(container) for container, read in self._readers] == self._then
+
+    def are_same(self) -> bool:
+        """Whether all are the objects of construction. Raises if one was removed."""
+        pairs = zip(self._readers, self._then, strict=True)
+        return all(all(map(is_, read(container), then)) for (container, read), then in pairs)
 
 
 def put_place(container: Any, key: Any, value: Any) -> None:
@@ -277,7 +302,7 @@ def equals(one: Any, other: Any) -> bool:
         return False
 
 
-class _Entries(tuple[Any, ...]):
+class _InDeque(tuple[Any, ...]):
     """The entries of a deque, compared by identity: the length of a full deque does not change."""
 
     __slots__ = ()
