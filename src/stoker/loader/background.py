@@ -15,14 +15,13 @@ import gc
 import importlib
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
-
-import torch
 
 from stoker.errors import StokerError
 
@@ -71,7 +70,7 @@ class Background(Generic[T]):
         self._pull: Callable[[], T] | None = pull
         self._ahead = ahead
         self._around = around
-        self._default_device = torch.get_default_device()
+        self._default_device = _default_device()
         self._ready: deque[T] = deque()
         self._error: BaseException | None = None
         self._ended = False
@@ -123,7 +122,7 @@ class Background(Generic[T]):
 
     def _run(self) -> None:
         try:
-            with self._around(), _default_device(self._default_device):
+            with self._around(), self._default_device:
                 while self._may_pull():
                     assert self._pull is not None
                     result = self._pull()
@@ -148,10 +147,14 @@ class Background(Generic[T]):
             return not self.stopped
 
 
-def _default_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with this default device: torch keeps it by thread, and a sampler may draw on the GPU."""
+def _default_device() -> contextlib.AbstractContextManager[Any]:
+    """Return a context with torch's default device: torch keeps it by thread, and a sampler may draw on the GPU."""
+    torch = sys.modules.get(
+        "torch"
+    )  # without it there is none; the rooms that need no torch import this one
+    device = torch.get_default_device() if torch else None
     # Each call of torch costs more inside such a context.
-    return contextlib.nullcontext() if device.type == "cpu" else device
+    return device if device is not None and device.type != "cpu" else contextlib.nullcontext()
 
 
 class _Janitor:
