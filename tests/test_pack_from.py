@@ -90,6 +90,26 @@ def test_worker_processes_give_the_same_store(workers, tmp_path, request):
     assert len(one.manifest.shards) == 4
 
 
+class Tenths(Items):
+    def __getitem__(self, i):
+        return {"x": torch.tensor([i / 10]), "y": np.float32(1) / np.float32(i != 150)}
+
+
+def test_worker_processes_make_samples_under_the_settings_of_the_script(tmp_path):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with np.errstate(divide="raise"):
+            options = PackOptions(jobs=2, on_bad="quarantine", bad_budget="1")
+            path = pack_from(Tenths(), tmp_path / "made", options=options).path
+    finally:
+        torch.set_default_dtype(before)
+    with open_store(path) as store:
+        assert store.num_samples == 199
+        wanted = [i / 10 for i in range(200) if i != 150]
+        assert store.read_rows("x", 0, 199)[:, 0].tolist() == wanted
+
+
 def test_arrays_become_a_store(tmp_path):
     x, y = torch.rand(30, 4), np.arange(30)
     pack_from({"x": x, "y": y}, tmp_path / "dict")
