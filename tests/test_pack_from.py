@@ -20,6 +20,8 @@ from stoker.errors import InputError, QualityError
 from stoker.loader.loader import Loader
 from stoker.packing import driver
 from stoker.sources import dataset as dataset_source
+from stoker.sources.contract import PartContext
+from stoker.sources.dataset import samples_source
 from stoker.sources.samples import collect
 from stoker.sources.tables import TableSource
 from stoker.store.fields import Dense, Ragged
@@ -99,15 +101,14 @@ def test_worker_processes_make_samples_under_the_settings_of_the_script(tmp_path
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with np.errstate(divide="raise"):
-            options = PackOptions(jobs=2, on_bad="quarantine", bad_budget="1")
-            path = pack_from(Tenths(), tmp_path / "made", options=options).path
+        with np.errstate(divide="raise"), samples_source(Tenths()) as (source, _):
+            (_, _, part, *_) = source.prepare(tmp_path).parts  # of 64 samples each
     finally:
         torch.set_default_dtype(before)
-    with open_store(path) as store:
-        assert store.num_samples == 199
-        wanted = [i / 10 for i in range(200) if i != 150]
-        assert store.read_rows("x", 0, 199)[:, 0].tolist() == wanted
+    # As in a process without these settings.
+    made = source.build(part, PartContext(tmp_path, lambda _: None, {}))
+    assert made.fields["x"].values[:, 0].tolist() == [i / 10 for i in range(128, 192) if i != 150]
+    assert [refusal.line for refusal in made.refused] == [150]
 
 
 def test_arrays_become_a_store(tmp_path):
