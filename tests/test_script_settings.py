@@ -10,8 +10,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import stoker
+from run_makers import settings_for
 from stoker.augment import ColorJitter, Compose, Normalize, RandomCrop, RandomHorizontalFlip
 from stoker.errors import InputError
+from stoker.packing import PackOptions, pack
+from stoker.recipes.run import run_recipe
+from stoker.sources.tables import TableSource
 from stoker.train.trainer import Trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -46,6 +50,8 @@ SETTINGS = {
     "deterministic": deterministic,
     "anomaly": torch.autograd.detect_anomaly,
 }
+OF_OTHERS = {name: SETTINGS[name] for name in ("float64", "bfloat16", "autocast")}
+OF_OTHERS["device"] = lambda: torch.device("meta")
 
 
 def make_trainer():
@@ -78,3 +84,23 @@ def test_training_is_the_same_under_a_setting_of_the_script(setting):
 def test_gradients_that_a_script_turned_off_are_not_blamed_on_the_criterion(without):
     with without(), pytest.raises(InputError, match="gradients are turned off where"):
         make_trainer().fit(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory):
+    """A checkpoint of a classifier of tables."""
+    folder = tmp_path_factory.mktemp("table")
+    table = folder / "t.csv"
+    rows = [f"{n % 7},{n % 5},{'yes' if n % 7 > 3 else 'no'}" for n in range(200)]
+    table.write_text("\n".join(["speed,heat,fails", *rows]))
+    store = pack(TableSource((table,), target="fails"), folder / "store", PackOptions(jobs=1)).path
+    return run_recipe(settings_for("tabular", store, folder / "run"), device="cpu").best
+
+
+@pytest.mark.parametrize("setting", OF_OTHERS)
+def test_a_trained_model_answers_the_same_under_a_setting_of_the_script(best, setting):
+    rows = {"speed": [1.0, 2.0, 5.5], "heat": [0.5, 3.0, 4.0]}
+    wanted = stoker.load_model(best).predict(rows, device="cpu")
+    with OF_OTHERS[setting]():
+        got = stoker.load_model(best).predict(rows, device="cpu")
+    assert got == wanted
