@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import h5py
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ from stoker.errors import InputError
 from stoker.packing import PackOptions, pack
 from stoker.recipes.run import run_recipe
 from stoker.sources.tables import TableSource
+from stoker.store.fields import Dense, Ragged
 from stoker.train.trainer import Trainer
+from store_makers import write_store
 
 GENERATOR = torch.Generator().manual_seed(0)
 PICTURES = torch.randint(0, 255, (32, 3, 12, 12), dtype=torch.uint8, generator=GENERATOR)
@@ -104,3 +108,12 @@ def test_a_trained_model_answers_the_same_under_a_setting_of_the_script(best, se
     with OF_OTHERS[setting]():
         got = stoker.load_model(best).predict(rows, device="cpu")
     assert got == wanted
+
+
+def test_a_shard_has_the_same_bytes_whatever_order_h5py_tracks(tmp_path, monkeypatch):
+    fields = {"z": Dense(np.arange(9)), "a": Ragged.from_strings(list("stoker.h5"))}
+    for name, tracked in (("one", False), ("other", True)):
+        monkeypatch.setattr(h5py.get_config(), "track_order", tracked)
+        write_store(tmp_path / name, [fields])
+    one, other = (next((tmp_path / name).glob("*.h5")) for name in ("one", "other"))
+    assert one.read_bytes() == other.read_bytes()
