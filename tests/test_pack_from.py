@@ -20,6 +20,8 @@ from stoker.errors import InputError, QualityError
 from stoker.loader.loader import Loader
 from stoker.packing import driver
 from stoker.sources import dataset as dataset_source
+from stoker.sources.contract import PartContext
+from stoker.sources.dataset import samples_source
 from stoker.sources.samples import collect
 from stoker.sources.tables import TableSource
 from stoker.store.fields import Dense, Ragged
@@ -88,6 +90,25 @@ def test_worker_processes_give_the_same_store(workers, tmp_path, request):
         shard.checksum for shard in two.manifest.shards
     ]
     assert len(one.manifest.shards) == 4
+
+
+class Tenths(Items):
+    def __getitem__(self, i):
+        return {"x": torch.tensor([i / 10]), "y": np.float32(1) / np.float32(i != 150)}
+
+
+def test_worker_processes_make_samples_under_the_settings_of_the_script(tmp_path):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with np.errstate(divide="raise"), samples_source(Tenths()) as (source, _):
+            (_, _, part, *_) = source.prepare(tmp_path).parts  # of 64 samples each
+    finally:
+        torch.set_default_dtype(before)
+    # As in a process without these settings.
+    made = source.build(part, PartContext(tmp_path, lambda _: None, {}))
+    assert made.fields["x"].values[:, 0].tolist() == [i / 10 for i in range(128, 192) if i != 150]
+    assert [refusal.line for refusal in made.refused] == [150]
 
 
 def test_arrays_become_a_store(tmp_path):

@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import re
+import warnings
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -146,6 +147,18 @@ def test_every_picture_comes_once_with_its_label(form):
         assert sorted(seen) == list(range(30))
         assert "decoded in threads by Pillow" in loader.reason
         assert loader.tier == "streamed"
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_threads_that_decode_leave_a_script_its_warnings(form, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1500)  # Pillow warns of each picture here
+    store, _ = make_store(200, form=form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with stoker.Loader(store, 8, "cpu", augment=Compose([Resize(SIZE)])) as loader:
+            assert sum(1 for _ in range(4) for _ in loader) == 100
+        with pytest.raises(RuntimeWarning, match="of the script"):
+            warnings.warn("of the script", RuntimeWarning, stacklevel=1)
 
 
 def test_pixels_are_those_of_pillow():

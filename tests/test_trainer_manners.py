@@ -119,13 +119,33 @@ def test_a_terminal_shows_rate_and_time_left(monkeypatch):
     assert text.endswith("\r\x1b[Kmemory ran out\n")
 
 
+class Tee:
+    """A stream of a script's own: `print` needs no more than `write`."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+CLOSED = io.StringIO()
+CLOSED.close()
+
+
 @pytest.mark.parametrize("show_seconds", [0.0, 1e9])  # batches are counted, epochs are told
-def test_a_closed_stream_does_not_end_a_run(path, monkeypatch, show_seconds):
+@pytest.mark.parametrize("stream", [CLOSED, None, Tee()], ids=["closed", "none", "tee"])
+def test_no_stream_of_a_script_ends_a_run(path, monkeypatch, show_seconds, stream):
     monkeypatch.setattr("stoker.train.history._SHOW_SECONDS", show_seconds)
-    stream = io.StringIO()
-    stream.close()
     monkeypatch.setattr("sys.stdout", stream)
     assert make_trainer(path).fit().ended == "done"
+    assert not isinstance(stream, Tee) or "epoch 2/2" in stream.text
+
+
+def test_a_line_is_told_in_the_letters_of_the_stream():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    EpochLines(1, stream)._write("loss 1.2 (3 × the first)\n")
+    assert stream.buffer.getvalue() == b"loss 1.2 (3 \\xd7 the first)\n"
 
 
 def test_a_fall_back_to_eager_is_in_the_lines_the_report_and_the_history(

@@ -7,6 +7,7 @@ microseconds.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import html
 import itertools
@@ -15,6 +16,7 @@ import re
 import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
+from typing import Any
 
 from stoker.address import MARK, masked, shown
 from stoker.strict_json import json_text
@@ -40,6 +42,20 @@ def _escaped(match: re.Match[str]) -> str:
     if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name
         return f"\\x{code - 0xDC00:02x}"
     return match[0].encode("unicode_escape").decode()
+
+
+def show(text: str, stream: Any) -> None:
+    """Write text to a script's own stream, which may be missing, closed, of few letters, or have no more than `write`.
+
+    A line that cannot be shown ends no run.
+    """
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        try:
+            stream.write(text)
+        except UnicodeEncodeError as error:
+            letters = text.encode(error.encoding, "backslashreplace")
+            stream.write(letters.decode(error.encoding))
+        stream.flush()
 
 
 def escaped_json(text: str) -> str:

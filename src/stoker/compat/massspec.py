@@ -29,7 +29,7 @@ import torch
 from torch.utils import data as torch_data
 
 from stoker.arguments import explained
-from stoker.display import printable
+from stoker.display import printable, show
 from stoker.errors import InputError, StokerError, StoreError
 from stoker.loader.splits import split_by_group
 from stoker.packing import PackOptions, pack
@@ -286,8 +286,7 @@ class _Chosen(Sequence[Item]):
 
 def _print_line(line: str) -> None:
     """Print a line, as the document's scripts do. A worker that unpickles the dataset prints none."""
-    sys.stdout.write(f"{printable(line)}\n")
-    sys.stdout.flush()
+    show(f"{printable(line)}\n", sys.stdout)
 
 
 class _BuildLines:

@@ -151,7 +151,7 @@ def _train_twice(
             [p for p in model.parameters() if p.requires_grad]
         )
     scaler = precision.make_scaler(device)
-    with precision.matmuls():
+    with precision.alone(device):
         for _ in range(2):
             with precision.autocast(device):
                 outputs = model(inputs)

@@ -58,6 +58,7 @@ from stoker.sources.images.decoding import (
     not_opened,
     pillow,
     turned,
+    unwarned,
 )
 from stoker.store.fields import Array
 from stoker.store.reader import Store
@@ -693,6 +694,7 @@ def _reason(error: StokerError) -> str:
     return error.reason if isinstance(error, PictureError) else error.given
 
 
+@unwarned()
 def open_bytes(data: torch.Tensor, channels: int, size: tuple[int, int] | None = None) -> Any:
     """Return the bytes of one picture as Pillow's image, grey or RGB, as it lies in the file.
 

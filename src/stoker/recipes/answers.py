@@ -37,6 +37,7 @@ from stoker.recipes.gate import SPLITS
 from stoker.recipes.inference import (
     BATCH_SIZE,
     Trained,
+    by_itself,
     device_for,
     load_trained,
     store_loader,
@@ -106,14 +107,15 @@ class Model:
         Raises:
             InputError: The input is of another kind, or lacks what the model was trained on.
         """
-        reader = open_raw(self.trained, given, {**told, "batch_size": batch_size})
         target = device_for(self.trained, device)
         what = quoted(given) if isinstance(given, str | Path) else f"the {type(given).__name__}"
-        rows = _raw_rows(self.trained, reader, batch_size, target, what)
-        tables = [
-            pa.Table.from_batches([as_rows(predicted, {}, reader.key, self.class_names)])
-            for predicted in _Answers(self.trained, rows)
-        ]
+        with by_itself(self.trained.chosen.recipe, target):
+            reader = open_raw(self.trained, given, {**told, "batch_size": batch_size})
+            rows = _raw_rows(self.trained, reader, batch_size, target, what)
+            tables = [
+                pa.Table.from_batches([as_rows(predicted, {}, reader.key, self.class_names)])
+                for predicted in _Answers(self.trained, rows)
+            ]
         if len({str(table.schema) for table in tables}) > 1:
             tables = [_with_free_lengths(table) for table in tables]  # masks of several sizes
         return pa.concat_tables(tables)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from stoker.recipes.catalogue import (
     rebuild,
     restore,
 )
-from stoker.recipes.contract import Job, Rebuilt
+from stoker.recipes.contract import Job, Rebuilt, Recipe
 from stoker.recipes.export.weights_file import SUFFIX, read_weights
 from stoker.recipes.gate import SPLITS
+from stoker.recipes.registry import is_ready
 from stoker.report import LOG_NAME, Topic, read_note, read_run_log
 from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
@@ -130,13 +131,35 @@ def load_trained(path: str | Path, recipe: str | None = None) -> Trained:
             ),
         )
     chosen = restore(identity["recipe"], identity["options"])
-    made = rebuild(chosen, identity["facts"])
-    state = loaded.state["model"]
-    made.model.load_state_dict(unpack_int8(state) if "int8" in identity else state)
-    if "int8" in identity:
-        small, _ = quantize_dynamic(made.model)
-        made = replace(made, model=small)
+    with by_itself(chosen.recipe, torch.device("cpu")):
+        made = rebuild(chosen, identity["facts"])
+        state = loaded.state["model"]
+        made.model.load_state_dict(unpack_int8(state) if "int8" in identity else state)
+        if "int8" in identity:
+            small, _ = quantize_dynamic(made.model)
+            made = replace(made, model=small)
     return Trained(loaded, chosen, made)
+
+
+@contextlib.contextmanager
+def by_itself(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Context in which a model is made and used whatever a script has set for its own: dtype, device, autocast.
+
+    A recipe of the user's own may have set the default dtype itself, and keeps it.
+    """
+    before = torch.get_default_dtype()
+    # Each call of torch costs more in the context of a device.
+    is_cpu = torch.get_default_device().type == "cpu"
+    if is_ready(recipe):
+        torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            contextlib.nullcontext() if is_cpu else torch.device("cpu"),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def device_for(trained: Trained, device: str | torch.device | None) -> torch.device:

@@ -67,6 +67,41 @@ class _Live(NamedTuple):
 _live: dict[str, _Live] = {}
 
 
+@dataclass(frozen=True)
+class _Script:
+    """Settings of the script's process that decide what its samples are, in worker processes too.
+
+    `torch.tensor([0.5])` has the default type of torch, and a division by zero is an error if numpy was told so.
+    """
+
+    dtype: str | None  # torch's default type; None if torch is not loaded
+    errors: Mapping[
+        str, Any
+    ]  # of `numpy.seterr`, without the kinds that call a function of this process
+
+    @classmethod
+    def here(cls) -> _Script:
+        torch = sys.modules.get("torch")
+        dtype = None if torch is None else str(torch.get_default_dtype()).removeprefix("torch.")
+        kinds = {name: kind for name, kind in np.geterr().items() if kind not in ("call", "log")}
+        return cls(dtype, kinds)
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[None]:
+        """Context with these settings."""
+        with np.errstate(**self.errors):
+            torch = sys.modules.get("torch")
+            before = None if torch is None else torch.get_default_dtype()
+            if torch is None or self.dtype is None:
+                yield
+                return
+            torch.set_default_dtype(getattr(torch, self.dtype))
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+
 class Columns:
     """Arrays with one row per sample, presented as a sequence of samples."""
 
@@ -93,6 +128,7 @@ class SamplesSource(PlainSource):
     token: str
     sample_bytes: int  # mean size of one sample
     sample_seconds: float  # mean time to read one sample
+    script: _Script
 
     kind: ClassVar[str] = "samples"
 
@@ -144,15 +180,16 @@ class SamplesSource(PlainSource):
         samples = live.samples if live else _load(context.scratch / _PICKLE, self.token)
         refused: list[Refusal] = []
         taken: dict[int, Any] = {}
-        for number in range(part.payload, part.payload + part.num_samples):
-            try:
-                sample, reason = samples[number], "it is None"
-            except Exception as error:  # noqa: BLE001  somebody else's code may raise anything
-                sample, reason = None, f"{type(error).__name__}: {error}"
-            if sample is None:
-                refused.append(Refusal(self.name, number, reason, unit="sample"))
-            else:
-                taken[number] = sample
+        with self.script.set():
+            for number in range(part.payload, part.payload + part.num_samples):
+                try:
+                    sample, reason = samples[number], "it is None"
+                except Exception as error:  # noqa: BLE001  somebody else's code may raise anything
+                    sample, reason = None, f"{type(error).__name__}: {error}"
+                if sample is None:
+                    refused.append(Refusal(self.name, number, reason, unit="sample"))
+                else:
+                    taken[number] = sample
         return PartData(collect(taken.values(), taken, self.fields), refused)
 
 
@@ -233,8 +270,9 @@ def samples_source(
     token = uuid.uuid4().hex
     each_bytes = -(-sum(data.values.nbytes for data in shown.values()) // len(looked))
     source = SamplesSource(
-        fields, digest.hexdigest(), count, name, tuple(ragged), token, each_bytes, seconds
-    )
+        fields, digest.hexdigest(), count, name, tuple(ragged), token, each_bytes, seconds,
+        _Script.here(),
+    )  # fmt: skip
     _live[token] = _Live(samples, code)
     try:
         yield source, code is not None

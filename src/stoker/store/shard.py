@@ -292,15 +292,25 @@ def write_shard(
         with (
             writing(path, always) as temporary,
             h5py.File(
-                temporary, "x", libver="earliest", alignment_threshold=4096, alignment_interval=4096
+                temporary,
+                "x",
+                libver="earliest",
+                alignment_threshold=4096,
+                alignment_interval=4096,
+                track_order=False,
             ) as file,
         ):
             file.attrs["num_samples"] = num_samples
             for name, array in arrays.items():
-                file.create_dataset(name, data=array, track_times=False)
-                file.create_dataset(
-                    f"{CHECKSUM_GROUP}/{name}", data=digests[name], track_times=False
-                )
+                for place, values in (
+                    (name, array),
+                    (f"{CHECKSUM_GROUP}/{name}", digests[name]),
+                ):
+                    group = place.rpartition("/")[0]
+                    if group and group not in file:
+                        file.create_group(group, track_order=False)
+                    # The same data gives the same bytes, whatever `h5py.get_config().track_order` is.
+                    file.create_dataset(place, data=values, track_times=False, track_order=False)
             for name, data in fields.items():
                 _describe(file[name], FieldInfo.of(data), data)
             file.flush()

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from torch import distributed
 
-from stoker.display import printable
+from stoker.display import printable, show
 from stoker.strict_json import exact_text, parse_json
 
 _BEAT_SECONDS = 1.0
@@ -63,9 +63,7 @@ class _RankStatus:
 
 def _end(words: str) -> NoReturn:
     """End this process at once; its other threads may be inside a collective."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"error: {printable(words)}\n")
-        sys.stderr.flush()
+    show(f"error: {printable(words)}\n", sys.stderr)
     os._exit(1)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from stoker.display import printable, table_html
+from stoker.display import printable, show, table_html
 from stoker.report import Note, Topic
 from stoker.units import format_seconds
 
@@ -209,7 +209,10 @@ class EpochLines:
         self._updated = now
         try:
             is_terminal = (self._stream or sys.stdout).isatty()
-        except ValueError:  # it was closed, which must not end a run
+        except (
+            AttributeError,
+            ValueError,
+        ):  # none, closed or a script's own: no reason to end a run
             return
         if not is_terminal:
             return
@@ -241,10 +244,7 @@ class EpochLines:
         self._is_open = False
 
     def _write(self, text: str) -> None:
-        stream = self._stream or sys.stdout
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe must not end a run
-            stream.write(text)
-            stream.flush()
+        show(text, self._stream or sys.stdout)
 
 
 def describe_epoch(report: EpochReport, epochs: int) -> str:

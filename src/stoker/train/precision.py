@@ -56,13 +56,14 @@ class PrecisionChoice:
         )
 
     @contextlib.contextmanager
-    def matmuls(self) -> Iterator[None]:
-        """Context in which float32 matrix products use TF32, if that was chosen."""
+    def alone(self, device: torch.device) -> Iterator[None]:
+        """Context of this precision alone: TF32 if that was chosen, and no autocast of a script around it."""
         before = torch.get_float32_matmul_precision()
         if self.name == "tf32":
             torch.set_float32_matmul_precision("high")
         try:
-            yield
+            with torch.autocast(device.type, enabled=False):
+                yield
         finally:
             torch.set_float32_matmul_precision(before)
 

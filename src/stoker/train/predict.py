@@ -76,7 +76,7 @@ def evaluate(
     ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """Return the mean loss and the metrics over one pass of a loader, as validation does."""
-    with precision.matmuls():
+    with precision.alone(device):
         return Evaluator(model, criterion, metrics, precision, device, ranks=ranks).evaluate(
             Feed(loader, device, unpack, ranks=ranks)
         )

@@ -412,6 +412,12 @@ def check_loss(loss: Any) -> None:
 
 def check_gradient(loss: torch.Tensor) -> None:
     """Raise an InputError if a loss has no gradient."""
+    if not loss.requires_grad and not torch.is_grad_enabled():
+        raise InputError(
+            "gradients are turned off where the model is trained.",
+            "training outside of torch.no_grad() and torch.inference_mode()",
+            "torch.set_grad_enabled(True) before",
+        )
     if not loss.requires_grad:
         raise InputError(
             "the criterion returned a loss without a gradient.",

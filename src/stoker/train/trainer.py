@@ -334,7 +334,7 @@ class Trainer(Configured, Resumable, Answers):
         shutdown.forget()
         self.history.ended = "done"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._precision.matmuls())
+            stack.enter_context(self._precision.alone(self.device))
             stack.callback(shutdown.forget)  # a later call of `validate` must not end at once
             stack.enter_context(shutdown.signals())
             self._folder.open(stack, resume, self.history.told)
@@ -602,7 +602,7 @@ class Trainer(Configured, Resumable, Answers):
         if epoch is not None and epoch != at.epoch:
             at.epoch, at.tally = usable_count("epoch", epoch, least=0), EpochTally()
         number = at.epoch
-        with self._precision.matmuls():
+        with self._precision.alone(self.device):
             while not self._run_epoch(alone=True) and not self._is_over:  # again after a rollback
                 pass
         return self.history.epochs[-1] if at.epoch != number else at.tally.report(number)
@@ -785,7 +785,7 @@ class Trainer(Configured, Resumable, Answers):
         """Return the mean loss and the metrics over the validation loader; never augmented."""
         assert self._val is not None
         when = f"in epoch {self._at.epoch}"
-        with self._without_draws():
+        with self._without_draws(), self._precision.alone(self.device):
             return self._evaluator.evaluate(self._val, when, self._shutdown.look_alone)
 
     # -- keeping ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ model has evicted the CPU caches: then even a call of an empty Python function c
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -156,7 +157,8 @@ def _stop_when_enough(seen: Any) -> None:
         return
     seen.stop_at = 1 << 60
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        # It may be missing, closed, or a script's own without `flush`.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     seen.say_done()
     # If the doctor does not end the script, it continues: the doctor may have been killed.

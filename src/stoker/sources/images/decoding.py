@@ -22,11 +22,13 @@ would make pictures incomparable, so there is none.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import struct
+import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,16 +150,48 @@ def pillow() -> Any:
     return Image
 
 
+class _Here(threading.local):
+    is_unwarned = False
+
+
+_here = _Here()
+
+
+class _InThisThread(type):
+    def __subclasscheck__(cls, other: type) -> bool:
+        return _here.is_unwarned
+
+
+class _Unwarned(Warning, metaclass=_InThisThread):
+    """Category of a filter: every warning within `unwarned`, and no other."""
+
+
+@contextlib.contextmanager
+def unwarned() -> Iterator[None]:
+    """Context in which this thread's warnings are dropped: those of Pillow, of large pictures and damaged tags.
+
+    `warnings.catch_warnings` exchanges the filters of the process. Of threads that enter and leave it in turn the last
+    one puts back those of another: from then on every warning of the script is dropped.
+    """
+    filters = warnings.filters
+    if not filters or filters[0][2] is not _Unwarned:
+        warnings.simplefilter("ignore", _Unwarned)
+    before, _here.is_unwarned = _here.is_unwarned, True
+    try:
+        yield
+    finally:
+        _here.is_unwarned = before
+
+
 def open_picture(path: Path, data: bytes | None = None) -> Any:
     """Open a picture, or its `data` if it was read already, without decoding; limits of size and memory apply."""
     image = pillow()
     if data is None and (kind := special_kind(path)):
         raise PictureError(f"is {kind}.", path=path)
     try:
-        with warnings.catch_warnings():
-            # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name. It also warns of
-            # damaged tags; pixels that cannot be read are an error.
-            warnings.simplefilter("ignore")
+        # Pillow warns from 89 megapixels on and refuses from 179: ours is one limit, by name. It also warns of
+        # damaged tags; pixels that cannot be read are an error.
+        with unwarned():
             opened = image.open(path if data is None else io.BytesIO(data))
     except image.DecompressionBombError as error:
         claimed = re.search(r"\((\d+) pixels\)", str(error))
@@ -255,8 +289,7 @@ def decode(
     small: bool = False,
 ) -> Decoded:
     """Decode one file and turn it upright."""
-    with open_picture(path, data) as opened, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with open_picture(path, data) as opened, unwarned():
         try:
             frames = int(getattr(opened, "n_frames", 1)) if opened.format in _ANIMATED else 1
             if frames > 1 and not first_frame:
