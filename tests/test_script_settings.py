@@ -84,6 +84,37 @@ def test_training_is_the_same_under_a_setting_of_the_script(setting):
     assert got == wanted
 
 
+class CastsItself(nn.Linear):
+    """A layer with an autocast of its own, which caches the weight that it casts."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_autocast_of_a_model_sees_every_update(device, precision):
+    rows = torch.randn(6, 8, 4, generator=GENERATOR).to(device)
+    losses = {}
+    for way in ("plain", "trainer"):
+        torch.manual_seed(0)
+        model = CastsItself(4, 1, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        batches = [(x, x[:, :1] * 2) for x in rows]
+        if way == "trainer":
+            config = {"epochs": 1, "precision": precision}
+            trainer = Trainer(model, batches, None, nn.MSELoss(), optimizer, None, config, device)
+            trainer.fit(quiet=True)
+        else:
+            for x, y in batches:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        losses[way] = [one.tolist() for one in model.parameters()]
+    for ours, plain in zip(losses["trainer"], losses["plain"], strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.02, atol=0.01)
+
+
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_gradients_that_a_script_turned_off_are_not_blamed_on_the_criterion(without):
     with without(), pytest.raises(InputError, match="gradients are turned off where"):

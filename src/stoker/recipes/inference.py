@@ -37,7 +37,7 @@ from stoker.store.fields import Array
 from stoker.store.reader import Store, open_store
 from stoker.train.checkpoint import FORMAT, Loaded, load_checkpoint
 from stoker.train.checkpoint_file import is_checkpoint, loadable, write_file
-from stoker.train.precision import choose_precision
+from stoker.train.precision import choose_precision, without_autocast
 from stoker.train.predict import (
     evaluate,
 )
@@ -155,7 +155,7 @@ def by_itself(recipe: Recipe, device: torch.device) -> Iterator[None]:
     try:
         with (
             contextlib.nullcontext() if is_cpu else torch.device("cpu"),
-            torch.autocast(device.type, enabled=False),
+            without_autocast(device),
         ):
             yield
     finally:

@@ -62,10 +62,21 @@ class PrecisionChoice:
         if self.name == "tf32":
             torch.set_float32_matmul_precision("high")
         try:
-            with torch.autocast(device.type, enabled=False):
+            with without_autocast(device):
                 yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without the autocast that a script has entered.
+
+    Where there is none, the context does nothing. At the end of the outermost autocast, torch drops the casts of
+    weights that it keeps: a model with an autocast of its own would train on old ones inside another context.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def choose_precision(
