@@ -151,10 +151,6 @@ def test_only_one_file_prints():
         "cli/terminal.py": {"typer.echo", "Text"},
         "cli/monitor.py": {"Text"},  # an empty one, filled with cells from `styled`
         "packing/workers.py": {"sys.stderr.write"},  # a child's warning, made printable
-        "train/heartbeat.py": {"sys.stderr.write"},  # last words of a process, made printable
-        "compat/massspec.py": {
-            "sys.stdout.write"
-        },  # lines that the documents' classes print, made printable
         "compat/massspec_memory.py": {"sys.stdout.write"},  # a child's JSON for its parent
     }
 
