@@ -130,6 +130,9 @@ def test_cheap_samples_that_take_half_a_step_are_named_where_workers_would_not_h
     assert found.gain.likely == pytest.approx(1.7, rel=0.05)
     # Below 30 % of a step it is the usual cost of a DataLoader; dear samples are made by workers.
     assert diagnose(job(0.0035, 0.001, workers=0, work=work)) == []
+    # Seen beside a whole test run: the rest of the wait was queueing for a core.
+    crowded = replace(cheap.loader, alone_seconds=at(0.0001), queued_share=0.9)
+    assert diagnose(replace(cheap, loader=crowded)) == []
     dear = job(0.02, 0.01, workers=0, work=LoaderWork(other=0.01))
     assert [one.name for one in diagnose(dear)] == ["no-workers"]
     read = job(0.002, 0.001, workers=0, work=LoaderWork(read=0.0008, other=0.0002))

@@ -230,7 +230,9 @@ def _made_one_by_one(case: Case, loader: LoaderFacts, pace: Pace) -> Finding | N
     """Return the finding for samples that cost much beside the step, and too little for workers to help."""
     work = loader.work
     part = work.share((work.collate or 0) + (work.other or 0))
-    wait = case.measured.wait_share or 0.0
+    # What a process queues for a core behind other programs is part of the wait, not of the loading.
+    busy = loader.alone_seconds.median * loader.batches_per_step if loader.alone_seconds else 0.0
+    wait = min(case.measured.wait_share or 0.0, busy / pace.step)
     if loader.kind != "torch" or loader.workers or part < _MOSTLY or wait < _LEAST_ONE_BY_ONE:
         return None
     if loader.is_stream or (loader.blocked_share or 0.0) >= 0.5:
