@@ -52,6 +52,13 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that a call changes in place."""
+    names = func._schema.arguments
+    given = {one.name: value for one, value in zip(names, args, strict=False)} | kwargs
+    return [given[one.name] for one in names if one.is_write and one.name in given]
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, graph: PaperGraph) -> None:
         super().__init__()
@@ -60,7 +67,10 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable:
-            given = [t for t in _tensors((args, kwargs)) if t.layout == torch.strided]
+            # What is only read may be a chunk that a thread of the loader fills again.
+            given = [
+                t for t in _tensors(_written(func, args, kwargs or {})) if t.layout == torch.strided
+            ]
             memory = [tensor.untyped_storage() for tensor in given]  # `p.data = ...` may replace it
             self.changed += [(each, each.clone()) for each in memory]
         results = func(*args, **(kwargs or {}))

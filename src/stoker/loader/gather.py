@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from stoker.errors import InputError
-from stoker.host_memory import LARGE_BYTES, Recycled
+from stoker.host_memory import Recycled
 from stoker.loader.batch import Batch, IndexBatch, IndexTable
 from stoker.loader.columns import Column
 from stoker.loader.staging import restore_sign
@@ -103,9 +103,8 @@ class FieldGather(NamedTuple):
         """Return the field's values at `rows[self.row]`."""
         indices, out = rows[self.row], None
         if self.memory is not None:
-            shape = torch.Size((len(indices), *self.values.shape[1:]))
-            if shape.numel() * self.values.element_size() >= LARGE_BYTES:
-                out = self.memory.empty(self.name, shape, self.values.dtype)
+            shape = len(indices), *self.values.shape[1:]
+            out = self.memory.empty(self.name, shape, self.values.dtype)
         taken = torch.index_select(self.values, 0, indices, out=out)
         return restore_sign(taken, self.dtype) if self.unsigned else taken
 
