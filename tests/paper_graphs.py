@@ -131,6 +131,17 @@ def use_paper_graphs(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
 
 
+def losses_with_a_change(step, batches, late: int, change) -> list[float]:
+    """Return the loss of each batch; before batch `late`, `change` is called and a captured step must be a graph."""
+    losses = []
+    for number, batch in enumerate(batches):
+        if number == late:
+            assert getattr(step, "is_captured", True), step.reason
+            change()
+        losses.append(float(step(batch)))
+    return losses
+
+
 class Jitter:
     """An augmentation in torch alone, drawn from a counter on the device, as `Compose` is on a GPU.
 

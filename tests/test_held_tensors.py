@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import stoker
+from paper_graphs import losses_with_a_change
 from stoker.train.graphs.held_tensors import WatchedTensors
 from stoker.train.graphs.step_code import with_helpers
 
@@ -771,14 +772,7 @@ def test_what_decides_a_step_is_never_stale(device, make):
     def train(is_captured):
         loop = Loop(device, is_captured)
         step, put = make(loop)
-        step, losses = loop.capture(step), []
-        for number, batch in enumerate(loop.batches):
-            if number == LATE:
-                if is_captured:
-                    assert step.is_captured, step.reason
-                put()
-            losses.append(float(step(batch)))
-        return losses
+        return losses_with_a_change(loop.capture(step), loop.batches, LATE, put)
 
     torch.testing.assert_close(train(True), train(False), rtol=1e-4, atol=1e-5)
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import stoker
+from paper_graphs import losses_with_a_change
 from stoker.train.graphs.frozen import HostNumbers
 from stoker.train.graphs.graphed_step import CHECKED_REPLAYS, WARM_UP_STEPS
 from stoker.train.graphs.held_tensors import WatchedTensors
@@ -675,14 +676,7 @@ def test_a_setting_is_never_stale(device, make, monkeypatch):
 
         if is_captured:
             step = stoker.capture(step, model=model, optimizer=optimizer)
-        losses = []
-        for number, batch in enumerate(batches):
-            if number == LATE:
-                if is_captured:
-                    assert step.is_captured, step.reason
-                put()
-            losses.append(float(step(batch)))
-        return losses
+        return losses_with_a_change(step, batches, LATE, put)
 
     torch.testing.assert_close(train(True), train(False), rtol=1e-4, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Host memory that is reused: batches, and pictures on their way into them.
+"""Host memory that is reused: batches, pictures on their way into them, and results of augmentation on a CPU.
 
 Enters: sizes in bytes, or shapes. Leaves: arrays and tensors over memory that earlier ones gave back. Costs: some µs
 for each; up to four unused buffers of each name stay allocated.

@@ -75,9 +75,8 @@ class _Script:
     """
 
     dtype: str | None  # torch's default type; None if torch is not loaded
-    errors: Mapping[
-        str, Any
-    ]  # of `numpy.seterr`, without the kinds that call a function of this process
+    # of `numpy.seterr`, without the kinds that call a function of this process
+    errors: Mapping[str, Any]
 
     @classmethod
     def here(cls) -> _Script:

@@ -209,11 +209,8 @@ class EpochLines:
         self._updated = now
         try:
             is_terminal = (self._stream or sys.stdout).isatty()
-        except (
-            AttributeError,
-            ValueError,
-        ):  # none, closed or a script's own: no reason to end a run
-            return
+        except (AttributeError, ValueError):
+            return  # a stream that is missing, closed or a script's own must not end a run
         if not is_terminal:
             return
         rate = self._done / max(now - self._epoch_began, 1e-9)

@@ -193,8 +193,8 @@ def named_in_step(kind: type) -> set[str] | None:
         return None
     names = {"training"}
     for name, value in ((n, v) for base in kind.__mro__ for n, v in vars(base).items()):
-        is_own = inspect.isfunction(value) and package_of(value) not in FOREIGN
-        if is_own and not _OUTSIDE_STEP.match(name):
+        is_users = inspect.isfunction(value) and package_of(value) not in FOREIGN
+        if is_users and not _OUTSIDE_STEP.match(name):
             names.update(value.__code__.co_names)
     for name in [*names]:  # `hparams` reads `_hparams`
         getter = getattr(inspect.getattr_static(kind, name, None), "fget", None)

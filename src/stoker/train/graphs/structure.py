@@ -4,7 +4,8 @@ Enters: modules and optimizers of a step. Leaves: whether a layer or a buffer wa
 removed, or a tensor moved to other memory, since the capture. Costs: at each replay two numbers and the addresses of
 all parameters and buffers (0.1 µs each) are compared. torch counts hooks and calls back at every registration; the
 modules are examined only if one of these counts has changed. A patched `forward` is found only by the next comparison
-with an eager step: counting the attributes of 400 modules at each replay took 30 µs.
+with an eager step: counting the attributes of 400 modules at each replay took 30 µs. Before a capture, layers forget
+what hooks have computed from their weights.
 """
 
 from __future__ import annotations
