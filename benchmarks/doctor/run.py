@@ -9,7 +9,7 @@ A script whose twin is not faster there has no planted cause on that machine. If
 larger batch, that is tried as well: a promise that is kept is no false alarm.
 
 Each script runs alone, under `stoker doctor`, and then in turns as its fixed twin and alone again: two twins at least,
-and up to four where two runs of the same script differ by more than 15 %. The measured gain is the median rate of the
+and up to four where two runs of the same script differ by more than 15 % (`--lengths brief`: three). The measured gain is the median rate of the
 twin by that of the script; the overhead is the step under the doctor by the step alone. GPUs are hidden unless `--gpu`
 is given, and each script may use two cores. Finished scripts are kept in `--state` and not run again; one whose
 framework is not installed is listed as not run. The result is `doctor-<machine>.json` in `--out`, of which `publish.py`
@@ -64,13 +64,13 @@ class Lengths(NamedTuple):
         most_turns: The same, while runs of the same script differ by more than NOISY.
     """
 
-    bare_seconds: float = 2.5
-    doctored_seconds: float = 5.0
-    fewest_turns: int = 2
-    most_turns: int = 4
+    bare_seconds: float
+    doctored_seconds: float
+    fewest_turns: int
+    most_turns: int
 
 
-QUICK = Lengths(1.2, 2.0, 1, 1)
+LENGTHS = {"full": Lengths(2.5, 5.0, 2, 4), "brief": Lengths(1.5, 3.5, 2, 3), "quick": Lengths(1.2, 2.0, 1, 1)}
 CLOSE = 0.3
 DROPPED = ("timeline", "subject")
 """Measurements of the doctor that are not kept. From the others its rules can be asked again."""
@@ -327,7 +327,10 @@ def main() -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="let scripts use the GPU, one at a time even with --jobs"
     )
-    parser.add_argument("--quick", action="store_true", help="shorter runs, one of each")
+    parser.add_argument(
+        "--lengths", choices=LENGTHS, default="full",
+        help="how long scripts run: brief where a machine is lent by the minute, quick for one run of each",
+    )  # fmt: skip
     parser.add_argument("--again", action="store_true", help="run scripts whose result is kept")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no script after so long")
     parser.add_argument("--state", type=Path, default=Path(tempfile.gettempdir()) / "doctor-bench")
@@ -366,7 +369,8 @@ def main() -> None:
         done = {row["case"] for row in rows}
         summary = summarise(rows)
         summary["not_run"] = [case.name for case in wanted if case.name not in done]
-        result = {"gpu": asked.gpu, "summary": summary, "rows": rows, "raw": raw}
+        lengths = LENGTHS[asked.lengths]._asdict()
+        result = {"gpu": asked.gpu, "lengths": lengths, "summary": summary, "rows": rows, "raw": raw}
         document = {"benchmark": "doctor", "machine": facts, "result": result}
         (asked.out / f"doctor-{on}.json").write_text(json.dumps(document, indent=1) + "\n")
         return summary
@@ -378,7 +382,7 @@ def main() -> None:
         began = time.monotonic()
         cores, folder = free.get(), asked.state / "work" / case.name
         try:
-            result = examine(case, folder, cores, QUICK if asked.quick else Lengths())
+            result = examine(case, folder, cores, LENGTHS[asked.lengths])
         except subprocess.TimeoutExpired as error:
             print(f"{case.name}: {error}", flush=True)
             return
