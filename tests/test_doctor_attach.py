@@ -537,7 +537,7 @@ def state(**values):
             "spans": [],
             "torch": {},
             "first_torch": {},
-            "cpu": [1.0, 2.0],
+            "cpu": [1.0, 2.0, 2.0],
         },
         **{
             "notes": [],

@@ -26,26 +26,41 @@ STEPS = 40
 SECONDS = 0.030 * STEPS
 
 
-def measured(outside: float, workers: float, loader_id: int = 0, seen_share: float = 1.0):
-    """40 steps of 30 ms, of which 10 are queued for a core, beside work of so many seconds of cores."""
+def measured(
+    outside: float, workers: float, loader_id: int = 0, seen_share: float = 1.0, waited: float = 0.0
+):
+    """40 steps of 30 ms, of which 10 are queued for a core, beside work of so many seconds of cores.
+
+    The workers have `waited` seconds for the first step, after their first batches.
+    """
     facts = loader(0, "train.py:1") | {"workers": 4, "persistent_workers": True}
     queued = {"delay": 0.010, "wait": 0.012, "wait_delay": 0.004, "cpu": 0.012}
     rows = [
-        row(seconds=0.030, backward=0.009, loader=0, batches=1, samples=4, **queued)
-        for _ in range(STEPS)
+        row(
+            start=at * 0.030,
+            seconds=0.030,
+            backward=0.009,
+            loader=0,
+            batches=1,
+            samples=4,
+            **queued,
+        )
+        for at in range(STEPS)
     ]
     own = 0.012 * STEPS
     main = state(loaders=[facts], num_steps=STEPS, cpu=[own, SECONDS], busy=own + workers + outside)
-    fetches = [Fetch(0.0, 0.040, 0.005, 0.020, 0.010, 0) for _ in range(STEPS)]
+    fetches = [Fetch(at * 0.030, 0.040, 0.005, 0.020, 0.010, 0) for at in range(STEPS)]
+    early = [Fetch(-waited, 0.040, 0.005, 0.020, 0.010, 0) for _ in range(2 * bool(waited))]
+    seen = SECONDS * seen_share + waited
     crew = [
         Process(
             [],
-            fetches,
+            early + fetches,
             state(
                 role="worker",
                 loader_id=loader_id,
                 worker_id=n,
-                cpu=[workers / 4 * seen_share, SECONDS * seen_share],
+                cpu=[workers / 4 * seen_share + 0.010 * bool(waited), seen, seen - waited],
             ),
         )
         for n in range(4)
@@ -73,6 +88,12 @@ def test_queueing_behind_the_jobs_own_workers_is_time_that_loading_costs():
     assert seen.backward_seconds.median == pytest.approx(0.006)  # a third of it was queueing
     assert seen.loader.crowding_share == pytest.approx(0.2)
     assert not any("other work" in note for note in seen.notes)
+
+
+def test_workers_that_waited_for_a_first_step_that_compiles_are_as_busy_as_others():
+    at_once, late = measured(0.0, 0.8), measured(0.0, 0.8, waited=60.0)
+    assert late.loader.worker_cpu_shares == pytest.approx(at_once.loader.worker_cpu_shares, rel=0.1)
+    assert late.wait_seconds.median == pytest.approx(at_once.wait_seconds.median, rel=0.1)
 
 
 def test_one_step_beside_other_work_is_not_judged(monkeypatch):

@@ -309,6 +309,35 @@ def test_a_step_that_waits_without_a_remedy_is_not_called_healthy():
     assert Consultation(waiting, (), unjudged=told).verdict.startswith("cannot judge: ")
 
 
+@pytest.mark.parametrize("busy", [0.8, 0.99])
+def test_a_host_that_waits_while_its_gpu_works_is_told_what_is_to_be_had(busy):
+    waiting = job(0.006, 0.005, workers=0, kernels=KernelFacts(20.0, 1e-4, busy))
+    told = why_unjudged(waiting, [])
+    if busy > 0.95:
+        assert not told, "the GPU is the limit: there is nothing to fix"
+    else:
+        assert told.endswith("the GPU works 80% of the time, so that at most × 1.25 is to be had")
+
+
+@pytest.mark.parametrize(
+    ("library", "advice"),
+    [
+        ("transformers/trainer.py:2674", "logging_nan_inf_filter=False"),
+        ("torch/amp/grad_scaler.py:364", "fused=True"),
+        ("other/loop.py:3", "the calls are those of other/loop.py:3"),
+        ("", "read them every 50 steps"),
+    ],
+)
+def test_values_that_a_library_fetches_are_not_looked_for_in_the_script(library, advice):
+    call = HostCall("train.py:9", "bool", 2.0, 0.004, library=library)
+    (finding,) = [
+        one for one in diagnose(job(0.010, 0.0, syncs=(call,))) if one.name == "sync-every-step"
+    ]
+    assert advice.lower() in finding.remedy.lower()
+    assert (f", in {library}" in finding.evidence[1]) == bool(library)
+    assert bool(finding.patch.script) == (not library)
+
+
 def test_only_a_job_without_findings_is_unjudged():
     unclear = job(0.010, 0.0, unjudged=("no nn.Module was seen to work",))
     assert why_unjudged(unclear, ()) == "no nn.Module was seen to work"

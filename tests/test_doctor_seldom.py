@@ -64,7 +64,7 @@ def test_time_from_eval_to_train_of_the_same_model_is_evaluation(monkeypatch):
     sites = []
 
     def site(_family, frame, call):
-        sites.append(recorder.Site(places.place_of(frame), call, frame.f_code))
+        sites.append(recorder.Site(frame, call))
         return sites[-1]
 
     seen = SimpleNamespace(
@@ -110,6 +110,26 @@ def test_a_few_long_steps_are_told_with_their_lines():
     spent = 0.9 * (10 * 0.190) / (157 * 0.010 + 10 * 0.190)
     assert finding.gain.likely == pytest.approx(1 / (1 - spent / 2), rel=0.01)
     assert any("a.py:30 (80%)" in note for note in told.measurements.notes)
+
+
+@pytest.mark.parametrize(("busy", "finds"), [(1.0, False), (0.5, True)])
+def test_long_steps_beside_a_gpu_that_never_rests_cost_nothing(busy, finds):
+    """A plot of 190 ms every 16 steps on an H200, while the GPU works off what was launched before."""
+    mean = (150 * 0.010 + 10 * 0.200) / 160
+    kernels = {
+        "kernels": 40,
+        "kernel_seconds": 2 * mean,
+        "busy_seconds": 2 * mean * busy,
+        "steps": 2,
+    }
+    told = judged(
+        uneven(),
+        late={"between": 100},
+        late_lines={"a.py:30": 100},
+        profile=kernels,
+        torch={"cuda": "NVIDIA H200", "version": "2.11.0"},
+    )
+    assert ["long-steps"] * finds == [one.name for one in told.findings if one.name == "long-steps"]
 
 
 def test_long_steps_of_the_model_are_a_note_and_the_rest_of_the_verdict():

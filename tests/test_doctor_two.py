@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -330,7 +331,7 @@ def test_the_time_between_rows_of_values_belongs_to_their_loop(monkeypatch, gap,
         kind="optimizer", training_thread=clocks.current_thread(), num_steps=5, sync=0.0, drawing=False, spans=[],
         site=lambda *_: site,
     )  # fmt: skip
-    site = recorder.Site("train.py:62", "float", None)
+    site = recorder.Site(sys._getframe(), "float")
     monkeypatch.setattr(recorder, "get", lambda: seen)
     now = 1.0
     for call in range(4 * per_run):

@@ -189,7 +189,7 @@ def call_lines(calls: Sequence[HostCall]) -> list[str]:
     """Return the three costliest lines of code as evidence."""
     return [
         f"{call.where}: {call.call}, {call.calls_per_step:.3g} times and "
-        f"{milliseconds(call.seconds_per_step)} per step"
+        f"{milliseconds(call.seconds_per_step)} per step{f', in {call.library}' if call.library else ''}"
         for call in calls[:3]
     ]
 

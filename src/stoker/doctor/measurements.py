@@ -153,6 +153,7 @@ class HostCall:
     calls_per_step: float
     seconds_per_step: float  # time spent there; in a loop of fetches, with the time between them
     in_model: bool = False  # whether the forward pass of a module calls it
+    library: str = ""  # file:line in the library that makes the call, "" in the user's own code
 
 
 @dataclass(frozen=True)

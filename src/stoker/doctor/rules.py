@@ -28,6 +28,8 @@ _IDLE_CORES = 2.0
 _LEAST_LEFT = 0.02
 """Least share of a step that is assumed to remain without the cost of a finding."""
 _MUCH_WAITING, _MUCH_QUEUEING, _SMALL_COST = 0.3, 0.1, 0.05
+_DEVICE_WORKS = 0.95
+"""A GPU that works for this share of the time is the limit, whatever the host waits for meanwhile."""
 FINDING_NAMES = (
     *(rule_name(rule) for rule in RULES),
     "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
@@ -215,8 +217,9 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
         return ""
     if measurements.unjudged:
         return "; ".join(measurements.unjudged)
-    share = measurements.wait_share or 0.0
-    if share > _MUCH_WAITING:
+    share, kernels = measurements.wait_share or 0.0, measurements.kernels
+    working = kernels.busy_share if kernels is not None else 0.0
+    if share > _MUCH_WAITING and working < _DEVICE_WORKS:
         loader = measurements.loader
         busy = loader is not None and (loader.queued_share or 0.0) > _MUCH_QUEUEING
         alone = "no remedy is predicted to help by itself"
@@ -226,10 +229,10 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
             f"most of it at {loader.busiest_line}" if loader and loader.busiest_line else None,
         ]
         told = ", ".join(filter(None, place))
-        return (
-            f"the step waits for data {share:.0%} of the time{f' ({told})' if told else ''}, and {why}; "
-            "measure again on a quiet machine"
-        )
+        then = "measure again on a quiet machine"
+        if working and not busy:
+            then = f"the GPU works {working:.0%} of the time, so that at most × {1 / working:.2f} is to be had"
+        return f"the step waits for data {share:.0%} of the time{f' ({told})' if told else ''}, and {why}; {then}"
     return _unknown_device(measurements) or _hidden_costs(measurements)
 
 

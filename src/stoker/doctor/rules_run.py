@@ -129,6 +129,9 @@ def long_steps(case: Case) -> Finding | None:
     if long is None:
         return None
     spent = long.share * long.outside_share
+    # What the host does runs beside the device's work, and a job whose device never rests is not faster without it.
+    pace, mean = case.pace, case.measured.mean_step_seconds
+    least = min(1.0, pace.device_busy / mean) if pace is not None and mean else 0.0
     return case.advise(
         "long-steps",
         "a few steps take long, for what they do beside training",
@@ -141,7 +144,7 @@ def long_steps(case: Case) -> Finding | None:
         ],
         "Do this half as often, or in half the time: fewer plots and files, one call for many items, or another "
         "process. The gain is that of half.",
-        gain_of_steps(1.0, 1 - spent / 4, 1 - spent / 2, 1 - spent),
+        gain_of_steps(1.0, *(max(least, 1 - part * spent) for part in (0.25, 0.5, 1.0))),
         where=long.lines[0][0] if long.lines else None,
     )
 

@@ -37,6 +37,19 @@ _COLLATE_CALLS, _COLLATE_BYTES_PER_SECOND = 40, 4e9
 """Fixed cost of torch's default_collate, as a number of small samples; and the rate at which it copies large ones."""
 
 
+_OF_LIBRARIES = {
+    "transformers/trainer.py": (
+        "transformers' Trainer looks whether each loss is finite: TrainingArguments(logging_nan_inf_filter=False) "
+        "leaves that out."
+    ),
+    "torch/amp/grad_scaler.py": (
+        "GradScaler asks after each step whether a gradient overflowed: an optimizer with fused=True learns that on "
+        "the GPU, and bfloat16 needs no scaler."
+    ),
+}
+"""Remedies for values that a library fetches in every step, by its file."""
+
+
 def pageable_copies(case: Case) -> Finding | None:
     """The host waits for copies of batches to the device: their memory is not pinned, or the call blocks."""
     copies = case.measured.copies
@@ -96,6 +109,7 @@ def sync_every_step(case: Case) -> Finding | None:
         return None  # an unknown part of the wait is the device's own work; `why_unjudged` says so
     gained = saved(case.pace, seconds, likely=0.98)
     doing = "waits for the device" if case.on_gpu else "fetches values from tensors"
+    costliest = max(syncs, key=lambda sync: sync.seconds_per_step)
     return case.advise(
         "sync-every-step",
         f"the host {doing} in every step",
@@ -103,12 +117,26 @@ def sync_every_step(case: Case) -> Finding | None:
             f"{milliseconds(seconds)} of a step ({case.share_of_step(seconds):.0%}) is spent there",
             *call_lines(syncs),
         ],
-        "Keep running sums as tensors and read them every 50 steps, instead of calling .item() or .cpu() "
-        "in the loop.",
+        _less_often(costliest.library),
         gained,
-        where=syncs[0].where,
-        script="total += loss.detach()  # and total.item() once in a while",
-        config={"training.read_every": 50},
+        where=costliest.where,
+        script=""
+        if costliest.library
+        else "total += loss.detach()  # and total.item() once in a while",
+        config={} if costliest.library else {"training.read_every": 50},
+    )
+
+
+def _less_often(library: str) -> str:
+    """Return the remedy for values that a step fetches, in a library or, if `library` is "", in the user's code."""
+    file = library.rpartition(":")[0]
+    if file in _OF_LIBRARIES:
+        return _OF_LIBRARIES[file]
+    if library:
+        return f"The calls are those of {library}: look for an option of it that makes them less often, or never."
+    return (
+        "Keep running sums as tensors and read them every 50 steps, instead of calling .item() or .cpu() "
+        "in the loop."
     )
 
 

@@ -181,15 +181,24 @@ def _reads_other(flags: int, loader: int, number: int | None) -> bool:
     return bool(flags & OTHER_LOADER) or loader not in (number, -1)
 
 
-def worker_shares(workers: Sequence[Process]) -> dict[int, float]:
-    """Return the share of a core that each worker kept busy, by worker number; a restarted worker keeps its number."""
+def worker_shares(workers: Sequence[Process], main: Process) -> dict[int, float]:
+    """Return the share of a core that each worker kept busy, by worker number; a restarted worker keeps its number.
+
+    What was before the steps that count is left out: workers stand still while a first step compiles its kernels.
+    """
+    since = main.rows[min(WARM_UP, len(main.rows) - 1)].start if main.rows else 0.0
     spent: dict[int, list[float]] = {}
     for one in workers:
         cpu = one.state.get("cpu")
         if cpu and cpu[1] > 0:
+            busy, seconds, until = cpu
+            early = min(seconds, since - (until - seconds))
+            if 0 < early < seconds:
+                busy -= sum(fetch.cpu for fetch in one.fetches if fetch.start < since)
+                seconds -= early
             known = spent.setdefault(one.state["worker_id"], [0.0, 0.0])
-            known[0] += cpu[0]
-            known[1] += cpu[1]
+            known[0] += max(0.0, busy)
+            known[1] += seconds
     return {number: busy / seconds for number, (busy, seconds) in sorted(spent.items())}
 
 
@@ -221,7 +230,7 @@ class Clock:
                 rest += one.state["cpu"][0]
         # Workers report now and then and may be killed before a last report, so their share is scaled to the
         # whole time.
-        loading = sum(worker_shares(workers).values()) * cpu[1]
+        loading = sum(worker_shares(workers, process).values()) * cpu[1]
         script = loading + rest
         thread = sum(row.cpu for row in process.rows) / seconds * cpu[1]
         outside, others = max(0.0, busy - script), max(loading, script - thread)
@@ -338,7 +347,9 @@ def read_loader(training: Training) -> LoaderFacts | None:
         blocked_share=idle / ran if ran > 0 else None,
         queued_share=1 - ran / wall if wall > 0 else None,
         crowding_share=sum(map(clock.crowding, rows)) / steps if steps > 0 else None,
-        worker_cpu_shares=tuple(worker_shares(workers if training.num_workers else []).values()),
+        worker_cpu_shares=tuple(
+            worker_shares(workers if training.num_workers else [], training.main).values()
+        ),
         main_cpu_share=cpu[0] / cpu[1] if cpu and cpu[1] > 0 else None,
         epoch_starts=starts,
         counted_starts=sum(bool(row.flags & EPOCH_START) for row in rows),

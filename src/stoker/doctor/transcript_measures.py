@@ -185,6 +185,7 @@ class _Usual:
                 site["calls"] * count,
                 site["seconds"] * second,
                 site.get("in_model", False),
+                site.get("library", ""),
             )
             for site in _costliest(state, family)
         )

@@ -15,6 +15,7 @@ PROBE = str(Path(__file__).resolve().parent)
 _STOKER = str(Path(__file__).resolve().parents[2]) + os.sep
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _MODULE = os.path.join("torch", "nn", "modules", "module.py")  # noqa: PTH118  an end of a path
+_OF_TENSORS = tuple(os.path.join("torch", name) for name in ("_tensor.py", "_tensor_str.py"))  # noqa: PTH118
 _FOREIGN: dict[str, bool] = {}
 _INSTALLED: dict[Path, bool] = {}
 
@@ -57,6 +58,19 @@ def own_places(frame: Any) -> Iterator[str]:
 def place_of(frame: Any) -> str:
     """Return file:line of the innermost frame in the user's own code; of the frame itself if there is none."""
     return next(own_places(frame), f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+def library_of(frame: Any) -> str:
+    """Return file:line of a frame in a library, the file as in its package; "" in the user's code and torch's tensors.
+
+    `transformers/trainer.py:2674`, for example. What a method of a tensor calls is the cost of that method.
+    """
+    file = frame.f_code.co_filename
+    if not is_foreign(file) or file.endswith(_OF_TENSORS):
+        return ""
+    folders = (entry.rstrip(os.sep) + os.sep for entry in sys.path if entry)
+    inside = max((folder for folder in folders if file.startswith(folder)), key=len, default="")
+    return f"{file.removeprefix(inside)}:{frame.f_lineno}" if inside else ""
 
 
 def is_in_module(frame: Any) -> bool:

@@ -146,18 +146,19 @@ class Site:
 
     `mark` and `num_in_step` refer to the current step: they tell whether the line is in a loop. `loop_seconds` is the
     time of the loop that runs now. `before` has the totals before the current step. `in_model` says that a module's
-    forward pass made the first call.
+    forward pass made the first call, `library` is the library's line that makes the calls, if not the user's.
     """
 
     __slots__ = (
-        *("before", "call", "calls", "code", "in_model", "last_end", "loop_seconds", "mark"),
-        *("num_bytes", "num_in_step", "seconds", "where"),
+        *("before", "call", "calls", "code", "in_model", "last_end", "library", "loop_seconds"),
+        *("mark", "num_bytes", "num_in_step", "seconds", "where"),
     )
 
-    def __init__(self, where: str, call: str, code: Any, in_model: bool = False) -> None:
+    def __init__(self, frame: Any, call: str, in_model: bool = False) -> None:
         self.in_model = in_model
-        self.where = where
-        self.code = code
+        self.where = places.place_of(frame)
+        self.library = places.library_of(frame)
+        self.code = frame.f_code
         self.call = call
         self.calls = 0
         self.seconds = 0.0
@@ -184,6 +185,7 @@ class Site:
             "seconds": seconds,
             "bytes": num_bytes,
             "in_model": self.in_model,
+            "library": self.library,
         }
 
 
@@ -400,7 +402,7 @@ class Recorder:
         known = self.sites.get(key)
         if known is None:
             in_model = family == "sync" and places.is_in_module(frame)
-            known = self.sites[key] = Site(places.place_of(frame), call, code, in_model)
+            known = self.sites[key] = Site(frame, call, in_model)
         return known
 
     # -- writing -----------------------------------------------------------------------------------
@@ -411,7 +413,8 @@ class Recorder:
         self.torch.update(clocks.torch_facts())
         cpu = None
         if self.first_cpu is not None:
-            cpu = [time.process_time() - self.first_cpu[0], time.perf_counter() - self.first_cpu[1]]
+            now = time.perf_counter()
+            cpu = [time.process_time() - self.first_cpu[0], now - self.first_cpu[1], now]
             # In the training process, children are the workers themselves.
             if self.role == "worker":
                 cpu[0] += clocks.children_seconds()
