@@ -348,3 +348,18 @@ def test_generated_code_without_lines_is_no_place():
     made = SimpleNamespace(f_code=SimpleNamespace(co_filename="<string>"), f_lineno=0, f_back=mine)
     assert places.place_of(made) == "/home/me/train.py:7"
     assert tuple(places.own_places(made)) == ("/home/me/train.py:7",)
+
+
+def test_a_core_that_waits_for_the_gpu_is_free_once_it_waits_no_more():
+    """Figures of an H200 with two cores: 12,800 calls of float() a step, and one worker behind them."""
+    machine = MachineFacts(cores=2, device="cuda", device_name="NVIDIA H200")
+    slow = loader(1, 0.0119, LoaderWork(other=0.0119), worker_cpu_shares=(0.1,), main_cpu_share=1.0)
+    fetched = script(
+        0.130,
+        0.0014,
+        slow,
+        machine=machine,
+        kernels=KernelFacts(30.0, 1.8e-4, 0.0054 / 0.130),
+        syncs=(HostCall("train.py:62", "float", 12_800.0, 0.1267),),
+    )
+    assert names(fetched) == (["sync-every-step"], ["starved-by-loader"])

@@ -117,6 +117,7 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
     step, compute = measured.step_seconds, measured.compute_seconds
     if step is None or compute is None:
         return None
+    on_core: float | None = None
     if name in _LOADING:
         spent = max(0.0, step.median - compute.median)
         rest = replace(measured, wait_seconds=None, loader=None)
@@ -127,9 +128,9 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
         others = tuple(one for one in measured.host_calls if one not in calls)
         rest = replace(measured, host_calls=others)
     elif name == "sync-every-step":
-        spent = sum(one.seconds_per_step for one in measured.syncs)
+        spent = on_core = sum(one.seconds_per_step for one in measured.syncs)
         if measured.kernels is not None:
-            # Part of the wait was for the device's own work, which remains.
+            # Part of the wait was for the device's own work, which remains, but keeps no core busy any more.
             spent = min(spent, compute.median - measured.kernels.busy_share * step.median)
         rest = replace(measured, syncs=())
     elif name == "slow-between-steps":
@@ -145,7 +146,9 @@ def _without(measured: Measurements, name: str, gain: float = 1.0) -> Measuremen
     compute = _less(compute, spent, known)
     rest = replace(rest, compute_seconds=compute)
     if rest.loader is not None and rest.loader.workers:
-        return _beside_workers(rest, step, compute, rest.loader, spent)
+        return _beside_workers(
+            rest, step, compute, rest.loader, spent if on_core is None else on_core
+        )
     return _shorter(rest, step, step.median - spent)
 
 
@@ -163,7 +166,7 @@ def _shorter(measured: Measurements, step: Spread, seconds: float) -> Measuremen
 def _beside_workers(
     measured: Measurements, step: Spread, compute: Spread, loader: LoaderFacts, spent: float
 ) -> Measurements:
-    """Return the measurements of a step that computes `spent` seconds less while its workers load.
+    """Return the measurements of a step that takes `compute` and keeps a core busy for `spent` seconds less.
 
     The time of a fetch was measured, so the workers' pace is known: the batches of a step every `load / workers`
     seconds, but no faster than the cores can do all work of a step. The rest of that time, the step waits.
