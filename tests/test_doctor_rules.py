@@ -324,6 +324,9 @@ def test_a_host_that_waits_while_its_gpu_works_is_told_what_is_to_be_had(busy):
     [
         ("transformers/trainer.py:2674", "logging_nan_inf_filter=False"),
         ("torch/amp/grad_scaler.py:364", "fused=True"),
+        ("torch/distributions/distribution.py:76", "set_default_validate_args(False)"),
+        ("lightning/fabric/utilities/apply_func.py:134", "prog_bar=False"),
+        ("lightning_fabric/utilities/apply_func.py:134", "prog_bar=False"),
         ("other/loop.py:3", "the calls are those of other/loop.py:3"),
         ("", "read them every 50 steps"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -92,6 +94,15 @@ def test_time_from_eval_to_train_of_the_same_model_is_evaluation(monkeypatch):
     steps._note_backward(0.0, 1.0)
     model.train()
     assert seen.evaluation == 3
+
+
+def test_the_line_of_a_library_is_told_as_in_its_package():
+    seen = []
+    json.loads('{"a": 1}', object_hook=lambda _: seen.append(sys._getframe(1)))
+    assert re.fullmatch(r"json/decoder\.py:\d+", places.library_of(seen[0]))
+    assert places.library_of(sys._getframe()) == "", "the user's own code"
+    formats = SimpleNamespace(co_filename=torch._tensor.__file__)
+    assert places.library_of(SimpleNamespace(f_code=formats, f_lineno=1)) == "", "it is the tensor's"
 
 
 # -- long steps ------------------------------------------------------------------------------------

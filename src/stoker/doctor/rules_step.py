@@ -46,8 +46,17 @@ _OF_LIBRARIES = {
         "GradScaler asks after each step whether a gradient overflowed: an optimizer with fused=True learns that on "
         "the GPU, and bfloat16 needs no scaler."
     ),
+    "torch/distributions/": (
+        "torch.distributions looks at the arguments of each distribution: "
+        "torch.distributions.Distribution.set_default_validate_args(False) leaves that out."
+    ),
+    **dict.fromkeys(
+        ("lightning/", "lightning_fabric/", "pytorch_lightning/"),
+        "Lightning reads a value for its progress bar in each step: self.log(..., on_step=False, on_epoch=True) reads "
+        "it once an epoch, prog_bar=False never.",
+    ),
 }
-"""Remedies for values that a library fetches in every step, by its file."""
+"""Remedies for values that a library fetches in every step, by how its file begins."""
 
 
 def pageable_copies(case: Case) -> Finding | None:
@@ -129,9 +138,9 @@ def sync_every_step(case: Case) -> Finding | None:
 
 def _less_often(library: str) -> str:
     """Return the remedy for values that a step fetches, in a library or, if `library` is "", in the user's code."""
-    file = library.rpartition(":")[0]
-    if file in _OF_LIBRARIES:
-        return _OF_LIBRARIES[file]
+    for begins, remedy in _OF_LIBRARIES.items():
+        if library.startswith(begins):
+            return remedy
     if library:
         return f"The calls are those of {library}: look for an option of it that makes them less often, or never."
     return (
