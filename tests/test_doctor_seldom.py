@@ -102,7 +102,9 @@ def test_the_line_of_a_library_is_told_as_in_its_package():
     assert re.fullmatch(r"json/decoder\.py:\d+", places.library_of(seen[0]))
     assert places.library_of(sys._getframe()) == "", "the user's own code"
     formats = SimpleNamespace(co_filename=torch._tensor.__file__)
-    assert places.library_of(SimpleNamespace(f_code=formats, f_lineno=1)) == "", "it is the tensor's"
+    assert places.library_of(SimpleNamespace(f_code=formats, f_lineno=1)) == "", (
+        "it is the tensor's"
+    )
 
 
 # -- long steps ------------------------------------------------------------------------------------
