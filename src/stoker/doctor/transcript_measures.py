@@ -573,6 +573,12 @@ def _notes(seen: Training) -> list[str]:
             f"other work on this machine took the cores: {queued:.0%} of a step was spent "
             "queueing for one and is left out of the figures"
         )
+        threads = state["torch"].get("threads", 1)
+        if threads > 1 and not state["torch"].get("cuda"):
+            notes.append(
+                f"torch computes with {threads} threads, and all of them wait for one that has no core: beside other "
+                "work a single one may be several times as fast (export OMP_NUM_THREADS=1)"
+            )
     crowding = sum(map(clock.crowding, rows)) / max(1e-9, sum(map(clock.seconds, rows)))
     if crowding > _NOTABLE_QUEUEING:
         notes.append(
