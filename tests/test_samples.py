@@ -142,3 +142,21 @@ def test_a_finished_pack_tells_the_facts_and_where_to_look(tmp_path, monkeypatch
     assert "all white: 1 of 1 pictures that were looked at" in outcome.output
     assert "samples as the model gets them: out/samples.html" in outcome.output
     assert invoke("inspect", "out", "--html", "out.html").exit_code == 0
+
+
+def test_a_page_that_a_killed_pack_could_not_write_is_written_by_the_next(tmp_path, monkeypatch):
+    """Found by the campaign of kills: the store was committed, and never got its page."""
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{n},{n % 7}\n" for n in range(200))
+    (tmp_path / "x.csv").write_text(f"a,b\n{rows}")
+    words = ["pack", "table", "x.csv", "out", "--repair", "robust"]
+    assert invoke(*words).exit_code == 0
+    page = tmp_path / "out" / "samples.html"
+    whole = page.read_bytes()
+    page.unlink()
+    again = invoke(*words)
+    assert "is up to date" in again.output
+    assert page.read_bytes() == whole
+    page.unlink()
+    assert json.loads(invoke(*words, "--json").output)["page"] == str(page.relative_to(tmp_path))
+    assert page.read_bytes() == whole

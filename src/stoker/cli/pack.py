@@ -355,27 +355,36 @@ def _pack(
     if not as_json:
         print_result(result)
         return
-    if not result.reused:
+    if _lacks_page(result):
         _write_page(result)
     print_json(_facts(result))
+
+
+def _lacks_page(result: PackResult) -> bool:
+    """Return whether the store is to get its page of samples: it is new, or its pack was ended before it had one."""
+    from stoker.store.manifest import PAGE_NAME
+
+    missing = not os.path.lexists(result.path / PAGE_NAME)
+    return not result.reused or (missing and os.access(result.path, os.W_OK))
 
 
 def _write_page(result: PackResult) -> dict[str, str]:
     """Write the page of samples of a store that was just packed; return the facts about them."""
     from stoker.packing.samples import sample_facts, samples_of, samples_page
     from stoker.sources.contract import Account
+    from stoker.store.inspection import inspect_store
     from stoker.store.manifest import PAGE_NAME
     from stoker.store.reader import open_store
 
     with open_store(result.path) as store:
         samples = samples_of(store)
-    assert result.inspection is not None
+        inspection = result.inspection or inspect_store(store)
     facts = sample_facts(samples)
     counts = Account(**result.manifest.counts).lines() if result.manifest.counts else []
     notes = [str(note) for note in result.manifest.attributes.get("notes", [])]
     about = {"input": "; ".join(line.strip() for line in counts)}
     about |= facts | {f"note {number}": note for number, note in enumerate(notes, 1)}
-    text = samples_page(f"samples of {shown(result.path)}", result.inspection, about, samples)
+    text = samples_page(f"samples of {shown(result.path)}", inspection, about, samples)
     write_text(result.path / PAGE_NAME, text)
     return facts
 
@@ -401,7 +410,7 @@ def _facts(result: PackResult) -> dict[str, object]:
 
 
 def print_result(result: PackResult) -> None:
-    """Print the result of a pack as a table; write the page of samples if the store is new."""
+    """Print the result of a pack as a table; write the page of samples if the store is new or has none."""
     from stoker.sources.contract import Account
     from stoker.store.manifest import PAGE_NAME, REFUSED_NAME
     from stoker.store.reader import open_store
@@ -422,7 +431,7 @@ def print_result(result: PackResult) -> None:
     if result.manifest.num_refused:
         refused = format_count(result.manifest.num_refused, "piece")
         console.print(f"{refused} of input refused; see {result.path / REFUSED_NAME}")
-    for what, value in ({} if result.reused else _write_page(result)).items():
+    for what, value in (_write_page(result) if _lacks_page(result) else {}).items():
         console.print(printable(f"{what}: {value}"))
     if (result.path / PAGE_NAME).exists():
         console.print(f"samples as the model gets them: {result.path / PAGE_NAME}")
