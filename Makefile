@@ -31,7 +31,7 @@ test-gpu: $(STAMP) ## what needs a CUDA device; tests that measure its memory on
 	$(BIN)/pytest -q -n 8 -m "gpu and not whole_gpu"
 	$(BIN)/pytest -q -m whole_gpu
 
-campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks, all combinations: half an hour, quiet machine
+campaign: $(STAMP) ## fuzz, fault injection, planted bottlenecks, all combinations: hours, on a quiet machine; STOKER_FUZZ_N=2000 STOKER_KILLS=20 makes it shorter
 	$(BIN)/pytest -q -m "slow or random" --hypothesis-profile campaign
 
 # Each goes on from its state in benchmarks/results, for this many seconds; SECONDS=36000 finishes them overnight.

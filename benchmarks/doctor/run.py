@@ -1,6 +1,6 @@
 """The benchmark of doctors: does the doctor name the true cause of a slow script, and predict what its fix brings?
 
-    python benchmarks/doctor/run.py                      # all scripts, one after the other: about half an hour
+    python benchmarks/doctor/run.py                      # all scripts, one after the other: about an hour
     python benchmarks/doctor/run.py --jobs 8             # eight at once, each on two cores of its own
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
     python benchmarks/doctor/run.py --seconds 1800 --healthy-last    # as many as begin within half an hour
