@@ -106,12 +106,24 @@ def test_a_script_whose_fix_brings_nothing_is_told_apart():
     assert told == "1 of 2"
     assert [row["case"] for row in others] == ["kept", "not"]
     assert [row["case"] for row in unkept] == ["not"]
-    assert "with that batch it was × 5.50" in publish.told_without_gain(rows[0])
+    assert "tried it was × 5.50" in publish.told_without_gain(rows[0])
     assert "which was not tried" in publish.told_without_gain(rows[1])
-    patch = {"patch": {"loader_arguments": {"batch_size": 512}}}
-    assert run._larger_batch([patch]) == 512
-    assert run._larger_batch([{"patch": {"loader_arguments": {"num_workers": 4}}}, patch]) is None
-    assert run._larger_batch([]) is None
+
+
+def test_numbers_that_the_first_advice_gives_a_loader_are_tried():
+    def advised(**arguments):
+        return run.advised_source(
+            "DataLoader(x, batch_size=4, num_workers=2)",
+            [{"patch": {"loader_arguments": arguments}}],
+        )
+
+    assert advised(batch_size=512) == "DataLoader(x, batch_size=512, num_workers=2)"
+    alone = {"num_workers": 0, "persistent_workers": False, "prefetch_factor": None}
+    assert advised(**alone) == "DataLoader(x, batch_size=4, num_workers=0)"
+    assert advised(persistent_workers=True) is None
+    assert advised(prefetch_factor=4) is None
+    assert advised() is None
+    assert run.advised_source("", []) is None
 
 
 @pytest.mark.parametrize(("rate", "right"), [(250.0, True), (150.0, False)])

@@ -40,7 +40,11 @@ PLANTED = {
     "imbalanced_ranks": "imbalanced-ranks",
     "healthy": None,
 }
-ON_GPU = {"pageable_copies": "pageable-copies", "many_small_kernels": "launch-bound"}
+ON_GPU = {
+    "pageable_copies": "pageable-copies",
+    "many_small_kernels": "launch-bound",
+    "evaluation_every_step": "evaluates-each-step",
+}
 HELPERS = {"loop", "warm"}
 
 

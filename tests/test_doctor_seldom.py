@@ -14,12 +14,12 @@ import torch
 
 from stoker.doctor.findings import Consultation
 from stoker.doctor.measurements import MachineFacts
-from stoker.doctor.probe import clocks, places, recorder, sampling, steps
+from stoker.doctor.probe import clocks, operators, places, recorder, sampling, steps
 from stoker.doctor.probe.recorder import UNWATCHED, Fetch
 from stoker.doctor.rules import diagnose, why_unjudged
 from stoker.doctor.transcript import Process
 from stoker.doctor.transcript_measures import measure
-from test_doctor_attach import row, state
+from test_doctor_attach import event, row, state
 
 SAMPLED = {"training": {"model": 95, "between": 5}, "between": {}, "modules": True}
 
@@ -49,6 +49,58 @@ def test_evaluation_in_every_step_is_a_finding():
     assert finding.gain.high == pytest.approx(0.010 / 0.006)
 
 
+def test_evaluation_that_the_host_only_launches_is_known_from_its_kernels():
+    """On an H200 it was "nothing to fix": 0.4 ms of a host, 2.6 ms of a GPU that is never idle; the fix brought 1.8."""
+    profile = {"steps": 2, "kernels": 20, "kernel_seconds": 0.02, "busy_seconds": 0.02}
+    told = judged(
+        [row(seconds=0.010, evaluation=0.001) for _ in range(40)],
+        sites=[{**SITE, "seconds": 0.04}],
+        profile={**profile, "evaluation_busy_seconds": 0.01},
+    )
+    (finding,) = told.findings
+    assert finding.gain.likely == pytest.approx(0.010 / (0.005 + 0.0005))
+    assert "5 ms (50%) is the GPU's work" in finding.evidence[0]
+    # A device that rests waits for its host: then the host's time counts, until the device is never idle.
+    for busy, after in ((0.008, 0.0064), (0.017, 0.00769)):
+        told = judged(
+            [row(seconds=0.010, evaluation=0.004) for _ in range(40)],
+            sites=[{**SITE, "seconds": 0.16}],
+            profile={
+                **profile,
+                "busy_seconds": busy,
+                "evaluation_busy_seconds": 0.0018 * (busy > 0.01),
+            },
+        )
+        (finding,) = told.findings
+        assert finding.gain.likely == pytest.approx(0.010 / after, rel=0.01), busy
+
+
+def test_kernels_of_an_evaluation_are_those_that_its_operators_launch():
+    def numbered(number, linked, *args, **values):
+        made = event(*args, **values)
+        made.correlation_id, made.linked_correlation_id = (lambda: number), (lambda: linked)
+        return made
+
+    gpu = {"device": "DeviceType.CUDA"}
+    events = [
+        numbered(1, 0, "aten::mm", 0, 5),
+        numbered(7, 1, "cudaLaunchKernel", 2, 2),
+        numbered(2, 0, "aten::mm", 100, 5),
+        numbered(8, 2, "cudaLaunchKernel", 102, 2),
+        numbered(3, 0, "aten::mm", 200, 5),
+        # All of them run after the host has gone on.
+        numbered(7, 1, "gemm", 300, 100, **gpu),
+        numbered(8, 2, "gemm", 400, 50, **gpu),
+        numbered(8, 2, "relu", 420, 50, **gpu),
+        numbered(2, 3, "gemm", 500, 100, **gpu),
+        numbered(9, 2, "Memcpy DtoH", 600, 100, **gpu),
+    ]
+    seen = operators.summarise(events, [0, 1_000_000], [], evaluations=[(90_000, 190_000)])
+    assert seen["busy_seconds"] == pytest.approx(270e-6)
+    assert seen["evaluation_busy_seconds"] == pytest.approx(70e-6)
+    assert operators.summarise(events, [0, 1_000_000], [])["evaluation_busy_seconds"] == 0
+
+
 def test_evaluation_now_and_then_is_no_part_of_a_step():
     rows = [row(seconds=0.010) for _ in range(40)]
     rows[20] = row(seconds=0.510, evaluation=0.5)
@@ -71,7 +123,7 @@ def test_time_from_eval_to_train_of_the_same_model_is_evaluation(monkeypatch):
 
     seen = SimpleNamespace(
         training_thread=threading.get_ident(), evaluated=None, evaluation=0.0, site=site,
-        backward=0.0, drawing=False, kind="optimizer",
+        backward=0.0, drawing=False, kind="optimizer", is_profiling=True,
     )  # fmt: skip
     monkeypatch.setattr(recorder, "get", lambda: seen)
     monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: next(now)))

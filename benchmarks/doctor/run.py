@@ -5,8 +5,9 @@
     python benchmarks/doctor/run.py --only no_workers    # those whose name contains it
     python benchmarks/doctor/run.py --seconds 1800 --healthy-last    # as many as begin within half an hour
 
-A script whose twin is not faster there has no planted cause on that machine. If the doctor's first advice is a larger
-batch and not the planted cause, that is tried as well: it is right if it brings as much as the planted fix or more.
+A script whose twin is not faster there has no planted cause on that machine. If the doctor's first advice is not the
+planted cause but another batch size or number of workers, that is tried as well: it is right if it brings as much as
+the planted fix or more.
 
 Each script runs alone, under `stoker doctor`, and then in turns as its fixed twin and alone again: two twins at least,
 and up to four where two runs of the same script differ by more than 15 % (`--lengths brief`: three). The measured gain
@@ -194,14 +195,15 @@ def examine(case: Case, folder: Path, cores: set[int], lengths: Lengths) -> dict
             {"name": one["name"], "gain": one["gain"], "evidence": one["evidence"][:3]}
             for one in found["findings"]
         ]
-        size = None if said_causes(result) else _larger_batch(found["findings"])
-        if case.causes and case.has_gain and size:
-            other = folder / f"{case.name}_larger.py"
-            other.write_text(
-                case.source().replace(f"batch_size={case.batch}", f"batch_size={size}")
-            )
+        source = None if said_causes(result) else advised_source(case.source(), found["findings"])
+        if case.causes and case.has_gain and source:
+            other = folder / f"{case.name}_advised.py"
+            other.write_text(source, encoding="utf-8")
+            first = found["findings"][0]
+            changes = first["patch"]["loader_arguments"]
+            size = changes.get("batch_size", case.batch)
             way = rate_of(case, [str(other)], folder, size, cores, lengths.bare_seconds)
-            result["tried"] = {"name": "batch-too-small", "batch": size, **way}
+            result["tried"] = {"name": first["name"], "changes": changes, **way}
     return result
 
 
@@ -212,10 +214,21 @@ def said_causes(result: dict[str, Any]) -> bool:
     )
 
 
-def _larger_batch(findings: Sequence[dict[str, Any]]) -> int | None:
-    """Return the batch that the first finding advises; None if it advises something else."""
-    first = findings[0] if findings else {}
-    return first.get("patch", {}).get("loader_arguments", {}).get("batch_size")
+def advised_source(source: str, findings: Sequence[dict[str, Any]]) -> str | None:
+    """Return a script with the numbers that the first finding advises for its DataLoader.
+
+    None if the finding advises something else, or an argument that the script does not have.
+    """
+    changes = findings[0].get("patch", {}).get("loader_arguments", {}) if findings else {}
+    # False and None are the defaults: num_workers=0 goes without what only workers need.
+    changes = {
+        name: value for name, value in changes.items() if value is not None and value is not False
+    }
+    for name, value in changes.items():
+        source, places = re.subn(rf"\b{name}=\d+", f"{name}={value}", source)
+        if not places or type(value) is not int:
+            return None
+    return source if changes else None
 
 
 def drift(runs: Sequence[dict[str, Any]]) -> float:

@@ -378,6 +378,8 @@ class Measurements:
     between_loads: bool = True
     # part of a usual step from `model.eval()` to `model.train()`; 0 if there is none
     evaluation_seconds: float = 0.0
+    # part of a usual step in which the device computes what is launched there; 0 if unknown
+    evaluation_device_seconds: float = 0.0
     evaluation_where: str | None = None  # line that calls `eval()`
     # part of a usual step in which the forward pass runs Python code and no operator
     python_seconds: float = 0.0

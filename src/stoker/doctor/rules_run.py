@@ -20,6 +20,8 @@ _CALL_SECONDS = 15e-6
 """Overhead of calling one operator of the model on a CPU (about 10 µs on a Xeon, 20 on an ARM core)."""
 _UNEVEN = 1.15
 _EVALUATE_EVERY = 10
+_DEVICE_FULL = 0.9
+"""A device that works for this share of a step sets its pace."""
 
 
 def empty_cache_each_step(case: Case) -> Finding | None:
@@ -96,28 +98,35 @@ def _housekeeping(
 
 def evaluates_each_step(case: Case) -> Finding | None:
     """The model is evaluated in every step."""
-    seconds, pace = case.measured.evaluation_seconds, case.pace
-    if pace is None or not seconds:
+    host, pace = case.measured.evaluation_seconds, case.pace
+    if pace is None or not host:
         return None
-    seconds = case.share_of_step(seconds) * pace.step
+    host = case.share_of_step(host) * pace.step
+    device = case.share_of_step(case.measured.evaluation_device_seconds) * pace.step
+    # A host that only launches kernels is soon done with them. Their time counts where the device sets the pace.
+    device_is_full = bool(device) and pace.device_busy >= _DEVICE_FULL * pace.step
+    seconds = device if device_is_full else host
+
+    def without(share: float) -> float:
+        """Return the seconds of a step without this share of the evaluations."""
+        return max(pace.step - share * seconds, pace.device_busy - share * device)
+
     where = case.measured.evaluation_where
+    spent = f"of a step of {milliseconds(pace.step)}, {milliseconds(seconds)} ({seconds / pace.step:.0%}) "
     return case.advise(
         "evaluates-each-step",
         "the model is evaluated in every step",
         [
-            (
-                f"of a step of {milliseconds(pace.step)}, {milliseconds(seconds)} "
-                f"({seconds / pace.step:.0%}) is spent between model.eval() and model.train()"
+            spent
+            + (
+                "is the GPU's work for what runs between model.eval() and model.train()"
+                if device_is_full
+                else "is spent between model.eval() and model.train()"
             ),
             f"{where}: eval()",
         ],
         f"Evaluate every {_EVALUATE_EVERY} steps; the gain is that of this change.",
-        gain_of_steps(
-            pace.step,
-            pace.step - seconds / 2,
-            pace.step - seconds * (1 - 1 / _EVALUATE_EVERY),
-            pace.step - seconds,
-        ),
+        gain_of_steps(pace.step, without(0.5), without(1 - 1 / _EVALUATE_EVERY), without(1.0)),
         where=where,
         script=f"if step % {_EVALUATE_EVERY} == 0:  # around what evaluates",
     )

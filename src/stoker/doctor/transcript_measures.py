@@ -129,6 +129,7 @@ def measure(
         between_seconds=between_seconds,
         between_loads=sampled.get("data", 0) > sampled.get("between", 0),
         evaluation_seconds=usual.evaluated,
+        evaluation_device_seconds=_evaluation_device(profile, usual),
         evaluation_where=next((s["where"] for s in _costliest(state, "evaluation")), None),
         long_steps=_long_steps(state, elsewhere),
         python_seconds=_python(seen, usual),
@@ -457,6 +458,13 @@ def _kernels(profile: Mapping[str, Any], step: Spread | None) -> KernelFacts | N
         mean_seconds=profile["kernel_seconds"] / profile["kernels"],
         busy_share=min(1.0, busy / step.median),
     )
+
+
+def _evaluation_device(profile: Mapping[str, Any], usual: _Usual) -> float:
+    """Return the part of a usual step in which the device computes what is launched between `eval()` and `train()`."""
+    if not usual.evaluated:
+        return 0.0
+    return float(profile.get("evaluation_busy_seconds", 0.0) / max(1, profile.get("steps", 1)))
 
 
 def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:

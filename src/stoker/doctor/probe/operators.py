@@ -73,6 +73,8 @@ _queued: list[float] = []
 _backwards: list[tuple[int, int]] = []
 _fetches: list[int] = []
 """Times in ns at which a forward pass fetched a value: by then it has begun, whatever its first operator is."""
+_evaluations: list[tuple[int, int]] = []
+"""Begins and ends in ns of code between `model.eval()` and `model.train()`."""
 _num_steps = 0
 _was_used = False
 _asked_teardown = False
@@ -152,6 +154,7 @@ def _start(seen: Any) -> None:
     _queued[:] = [clocks.run_delay()]
     _backwards.clear()
     _fetches.clear()
+    _evaluations.clear()
     seen.is_profiling = True
     # A process that ends while its profiler runs crashes in the libraries' destructors.
     atexit.register(_stop_early)
@@ -207,7 +210,7 @@ def _stop(seen: Any, keep: bool) -> None:
     with recorder.guarded("profile"):
         events = profiler.profiler.kineto_results.events()
         taken = list(events)[:_MOST_EVENTS]
-        times = (list(_marks), list(_backwards), list(_queued), list(_fetches))
+        times = (list(_marks), list(_backwards), list(_queued), list(_fetches), list(_evaluations))
         seen.profile.update(summarise(taken, *times))
     if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
         with recorder.guarded("pinned copy"):
@@ -269,28 +272,39 @@ def note_fetch(seconds: float) -> None:
         _fetches.append(time.time_ns() - int(seconds * 1e9))
 
 
+def note_evaluation(seconds: float) -> None:
+    """Record that a model has just gone back to training, `seconds` after its `eval()`."""
+    if _profiler is not None:
+        now = time.time_ns()
+        _evaluations.append((now - int(seconds * 1e9), now))
+
+
 def summarise(
     events: list[Any],
     marks: list[int],
     backwards: list[tuple[int, int]],
     queued: list[float] | None = None,
     fetches: Sequence[int] = (),
+    evaluations: Sequence[tuple[int, int]] = (),
 ) -> dict[str, Any]:
     """Return totals of the profiler's raw events.
 
-    `marks` are the ends of the steps in ns, `backwards` the begins and ends of their backward passes, `fetches` the
-    times at which a module's code fetched values. `queued` has the seconds queued for a core until each mark.
+    `marks` are the ends of the steps in ns, `backwards` and `evaluations` the begins and ends of their backward passes
+    and evaluations, `fetches` the times at which a module's code fetched values. `queued` has the seconds queued for a
+    core until each mark.
 
     Host totals are those of the fastest step: an operator that lost its core is not a slow operator. Queueing for a
     core between two operators does not count as Python code.
     """
     host, device = [], []
     annotations = set()
+    evaluating = _started_in(evaluations, events)
     for event in events:
         name = event.name()
         start, seconds = event.start_ns() * 1e-9, event.duration_ns() * 1e-9
         if not str(event.device_type()).endswith("CPU"):
-            device.append((start, seconds, name))
+            evaluates = bool(evaluating) and event.linked_correlation_id() in evaluating
+            device.append((start, seconds, name, evaluates))
         elif "::" in name or name.startswith((_UPDATE, _LOAD)):
             host.append((event.start_thread_id(), start, -seconds, name, event))
         else:
@@ -325,6 +339,20 @@ def summarise(
         "python_seconds": min((python for _, python, _ in known), default=0.0),
     }
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
+
+
+def _started_in(periods: Sequence[tuple[int, int]], events: list[Any]) -> set[int]:
+    """Return the numbers of the operators that began in one of `periods`: what the device runs for them has the same.
+
+    Calls of the driver are numbered by themselves, and have the number of their operator besides.
+    """
+    return {
+        event.correlation_id()
+        for event in (events if periods else ())
+        if str(event.device_type()).endswith("CPU")
+        and event.linked_correlation_id() == 0
+        and any(begin <= event.start_ns() < end for begin, end in periods)
+    } - {0}
 
 
 _CALLING_SECONDS = 1e-4
@@ -487,20 +515,28 @@ def _tensors(event: Any) -> list[tuple[str, list[int]]]:
         return []
 
 
-def _device_totals(device: list[tuple[float, float, str]]) -> dict[str, Any]:
+def _device_totals(device: list[tuple[float, float, str, bool]]) -> dict[str, Any]:
     if not device:
         return {}
     device.sort()
-    busy, end = 0.0, 0.0
-    for start, seconds, _ in device:
-        busy += max(0.0, start + seconds - max(start, end))
-        end = max(end, start + seconds)
-    doubles = [(s, name) for _, s, name in device if any(word in name for word in _DOUBLE_KERNELS)]
+    doubles = [
+        (s, name) for _, s, name, _ in device if any(word in name for word in _DOUBLE_KERNELS)
+    ]
     products = sum(s for s, name in doubles if any(word in name for word in _PRODUCT_KERNELS))
     return {
         "kernels": len(device),
-        "kernel_seconds": sum(seconds for _, seconds, _ in device),
-        "busy_seconds": busy,
+        "kernel_seconds": sum(seconds for _, seconds, _, _ in device),
+        "busy_seconds": _busy_seconds(device),
+        "evaluation_busy_seconds": _busy_seconds([one for one in device if one[3]]),
         "double_kernel_seconds": sum(s for s, _ in doubles),
         "double_product_seconds": products,
     }
+
+
+def _busy_seconds(kernels: list[tuple[float, float, str, bool]]) -> float:
+    """Return the seconds in which at least one of the kernels runs; they are in the order of their begins."""
+    busy, end = 0.0, 0.0
+    for start, seconds, _, _ in kernels:
+        busy += max(0.0, start + seconds - max(start, end))
+        end = max(end, start + seconds)
+    return busy

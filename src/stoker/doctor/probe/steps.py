@@ -137,6 +137,8 @@ def _note_mode(model: Any, mode: bool) -> None:
         _, began, site = seen.evaluated
         seen.evaluated = None
         seen.evaluation += now - began
+        if seen.is_profiling:
+            operators.note_evaluation(now - began)
         site.calls += 1
         site.seconds += now - began
 
