@@ -119,6 +119,7 @@ def doctored_rate(
 ) -> dict[str, Any]:
     """Run a script under the doctor with the stopwatch, as a user would: in a process of its own."""
     out = folder / "doctored.times"
+    out.unlink(missing_ok=True)
     doctor = [sys.executable, "-m", "stoker", "doctor", "--out", str(report), "--"]
     done = subprocess.run(
         [*doctor, sys.executable, str(HERE / "stopwatch.py"), str(out), str(script)],
