@@ -6,8 +6,10 @@ batches of one epoch; and how many samples were lost, repeated or changed. A sam
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,8 +39,23 @@ PEERS = {
 
 
 def ways() -> list[str]:
-    """Return stoker's ways and those of the peers that are installed."""
-    return [*OURS, *(way for way, module in PEERS.items() if importlib.util.find_spec(module))]
+    """Return stoker's ways and those of the peers that can be imported."""
+    return [*OURS, *(way for way, module in PEERS.items() if can_import(module))]
+
+
+@functools.cache
+def can_import(module: str) -> bool:
+    """Return whether a peer's module can be imported; say why not if it is installed."""
+    try:
+        importlib.import_module(module)
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # torchvision raises the latter beside another torch
+        if importlib.util.find_spec(module) is not None:
+            print(f"{module} is left out: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def rows() -> np.ndarray:
