@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
@@ -99,6 +100,22 @@ def test_kernels_of_an_evaluation_are_those_that_its_operators_launch():
     assert seen["busy_seconds"] == pytest.approx(270e-6)
     assert seen["evaluation_busy_seconds"] == pytest.approx(70e-6)
     assert operators.summarise(events, [0, 1_000_000], [])["evaluation_busy_seconds"] == 0
+
+
+def test_operators_of_an_evaluation_are_those_that_the_profiler_saw_meanwhile():
+    model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model(x).relu()
+        began = time.time_ns()
+        model(x).tanh()
+        ended = time.time_ns()
+        model(x).sigmoid()
+    events = list(profiler.profiler.kineto_results.events())
+    numbers = operators._started_in([(began, ended)], events)
+    names = {one.name() for one in events if one.correlation_id() in numbers}
+    assert {"aten::linear", "aten::tanh"} <= names
+    assert not names & {"aten::relu", "aten::sigmoid"}
+    assert operators._started_in([], events) == set()
 
 
 def test_evaluation_now_and_then_is_no_part_of_a_step():
