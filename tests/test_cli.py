@@ -150,6 +150,8 @@ def test_pack_verify_inspect_and_their_json(arrays):
         (["verify", "features.npy"], 2, ["Try: stoker pack arrays features.npy OUT"]),
         (["config", "check", "none.yaml"], 2, ["none.yaml"]),
         (["demo", "--weeks", "1"], 2, ["weeks"]),
+        (["doctor", "--html", "--json", "--", "true"], 2, ["is an option itself", "--html FILE"]),
+        (["pack", "table", "dirty.csv", "s", "--target", "--sep"], 2, ["--target VALUE --sep"]),
     ],
 )
 def test_mistakes_end_with_their_code_and_what_to_type(arrays, args, code, words):

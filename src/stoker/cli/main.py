@@ -215,7 +215,10 @@ def _open_missing_streams() -> None:
 
 
 def _command_line() -> Callable[..., object]:
-    """Return the whole command; each of its `--json` options sets `terminal.json_is_promised`."""
+    """Return the whole command; each of its `--json` options sets `terminal.json_is_promised`.
+
+    No option takes the next option as its value: `--html --json` would write a file called "--json".
+    """
     whole = typer.main.get_command(app)
     waiting: list[Any] = [whole]
     while waiting:
@@ -223,10 +226,27 @@ def _command_line() -> Callable[..., object]:
         waiting.extend(getattr(one, "commands", {}).values())
         if one.callback is not None:
             one.callback = _without_end_of_file(one.callback)
+        options = {name for each in one.params for name in each.opts if name.startswith("-")}
         for each in one.params:
             if "--json" in each.opts:
                 each.is_eager, each.callback = True, _promise_json
+            elif each.param_type_name == "option" and not each.is_flag:
+                each.callback = _refusing(options, each.callback)
     return whole
+
+
+def _refusing(options: set[str], follow: Callable[..., object] | None) -> Callable[..., object]:
+    """Return a callback that refuses `options` as a value of another option, and then calls `follow`."""
+
+    def check(context: Any, option: Any, value: Any) -> object:
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if str(one) in options:
+                shape = option.metavar or "VALUE"
+                message = f"'{one}' is an option itself. Type a value before it: {option.opts[0]} {shape} {one}"
+                raise typer.BadParameter(message, ctx=context, param=option)
+        return value if follow is None else follow(context, option, value)
+
+    return check
 
 
 def _without_end_of_file(verb: Callable[..., object]) -> Callable[..., object]:
