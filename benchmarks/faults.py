@@ -1,6 +1,6 @@
 """Faults on purpose, for stoker and for its peers in the same harness: noticed, survived, wrong data, hung?
 
-    python benchmarks/faults.py [--only load] [--seconds 20] [--seed 0] [--peers FOLDER]
+    python benchmarks/faults.py [--only load] [--seconds 30] [--seed 0] [--peers FOLDER]
 
 `--peers` is a folder with litdata, mosaicml-streaming, webdataset and torchdata (`pip install --target`): peers that
 are not installed are left out.
@@ -453,7 +453,7 @@ def table(result: dict[str, Any]) -> str:
             way,
             *(str(facts[word] or "") for word in OUTCOMES),
             ", ".join(str(facts[word]) for word in ("lost", "repeated", "changed")),
-            "" if None in times else ", ".join(f"{one:.1f} s" for one in times),
+            "" if None in times else ", ".join(f"{one:.2f} s" for one in times),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -467,7 +467,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="a phase: load, train, validate, save, resume, pack, remote"
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="limit of a case")
+    parser.add_argument("--seconds", type=float, default=30.0, help="limit of a case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=None, help="a file instead of benchmarks/results"
