@@ -106,7 +106,7 @@ def test_a_script_whose_fix_brings_nothing_is_told_apart():
     assert told == "1 of 2"
     assert [row["case"] for row in others] == ["kept", "not"]
     assert [row["case"] for row in unkept] == ["not"]
-    assert "tried it was × 5.50" in publish.told_without_gain(rows[0])
+    assert "with that it was × 5.50" in publish.told_without_gain(rows[0])
     assert "which was not tried" in publish.told_without_gain(rows[1])
 
 

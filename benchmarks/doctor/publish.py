@@ -190,7 +190,7 @@ def result_section(name: str, document: Mapping[str, Any]) -> list[str]:
     if better:
         lines += [
             "",
-            "Right, though the planted cause was not the first finding: what was brought more.",
+            "Counted as right: the first advice is not the planted fix, but it was tried and brought as much.",
             "",
         ]
         lines += [
@@ -243,7 +243,7 @@ def told_of_trial(row: Mapping[str, Any]) -> str:
     """Say what the doctor's own first advice was promised to bring, and what it brought."""
     tried = row["tried"]
     return (
-        f"{tried['name']}, {times(tried['predicted'])}, and tried it was {times(tried['measured'])}"
+        f"{tried['name']}, {times(tried['predicted'])}, and with that it was {times(tried['measured'])}"
     )
 
 
