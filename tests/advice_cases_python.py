@@ -706,6 +706,12 @@ def place(loader):
             at="(x)",
         ),
         Case(
+            "stoker.pack_from(Rows, 'made')",
+            SAMPLES
+            + "; Rows = type('Rows', (list,), {'__init__': lambda self, *_: list.__init__(self, [{'x': np.ones(3)}] * 9)})",
+            at="Rows",
+        ),
+        Case(
             "assert collect([dict(x=(x)) for x in (1, 1.5)])['x'].values[1] == 1.5",
             SAMPLES,
             at="(x)",
