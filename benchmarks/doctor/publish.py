@@ -242,9 +242,7 @@ def better_advice(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def told_of_trial(row: Mapping[str, Any]) -> str:
     """Say what the doctor's own first advice was promised to bring, and what it brought."""
     tried = row["tried"]
-    return (
-        f"{tried['name']}, {times(tried['predicted'])}, and with that it was {times(tried['measured'])}"
-    )
+    return f"{tried['name']}, {times(tried['predicted'])}, and with that it was {times(tried['measured'])}"
 
 
 def told_without_gain(row: Mapping[str, Any]) -> str:
