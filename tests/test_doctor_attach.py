@@ -455,6 +455,9 @@ def event(name, start, seconds, shapes=(), kinds=(), device="DeviceType.CPU", th
         duration_ns=lambda: seconds * 1000,
         device_type=lambda: device,
         start_thread_id=lambda: thread,
+        sequence_nr=lambda: -1,
+        correlation_id=lambda: 0,
+        linked_correlation_id=lambda: 0,
         shapes=lambda: list(shapes),
         dtypes=lambda: list(kinds),
     )

@@ -242,6 +242,7 @@ def test_samples_of_a_step_are_counted_once_it_is_known_whether_it_is_long(monke
     seen = SimpleNamespace(
         num_steps=50, disturbed_steps=0, training_thread=threading.get_ident(), evaluated=None,
         looks=[], looked_at=50, counts=defaultdict(Counter), is_late=lambda: late[0],
+        paths=SimpleNamespace(number_of_call=lambda _: "0"),
     )  # fmt: skip
     kinds = iter([("between", "a:1"), ("model", "a:2"), ("data", "a:3"), ("model", "a:4")] * 2)
     monkeypatch.setattr(sampling, "describe_training", lambda _: next(kinds))
@@ -262,6 +263,7 @@ def test_samples_of_a_step_are_counted_once_it_is_known_whether_it_is_long(monke
     assert seen.counts["training"] == {"between": 1, "model": 1}
     assert seen.counts["between"] == {"a:1": 1}
     assert seen.counts["model_lines"] == {"a:2": 1}
+    assert seen.counts["model_calls"] == {"0": 1}
 
 
 def test_short_steps_are_sampled_half_as_often_and_every_sample_stands_for_its_time():

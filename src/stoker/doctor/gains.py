@@ -281,6 +281,7 @@ def _known_parts(measured: Measurements) -> list[StepShare]:
     copied = sum(copy.seconds_per_step for copy in measured.copies)
     synced = sum(sync.seconds_per_step for sync in measured.syncs)
     calls = [*measured.host_calls, *measured.allocator.empty_cache]
+    unused = sum(call.seconds_per_step for call in measured.unused_calls)
     return [
         StepShare("waiting for data", wait, "wait"),
         StepShare("between the model's calls", measured.between_seconds or 0.0, "load"),
@@ -288,7 +289,7 @@ def _known_parts(measured: Measurements) -> list[StepShare]:
         StepShare("augmenting it", augmenting, "load"),
         StepShare("copies for which the host waits", copied, "host"),
         StepShare("fetching values from the step", synced, "host"),
-        StepShare("evaluation", measured.evaluation_seconds, "host"),
+        StepShare("evaluation", measured.evaluation_seconds + unused, "host"),
         StepShare("housekeeping", sum(call.seconds_per_step for call in calls), "host"),
         StepShare("backward pass", backward, "compute"),
         StepShare("optimizer", optimizer, "compute"),

@@ -381,6 +381,12 @@ class Measurements:
     # part of a usual step in which the device computes what is launched there; 0 if unknown
     evaluation_device_seconds: float = 0.0
     evaluation_where: str | None = None  # line that calls `eval()`
+    # lines that call a model in every step for a result that no update needs, outside of that part; costliest first
+    unused_calls: tuple[HostCall, ...] = ()
+    unused_device_seconds: float = 0.0  # part of a usual step in which the device computes them
+    # the same for results of which it is unknown whether the training needs them
+    doubtful_calls: tuple[HostCall, ...] = ()
+    doubtful_device_seconds: float = 0.0
     # part of a usual step in which the forward pass runs Python code and no operator
     python_seconds: float = 0.0
     # lines of modules at which the training thread was sampled, the most frequent first

@@ -236,7 +236,11 @@ def why_unjudged(measurements: Measurements, findings: Sequence[Finding]) -> str
         if working and not busy:
             then = f"the GPU works {working:.0%} of the time, so that at most × {1 / working:.2f} is to be had"
         return f"the step waits for data {share:.0%} of the time{f' ({told})' if told else ''}, and {why}; {then}"
-    return _unknown_device(measurements) or _hidden_costs(measurements)
+    return (
+        _unknown_device(measurements)
+        or rules_run.why_doubtful(Case(measurements))
+        or _hidden_costs(measurements)
+    )
 
 
 def _unknown_device(measurements: Measurements) -> str:

@@ -6,12 +6,14 @@ Enters: a `Case`. Leaves: a finding or None. Costs nothing; pure.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stoker.doctor.cases import Case, Rule, call_lines, milliseconds, saved
+from stoker.doctor.cases import WORTHWHILE, Case, Rule, call_lines, milliseconds, saved
 from stoker.doctor.findings import Finding, Gain
-from stoker.doctor.gains import gain, gain_of_steps
+from stoker.doctor.gains import Pace, gain, gain_of_steps
+from stoker.doctor.measurements import HostCall
 from stoker.units import KIB, MIB, format_bytes, format_count
 
 _DRIVER_ALLOC_SECONDS = 150e-6
@@ -97,38 +99,74 @@ def _housekeeping(
 
 
 def evaluates_each_step(case: Case) -> Finding | None:
-    """The model is evaluated in every step."""
-    host, pace = case.measured.evaluation_seconds, case.pace
-    if pace is None or not host:
+    """The model is evaluated in every step, or computes what no update needs."""
+    measured, pace = case.measured, case.pace
+    unused = sum(call.seconds_per_step for call in measured.unused_calls)
+    if pace is None or not measured.evaluation_seconds + unused:
         return None
-    host = case.share_of_step(host) * pace.step
-    device = case.share_of_step(case.measured.evaluation_device_seconds) * pace.step
-    # A host that only launches kernels is soon done with them. Their time counts where the device sets the pace.
-    device_is_full = bool(device) and pace.device_busy >= _DEVICE_FULL * pace.step
-    seconds = device if device_is_full else host
-
-    def without(share: float) -> float:
-        """Return the seconds of a step without this share of the evaluations."""
-        return max(pace.step - share * seconds, pace.device_busy - share * device)
-
-    where = case.measured.evaluation_where
+    host = measured.evaluation_seconds + unused
+    device = measured.evaluation_device_seconds + measured.unused_device_seconds
+    seconds, is_devices, gained = _seldom(case, pace, host, device)
     spent = f"of a step of {milliseconds(pace.step)}, {milliseconds(seconds)} ({seconds / pace.step:.0%}) "
+    eval_seconds = measured.evaluation_seconds
+    what = "what runs between model.eval() and model.train()"
+    if not eval_seconds:
+        what = "results of the model that no update needs"
+    where = measured.evaluation_where if eval_seconds >= unused else measured.unused_calls[0].where
     return case.advise(
         "evaluates-each-step",
         "the model is evaluated in every step",
         [
-            spent
-            + (
-                "is the GPU's work for what runs between model.eval() and model.train()"
-                if device_is_full
-                else "is spent between model.eval() and model.train()"
-            ),
-            f"{where}: eval()",
+            spent + (f"is the GPU's work for {what}" if is_devices else f"goes to {what}"),
+            f"{measured.evaluation_where}: eval()" if eval_seconds else None,
+            *_lines_of_model(measured.unused_calls),
         ],
-        f"Evaluate every {_EVALUATE_EVERY} steps; the gain is that of this change.",
-        gain_of_steps(pace.step, without(0.5), without(1 - 1 / _EVALUATE_EVERY), without(1.0)),
+        f"Evaluate every {_EVALUATE_EVERY} steps, or use the output that the training step has already; the gain is "
+        "that of the first.",
+        gained,
         where=where,
         script=f"if step % {_EVALUATE_EVERY} == 0:  # around what evaluates",
+    )
+
+
+def _seldom(case: Case, pace: Pace, host: float, device: float) -> tuple[float, bool, Gain]:
+    """Return (seconds of a step, whether they are the device's, the gain if that runs in every tenth step only).
+
+    `host` and `device` are the seconds of a step in which they work on it.
+    """
+    host, device = (case.share_of_step(seconds) * pace.step for seconds in (host, device))
+    # A host that only launches kernels is soon done with them. Their time counts where the device sets the pace.
+    is_devices = bool(device) and pace.device_busy >= _DEVICE_FULL * pace.step
+    seconds = min(pace.step, device if is_devices else host)
+
+    def without(share: float) -> float:
+        """Return the seconds of a step without this share of it."""
+        return max(pace.step - share * seconds, pace.device_busy - share * device)
+
+    gained = gain_of_steps(pace.step, without(0.5), without(1 - 1 / _EVALUATE_EVERY), without(1.0))
+    return seconds, is_devices, gained
+
+
+def _lines_of_model(calls: Sequence[HostCall]) -> list[str]:
+    return [
+        f"{call.where}: {milliseconds(call.seconds_per_step)} of a step, in the model"
+        for call in calls[:3]
+    ]
+
+
+def why_doubtful(case: Case) -> str:
+    """Return that the model computes in every step what the training may or may not need; "" if that is little."""
+    calls, pace = case.measured.doubtful_calls, case.pace
+    if pace is None or not calls:
+        return ""
+    host = sum(call.seconds_per_step for call in calls)
+    seconds, _, gained = _seldom(case, pace, host, case.measured.doubtful_device_seconds)
+    if gained.likely < WORTHWHILE:
+        return ""
+    return (
+        f"{seconds / pace.step:.0%} of a step the model computes at {calls[0].where} what no backward pass was seen to "
+        f"need; if that is an evaluation, every {_EVALUATE_EVERY}th step is enough (× {gained.likely:.2f}), and if the "
+        "training needs it, there is nothing to fix"
     )
 
 

@@ -303,6 +303,21 @@ class Training:
         return Spread.of(statistics.fmean(map(seconds, rows[at : at + size])) for at in starts)
 
 
+def seconds_of_look(
+    state: Mapping[str, Any], step: Spread, known: float
+) -> tuple[set[str], int, float]:
+    """Return the lines of loops of timed calls, the samples at these lines, and the seconds of a sample in a step.
+
+    `known` are the seconds of a step spent waiting for data and in timed calls. Samples divide the rest of the step.
+    """
+    doing = state.get("training", {})
+    # A loop of timed calls is timed as a whole, so samples between two of its calls are left out.
+    loops = {site["where"] for site in state["sites"] if site["calls"] >= 3 * state["num_steps"]}
+    inside = sum(count for where, count in state.get("between", {}).items() if where in loops)
+    looks = sum(doing.values()) - doing.get("timed", 0) - inside
+    return loops, inside, max(0.0, step.median - known) / max(1, looks)
+
+
 _WARM_FETCHES = 2
 _SAME = (
     "workers", "batch_size", "is_stream", "pin_memory", "persistent_workers", "prefetch_factor", "start_method",

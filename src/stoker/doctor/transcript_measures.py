@@ -43,8 +43,10 @@ from stoker.doctor.transcript import (
     read_hdf5,
     read_loader,
     running,
+    seconds_of_look,
     undisturbed,
 )
+from stoker.doctor.transcript_uses import find_uses
 from stoker.measure.readings import Spread
 from stoker.units import format_count
 
@@ -95,6 +97,7 @@ def measure(
     usual = _usual_step(seen)
     step = usual.step
     between, between_seconds, unjudged = _between(state, step, usual.known)
+    uses = find_uses(state, step, usual.known)
     samples = sum(row.samples for row in rows)
     sampled, cpu = state.get("training", {}), state["cpu"]
     backward = Spread.of(row.backward * undisturbed(row) for row in plain if row.backward)
@@ -128,9 +131,13 @@ def measure(
         between=between,
         between_seconds=between_seconds,
         between_loads=sampled.get("data", 0) > sampled.get("between", 0),
-        evaluation_seconds=usual.evaluated,
+        evaluation_seconds=0.0 if uses.needs_evaluation else usual.evaluated,
         evaluation_device_seconds=_evaluation_device(profile, usual),
         evaluation_where=next((s["where"] for s in _costliest(state, "evaluation")), None),
+        unused_calls=uses.unused,
+        unused_device_seconds=uses.unused_device_seconds,
+        doubtful_calls=uses.doubtful,
+        doubtful_device_seconds=uses.doubtful_device_seconds,
         long_steps=_long_steps(state, elsewhere),
         python_seconds=_python(seen, usual),
         python_lines=tuple(state.get("model_lines", ())),
@@ -322,10 +329,7 @@ def _between(
     if looks < _FEW_LOOKS:
         few = f"the training thread was sampled {looks} times only: let it run for more steps"
         return (), None, [] if state["loaders"] else [few]
-    # A loop of timed calls is timed as a whole, so samples between two of its calls are left out.
-    loops = {site["where"] for site in state["sites"] if site["calls"] >= 3 * state["num_steps"]}
-    inside = sum(count for where, count in state["between"].items() if where in loops)
-    seconds = max(0.0, step.median - known) / max(1, looks - doing.get("timed", 0) - inside)
+    loops, inside, seconds = seconds_of_look(state, step, known)
     lines = tuple(
         HostCall(where, "between", 0.0, count * seconds)
         for where, count in sorted(state["between"].items(), key=lambda item: -item[1])[:20]

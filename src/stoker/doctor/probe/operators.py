@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import clocks, hooks, recorder
+from . import clocks, hooks, recorder, unused
 
 FIRST_STEP, FIRST_LONG_STEP = 6, 2
 """Steps before the profiler starts: fewer if a step is long, because there may be only a few steps."""
@@ -298,13 +298,16 @@ def summarise(
     """
     host, device = [], []
     annotations = set()
-    evaluating = _started_in(evaluations, events)
+    periods = {"evaluation": evaluations}
+    periods |= unused.find_unused(events, marks[0], marks[-1], evaluations, _PRODUCTS)
+    kinds = {number: kind for kind in periods for number in _started_in(periods[kind], events)}
     for event in events:
         name = event.name()
         start, seconds = event.start_ns() * 1e-9, event.duration_ns() * 1e-9
         if not str(event.device_type()).endswith("CPU"):
-            evaluates = bool(evaluating) and event.linked_correlation_id() in evaluating
-            device.append((start, seconds, name, evaluates))
+            device.append(
+                (start, seconds, name, kinds.get(event.linked_correlation_id()) if kinds else None)
+            )
         elif "::" in name or name.startswith((_UPDATE, _LOAD)):
             host.append((event.start_thread_id(), start, -seconds, name, event))
         else:
@@ -338,6 +341,9 @@ def summarise(
         "gap_step_seconds": whole,
         "python_seconds": min((python for _, python, _ in known), default=0.0),
     }
+    for kind in unused.KINDS:
+        taken = sum(ended - began for began, ended in periods[kind])
+        quietest[f"{kind}_share"] = taken / max(1, marks[-1] - marks[0])
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
 
 
@@ -515,10 +521,14 @@ def _tensors(event: Any) -> list[tuple[str, list[int]]]:
         return []
 
 
-def _device_totals(device: list[tuple[float, float, str, bool]]) -> dict[str, Any]:
+_Kernel = tuple[float, float, str, "str | None"]
+"""Begin, seconds and name of a kernel, and the kind of period in which it was launched."""
+
+
+def _device_totals(device: list[_Kernel]) -> dict[str, Any]:
     if not device:
         return {}
-    device.sort()
+    device.sort(key=lambda one: one[:3])
     doubles = [
         (s, name) for _, s, name, _ in device if any(word in name for word in _DOUBLE_KERNELS)
     ]
@@ -527,13 +537,16 @@ def _device_totals(device: list[tuple[float, float, str, bool]]) -> dict[str, An
         "kernels": len(device),
         "kernel_seconds": sum(seconds for _, seconds, _, _ in device),
         "busy_seconds": _busy_seconds(device),
-        "evaluation_busy_seconds": _busy_seconds([one for one in device if one[3]]),
+        **{
+            f"{kind}_busy_seconds": _busy_seconds([one for one in device if one[3] == kind])
+            for kind in ("evaluation", *unused.KINDS)
+        },
         "double_kernel_seconds": sum(s for s, _ in doubles),
         "double_product_seconds": products,
     }
 
 
-def _busy_seconds(kernels: list[tuple[float, float, str, bool]]) -> float:
+def _busy_seconds(kernels: list[_Kernel]) -> float:
     """Return the seconds in which at least one of the kernels runs; they are in the order of their begins."""
     busy, end = 0.0, 0.0
     for start, seconds, _, _ in kernels:

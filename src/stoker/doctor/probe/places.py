@@ -17,6 +17,7 @@ _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _MODULE = os.path.join("torch", "nn", "modules", "module.py")  # noqa: PTH118  an end of a path
 _OF_TENSORS = tuple(os.path.join("torch", name) for name in ("_tensor.py", "_tensor_str.py"))  # noqa: PTH118
 _FOREIGN: dict[str, bool] = {}
+_PARTS: dict[str, str] = {}
 _INSTALLED: dict[Path, bool] = {}
 
 
@@ -78,6 +79,46 @@ def is_in_module(frame: Any) -> bool:
     while frame is not None and not frame.f_code.co_filename.endswith(_MODULE):
         frame = frame.f_back
     return frame is not None
+
+
+def find_model(frame: Any) -> tuple[Any, Any]:
+    """Return (the frame outside of torch that calls the outermost model on the stack, the frame of its module).
+
+    A model is a module or a compiled function, of which the second frame is None. Both are None if none is called: the
+    methods of an optimizer are compiled functions too, but no model.
+    """
+    caller = module = None
+    while frame is not None:
+        part = _part_of_torch(frame.f_code.co_filename)
+        if part == "optim":
+            return None, None
+        if part == "module":
+            module = frame
+        frame = frame.f_back
+        if part in ("module", "compiled"):
+            caller = frame
+    while caller is not None and _part_of_torch(caller.f_code.co_filename):
+        caller = caller.f_back
+    return caller, module
+
+
+_ENDS = {
+    "torch/nn/modules/module.py": "module",
+    "torch/_dynamo/eval_frame.py": "compiled",
+}
+
+
+def _part_of_torch(file: str) -> str:
+    """Return what the code of a file of torch does: "module", "compiled" or "optim", else "other"; "" elsewhere."""
+    known = _PARTS.get(file)
+    if known is None:
+        name = file.replace(os.sep, "/")
+        known = ""
+        if "/torch/" in name and is_foreign(file):
+            ends = (part for end, part in _ENDS.items() if name.endswith(end))
+            known = "optim" if "/torch/optim/" in name else next(ends, "other")
+        _PARTS[file] = known
+    return known
 
 
 def place_of_function(function: Any) -> str | None:

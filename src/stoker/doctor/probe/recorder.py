@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import clocks, places
+from . import calls, clocks, places
 
 MOST_ROWS = 20_000
 WARM_UP = 3
@@ -84,9 +84,11 @@ A CUDA graph that is replayed without any optimizer call contains the whole step
 _REPLAYS_WITHOUT_UPDATE = 16
 
 
-COUNTS = ("doing", "lines", "training", "between", "late", "late_lines", "model_lines")
+COUNTS = (
+    "doing", "lines", "training", "between", "late", "late_lines", "model_lines", "model_calls", "evaluated_calls",
+)  # fmt: skip
 """Counters of samples: kinds of work and lines of loading; then those of the training thread: between the model's
-calls, in steps that take too long, in modules."""
+calls, in steps that take too long, in modules, by the path of lines that calls the model (in an evaluation apart)."""
 _TOLD = (
     "pid", "ppid", "role", "kind", "num_steps", "num_watched", "num_fetches", "num_watched_fetches", "loader_id",
     "worker_id", "profile", "torch", "first_torch", "heap_free",
@@ -237,7 +239,8 @@ class Recorder:
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in COUNTS}
         # Samples of the training thread.
         self.trains_modules = False
-        self.looks: list[tuple[str, str | None, int]] = []
+        self.looks: list[tuple[str, str | None, int, str, bool]] = []
+        self.paths = calls.Paths()
         self.looked_at = 0
         self.fetch_delay = 0.0
         self.short_fetches = False
@@ -439,6 +442,7 @@ class Recorder:
             "hdf5": [dict(data) for data in list(self.hdf5.values())],
             "bad": {what: list(counts) for what, counts in list(self.bad.items())},
             **{name: _largest(counts) for name, counts in self.counts.items()},
+            "paths": self.paths.plain(),
             "modules": self.trains_modules,
             "spans": list(self.spans),
             "stands": self._stuck_place(),

@@ -45,7 +45,10 @@ _SWITCH_SECONDS = 2e-4
 _usual_switch_seconds: float | None = None
 """The script's own switch interval while the probe's is set; None if it is not set."""
 _DEEPEST = 80
-_TIMED = ("torch/utils/data/", "torch/distributed/")
+_TIMED = (
+    *("torch/utils/data/", "torch/distributed/"),
+    *("torch/autograd/__init__.py", "torch/autograd/graph.py"),  # the backward pass
+)
 _MODEL = (
     *("torch/nn/", "torch/autograd/", "torch/optim/", "torch/_dynamo/", "torch/_inductor/"),
     *("torch/_functorch/", "torch/cuda/graphs.py", "torch/amp/", "torch/_tensor.py"),
@@ -179,23 +182,28 @@ def _look_at_training(seen: Any, weight: int = 1) -> None:
     if frame is None:
         return
     kind, line = describe_training(frame)
-    if seen.evaluated is not None:
+    path = seen.paths.number_of_call(frame) if kind == "model" else ""
+    is_evaluation = seen.evaluated is not None
+    if is_evaluation:
         kind = "timed"
     # Samples are kept until their step is over: if it turns out to be late, they are counted separately.
     if seen.looked_at != seen.num_steps:
-        for kind_before, line_before, weight_before in seen.looks:
+        for kind_before, line_before, weight_before, path_before, in_evaluation in seen.looks:
             if kind_before == "model" and line_before is not None:
                 seen.counts["model_lines"][line_before] += weight_before
+            if path_before:
+                counter = "evaluated_calls" if in_evaluation else "model_calls"
+                seen.counts[counter][path_before] += weight_before
         _count(seen, "training", "between", ("between", "data"))
         seen.looked_at = seen.num_steps
-    seen.looks.append((kind, line, weight))
+    seen.looks.append((kind, line, weight, path, is_evaluation))
     if late:
         _count(seen, "late", "late_lines", ("between", "data", "model"))
 
 
 def _count(seen: Any, doing: str, lines: str, of_kinds: tuple[str, ...]) -> None:
     """Add the samples of a step to the counts of usual or of late steps, once it is known which the step is."""
-    for kind, line, weight in seen.looks:
+    for kind, line, weight, *_ in seen.looks:
         seen.counts[doing][kind] += weight
         if kind in of_kinds and line is not None:
             seen.counts[lines][line] += weight

@@ -16,6 +16,7 @@ from typing import Any
 from . import clocks, hooks, loading, operators, recorder, sampling
 
 _BLOCK_SECONDS = 30.0
+_PATHS_AT_FIRST, _PATHS_EVERY = 30, 64
 _torch: Any = None
 
 
@@ -67,6 +68,7 @@ def _after_update(optimizer: Any, *_: Any) -> None:
             stepped.clear()
             seen.mark("optimizer", now)
         stepped.add(number)
+        seen.paths.note_optimizer(optimizer)
         if not seen.num_steps:
             # A small model may never be sampled, but its parameters show that there is one.
             first = optimizer.param_groups[0]["params"][0]
@@ -87,6 +89,7 @@ def _timed_backward(original: Any) -> Any:
         finally:
             now = _began.backward_end = time.perf_counter()
             _note_backward(began, now)
+            _note_path()
 
     return backward
 
@@ -105,6 +108,15 @@ def _note_backward(began: float, now: float) -> None:
             seen.mark("backward", now)
     except Exception as error:  # noqa: BLE001
         recorder.note_failure("backward", error)
+
+
+def _note_path() -> None:
+    """Note the lines that lead to this backward pass, in the first steps and now and then."""
+    seen = recorder.get()
+    if seen.num_steps < _PATHS_AT_FIRST or not seen.num_steps % _PATHS_EVERY:
+        with recorder.guarded("paths"):
+            # Frames: this function, `backward` above, torch's own.
+            seen.paths.note_update(sys._getframe(2))
 
 
 def _noting_mode(original: Any) -> Any:
