@@ -45,6 +45,7 @@ ON_GPU = {
     "pageable_copies": "pageable-copies",
     "many_small_kernels": "launch-bound",
     "evaluation_every_step": "evaluates-each-step",
+    "full_precision": "full-precision",
 }
 HELPERS = {"loop", "warm"}
 

@@ -181,6 +181,11 @@ SICK = {
     "python-in-model": job(python_seconds=0.006, python_lines=("model.py:12",)),
     "long-steps": job(long_steps=LongSteps(20, 4.0, 0.4, 0.9, (("train.py:80", 0.8),))),
     "double-precision": job(operators=OperatorFacts(50, 0.009, 0.001, 0.008, {"float64": 0.007})),
+    "full-precision": job(
+        machine=GPU,
+        kernels=KernelFacts(20, 4e-4, 0.95),
+        operators=OperatorFacts(50, 0.005, single_product_seconds=0.006, single_times=6.0),
+    ),
     "allocator-retries": job(machine=GPU, allocator=AllocatorFacts(0.5, 40.0)),
     "memory-creep": job(memory=MemoryFacts(host_bytes_per_step=2e6, host_bytes=10**9)),
     "bad-values": job(bad_values=(BadValues("batch", "train.py:5", 2, 12),)),

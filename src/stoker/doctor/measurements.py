@@ -198,6 +198,10 @@ class OperatorFacts:
     double_product_seconds: float | None = None
     # time of a matrix product in float64 on this GPU, as a multiple of that in float32; None if not measured
     double_times: float | None = None
+    # time of the device for matrix products of float32; None without a GPU
+    single_product_seconds: float | None = None
+    # time of these products as a multiple of that in TF32; 1 if TF32 is on, None if not measured
+    single_times: float | None = None
 
 
 @dataclass(frozen=True)

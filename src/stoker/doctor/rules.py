@@ -30,10 +30,7 @@ _LEAST_LEFT = 0.02
 _MUCH_WAITING, _MUCH_QUEUEING, _SMALL_COST = 0.3, 0.1, 0.05
 _DEVICE_WORKS = 0.95
 """A GPU that works for this share of the time is the limit, whatever the host waits for meanwhile."""
-FINDING_NAMES = (
-    *(rule_name(rule) for rule in RULES),
-    "full-precision",  # no rule gives it: it is found only by trying it (consultation.py)
-)
+FINDING_NAMES = tuple(rule_name(rule) for rule in RULES)
 
 
 def consult(measurements: Measurements) -> Consultation:

@@ -241,6 +241,30 @@ def double_precision(case: Case) -> Finding | None:
     )
 
 
+def full_precision(case: Case) -> Finding | None:
+    """A script's matrix products are computed in full float32 on a GPU that has units for TF32."""
+    operators, pace = case.measured.operators, case.pace
+    if operators is None or pace is None or case.measured.kind != "script":
+        return None  # a config's job is tried in 16 bits (consultation.py)
+    product, times = operators.single_product_seconds or 0.0, operators.single_times or 1.0
+    less = min(product, pace.device_busy) * (1 - 1 / times)
+    # Shorter kernels make a step shorter only in proportion to the device's share of it.
+    less *= min(1.0, pace.device_busy / max(pace.compute, 1e-9))
+    floor = replace(pace, device_busy=0.0)
+    return case.advise(
+        "full-precision",
+        "matrix products are computed in full float32",
+        [
+            f"{milliseconds(product)} of a step the GPU multiplies matrices of float32",
+            f"in TF32 they would take 1/{times:.3g} of that: twice the time that was measured in bfloat16",
+        ],
+        'Call torch.set_float32_matmul_precision("high") before the training: products then round their inputs to 10 '
+        "bits (TF32) and add up in float32, as convolutions do already; compare the metrics of a short run.",
+        gain(floor, floor.saving(less), floor.saving(0.6 * less), floor.saving(1.15 * less)),
+        script='torch.set_float32_matmul_precision("high")',
+    )
+
+
 def allocator_retries(case: Case) -> Finding | None:
     """The device's memory is so full that the allocator has to flush its cache to find room."""
     retries = case.measured.allocator.retries_per_step
@@ -355,6 +379,7 @@ RULES: tuple[Rule, ...] = (
     evaluates_each_step,
     long_steps,
     double_precision,
+    full_precision,
     allocator_retries,
     memory_creep,
     bad_values,

@@ -475,8 +475,9 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
     if not profile.get("operators"):
         return None
     double, products = profile["double_seconds"], profile.get("double_product_seconds")
+    steps = max(1, profile.get("steps", 1))
     if "double_kernel_seconds" in profile:
-        double = profile["double_kernel_seconds"] / profile["steps"]
+        double = profile["double_kernel_seconds"] / steps
     return OperatorFacts(
         per_step=profile["operators"],
         work_seconds=profile["work_seconds"] + profile["update_seconds"],
@@ -484,8 +485,10 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         double_seconds=double,
         matmul_seconds=profile["matmul_seconds"],
         num_rows=profile.get("rows") or None,
-        double_product_seconds=None if products is None else products / profile["steps"],
+        double_product_seconds=None if products is None else products / steps,
         double_times=profile.get("double_times"),
+        single_product_seconds=sum(one[0] for one in profile.get("single_products", ())) / steps,
+        single_times=profile.get("single_times"),
     )
 
 

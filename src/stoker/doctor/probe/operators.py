@@ -19,10 +19,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from . import clocks, hooks, recorder, unused
+from . import clocks, hooks, recorder, trials, unused
 
 FIRST_STEP, FIRST_LONG_STEP = 6, 2
 """Steps before the profiler starts: fewer if a step is long, because there may be only a few steps."""
@@ -32,7 +32,6 @@ _TEARDOWN, _TEARDOWN_CUDA = "TEARDOWN_CUPTI", (12, 6)
 _TEARDOWN_CALLS, _TEARDOWN_SECONDS = 3, 2e-3
 _NUM_STEPS, _NUM_LONG_STEPS, _LONG_SECONDS = 3, 1, 0.5
 _MOST_EVENTS = 400_000
-_COPIED_BYTES = 1 << 25
 _PRODUCTS = frozenset((
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mv", "aten::addmv", "aten::dot", "aten::linear",
     "aten::mkldnn_linear", "aten::_convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution",
@@ -61,9 +60,6 @@ _UPDATE, _LOAD = "Optimizer.step", "enumerate(DataLoader)"
 """torch's annotations around an optimizer step and around waiting for a batch."""
 _DOUBLE_KERNELS = ("double", "dgemm", "d884", "f64", "_ddd_")
 _PRODUCT_KERNELS = ("gemm", "d884", "conv", "wgrad", "dgrad")
-_NOTABLE_DOUBLE, _PRODUCT_SIZE, _NUM_PRODUCTS = 0.05, 1024, 8
-"""Share of the kernels' time from which float64 is compared with float32; size and number of the matrix products."""
-
 _OPERATIONS_PER_SECOND, _BYTES_PER_SECOND = 3e10, 2e10
 
 _profiler: Any = None
@@ -212,51 +208,14 @@ def _stop(seen: Any, keep: bool) -> None:
         taken = list(events)[:_MOST_EVENTS]
         times = (list(_marks), list(_backwards), list(_queued), list(_fetches), list(_evaluations))
         seen.profile.update(summarise(taken, *times))
-    if clocks.uses_cuda(torch) and any(key[0] == "copy" for key in list(seen.sites)):
-        with recorder.guarded("pinned copy"):
-            seen.profile["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
-    kernels = seen.profile.get("kernel_seconds", 0.0)
-    if kernels and seen.profile["double_kernel_seconds"] > _NOTABLE_DOUBLE * kernels:
-        with recorder.guarded("products"):
-            seen.profile["double_times"] = _double_times(torch)
+    if clocks.uses_cuda(torch):
+        with recorder.guarded("trials"):
+            copies = any(key[0] == "copy" for key in list(seen.sites))
+            seen.profile.update(trials.run(torch, seen.profile, copies))
     # While the events were read, workers filled their queues: the next waits would be too short.
     loaders = list(seen.loaders.values())
     if time.perf_counter() - began > 5e-3 and any(facts["workers"] for facts in loaders):
         seen.disturb(8)
-
-
-def _least_seconds(torch: Any, work: Callable[[], Any]) -> float:
-    """Return the seconds that `work` takes on the GPU: the shortest of three runs."""
-    taken = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
-
-
-def _pinned_bytes_per_second(torch: Any) -> float:
-    """Return the rate of copies from pinned memory to the device, which pageable copies could reach."""
-    held = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-    there = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cuda")
-    return _COPIED_BYTES / _least_seconds(torch, lambda: there.copy_(held, non_blocking=True))
-
-
-def _double_times(torch: Any) -> float:
-    """Return the time of a matrix product in float64 as a multiple of that in float32: 1 to 64, by the kind of GPU."""
-
-    def multiply() -> None:
-        for _ in range(_NUM_PRODUCTS):
-            torch.mm(matrix, matrix)
-
-    taken = []
-    with torch.no_grad():
-        for kind in (torch.float64, torch.float32):
-            matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=kind, device="cuda")
-            taken.append(_least_seconds(torch, multiply))
-    return taken[0] / taken[1]
 
 
 def note_backward(seconds: float) -> None:
@@ -301,13 +260,18 @@ def summarise(
     periods = {"evaluation": evaluations}
     periods |= unused.find_unused(events, marks[0], marks[-1], evaluations, _PRODUCTS)
     kinds = {number: kind for kind in periods for number in _started_in(periods[kind], events)}
+    singles = trials.single_products(events)
+    single_seconds: dict[trials.Shapes, list[float]] = {}
     for event in events:
         name = event.name()
         start, seconds = event.start_ns() * 1e-9, event.duration_ns() * 1e-9
         if not str(event.device_type()).endswith("CPU"):
-            device.append(
-                (start, seconds, name, kinds.get(event.linked_correlation_id()) if kinds else None)
-            )
+            number = event.linked_correlation_id() if kinds or singles else 0
+            device.append((start, seconds, name, kinds.get(number)))
+            if number in singles:
+                found = single_seconds.setdefault(singles[number], [0.0, 0])
+                found[0] += seconds
+                found[1] += 1
         elif "::" in name or name.startswith((_UPDATE, _LOAD)):
             host.append((event.start_thread_id(), start, -seconds, name, event))
         else:
@@ -344,6 +308,9 @@ def summarise(
     for kind in unused.KINDS:
         taken = sum(ended - began for began, ended in periods[kind])
         quietest[f"{kind}_share"] = taken / max(1, marks[-1] - marks[0])
+    if single_seconds:
+        costliest = sorted(single_seconds.items(), key=lambda one: -one[1][0])
+        quietest["single_products"] = [[*found, *shapes] for shapes, found in costliest]
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
 
 
