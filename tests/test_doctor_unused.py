@@ -96,6 +96,19 @@ def test_work_that_no_backward_pass_goes_through_is_found():
     assert "aten::square" not in found["underived"]
 
 
+def test_operators_on_the_input_belong_to_the_work_that_follows():
+    """A model that flattens its input: no autograd node, but no work of the update before it either."""
+    job = Job()
+
+    def step():
+        job.update()
+        job.model(job.x.mul(2).flatten(1))
+
+    found = profiled(step)
+    assert {"aten::mul", "aten::addmm"} <= found["underived"]
+    assert "aten::add_" not in found["underived"]
+
+
 def test_checkpointed_layers_frozen_layers_and_averages_are_not_found():
     job = Job()
     frozen = nn.Linear(8, 8).requires_grad_(False)

@@ -37,20 +37,21 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 FOLDER = tempfile.mkdtemp()
 torch.set_num_threads(1)
 torch.manual_seed(0)
+torch.set_float32_matmul_precision("high")
 
 
 class Busy(nn.Module):
     def __init__(self, milliseconds):
         super().__init__()
         self.milliseconds = milliseconds
-        self.register_buffer("square", torch.eye(4096 if CUDA else 1))
+        self.register_buffer("square", torch.eye(8192 if CUDA else 1), persistent=False)
 
     def forward(self, x):
         if not x.is_cuda:
             time.sleep(self.milliseconds / 1e3)
             return x
         square = self.square
-        # 2.7 ms each on an H200: loading, which takes no less, is the slower part of a script that is to wait for it.
+        # 2.8 ms each on an H200: loading, which takes no less, is the slower part of a script that is to wait for it.
         for _ in range(int(self.milliseconds / 3)):
             square = square @ self.square
         return x + 0 * square[0, 0]
@@ -283,6 +284,33 @@ DATA = {
         """,
         512,
     ),
+    "single_large": (
+        """
+        torch.set_float32_matmul_precision("high" if FIXED else "highest")
+
+
+        class Data(Dataset):
+            def __init__(self):
+                self.values = torch.randn(2048, 512)
+
+            def __len__(self):
+                return len(self.values)
+
+            def __getitem__(self, index):
+                return self.values[index], self.values[index, :1]
+
+
+        class Tokens(nn.Module):
+            def forward(self, x):
+                return x.reshape(len(x), -1, 64).repeat(1, 16, 64)
+
+
+        def make_model():
+            layers = [layer for _ in range(4) for layer in (nn.Linear(4096, 4096), nn.ReLU())]
+            return nn.Sequential(Tokens(), *layers, nn.Linear(4096, 1), nn.Flatten(), nn.Linear(128, 1))
+        """,
+        512,
+    ),
     "nan": (
         """
         class Data(Dataset):
@@ -324,6 +352,10 @@ AFTER = {
     "empty_cache": "if not FIXED:\n    torch.cuda.empty_cache()",
     "evaluate": "if not FIXED or step % 10 == 0:\n    model.eval()\n    with torch.no_grad():\n"
     "        held = model(torch.zeros(32, 64, device=output.device)).mean()\n    model.train()",
+    "validate": "if not FIXED or step % 10 == 0:\n    with torch.no_grad():\n"
+    "        held = model(torch.zeros(32, 64, device=output.device)).mean()\n    HELD.append(held)",
+    "again": "if not FIXED or step % 10 == 0:\n"
+    "    right = model(torch.zeros(32, 64, device=output.device)) > 0.5\n    HELD.append(right.sum())",
     "seldom": "if step % 60 == 40:\n    model.eval()\n    with torch.no_grad():\n"
     "        held = model(torch.zeros(32, 64, device=output.device)).mean()\n    model.train()",
     "plot": "if step % (40 if FIXED else 20) == 15:\n    with open(f'{FOLDER}/plot', 'w') as plot:\n"
@@ -420,6 +452,102 @@ STYLES = {
 
 
         main()
+        """,
+    "teacher": """
+        loader = DataLoader(Data(), {arguments})
+        model, teacher = make_model().to(DEVICE), make_model().to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        step = 0
+        while step < STEPS:
+            for x, _ in loader:
+                x = x.to(DEVICE, non_blocking=True)
+                with torch.no_grad():
+                    wanted = teacher(x)
+                output = model(x)
+                loss = nn.functional.mse_loss(output, wanted)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                after(step, loss, output, model)
+                step += 1
+                if step >= STEPS:
+                    break
+        """,
+    "adversarial": """
+        loader = DataLoader(Data(), {arguments})
+        painter, critic = nn.Linear(16, {width}).to(DEVICE), make_model().to(DEVICE)
+        learns = torch.optim.Adam(critic.parameters(), lr=1e-4)
+        paints = torch.optim.Adam(painter.parameters(), lr=1e-4)
+        step = 0
+        while step < STEPS:
+            for real, _ in loader:
+                real = real.to(DEVICE, non_blocking=True)
+                with torch.no_grad():
+                    made = painter(torch.randn(len(real), 16, device=DEVICE))
+                loss = nn.functional.softplus(critic(made) - critic(real)).mean()
+                learns.zero_grad()
+                loss.backward()
+                learns.step()
+                output = critic(painter(torch.randn(len(real), 16, device=DEVICE)))
+                loss = nn.functional.softplus(-output).mean()
+                paints.zero_grad()
+                loss.backward()
+                paints.step()
+                after(step, loss, output, critic)
+                step += 1
+                if step >= STEPS:
+                    break
+        """,
+    "labels": """
+        loader = DataLoader(Data(), {arguments})
+        model = make_model().to(DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        step = 0
+        while step < STEPS:
+            for x, _ in loader:
+                x = x.to(DEVICE, non_blocking=True)
+                model.eval()
+                with torch.no_grad():
+                    guess = model(x).sigmoid()
+                model.train()
+                output = model(x + 0.1)
+                loss = nn.functional.binary_cross_entropy_with_logits(output, (guess > 0.5).float())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                after(step, loss, output, model)
+                step += 1
+                if step >= STEPS:
+                    break
+        """,
+    "agent": """
+        class Agent:
+            def __init__(self):
+                self.model = make_model().to(DEVICE)
+                self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+                self.memory, self.state = [], torch.zeros({width}, device=DEVICE)
+
+            def act(self):
+                with torch.no_grad():
+                    value = self.model(self.state[None])
+                self.memory.append((self.state, value[0]))
+                self.state = self.state + 0.1 * torch.tanh(value[0])
+
+            def learn(self, step):
+                chosen = self.memory[-{batch}:]
+                states, values = (torch.stack(part) for part in zip(*chosen))
+                output = self.model(states)
+                loss = nn.functional.mse_loss(output, values + 0.01)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                after(step, loss, output, self.model)
+
+
+        agent = Agent()
+        for step in range(STEPS):
+            agent.act()
+            agent.learn(step)
         """,
     "accumulate": """
         loader = DataLoader(Data(), {arguments})
@@ -920,7 +1048,7 @@ class Case:
         body = textwrap.dedent(STYLES[self.style]).format(**values)
         title = f"{self.style} loop, {self.data} data: {', '.join(self.causes) or 'healthy'}."
         text = HEAD.format(title=title, width=width, busy=self.busy)
-        text += textwrap.dedent(code).strip() + "\n\n\nKEPT = []\n\n\n"
+        text += textwrap.dedent(code).strip() + "\n\n\nKEPT, HELD = [], []\n\n\n"
         text += (
             "def after(step, loss, output, model):\n" + textwrap.indent(after, "    ") + "\n\n\n"
         )
@@ -1016,6 +1144,10 @@ def _stepping() -> list[Case]:
              batch=2, fixed_batch=64, busy=0),
         Case("evaluates_plain", (EVALUATES,), "plain", after="evaluate"),
         Case("evaluates_get_batch", (EVALUATES,), "get_batch", after="evaluate"),
+        Case("validates_plain", (EVALUATES,), "plain", after="validate"),
+        Case("validates_class", (EVALUATES,), "class", after="validate"),
+        Case("validates_compiled", (EVALUATES,), "compiled", after="validate"),
+        Case("computes_again", (EVALUATES,), "epochs", after="again"),
         Case("long_plain", (LONG,), "plain", after="plot"),
         Case("long_epochs", (LONG,), "epochs", after="plot"),
         Case("python_neighbours", ("python-in-model",), "neighbours", batch=1024),
@@ -1072,6 +1204,10 @@ def _healthy() -> list[Case]:
         Case("healthy_stoker", (), "stoker", busy=10),
         Case("healthy_prefetch", (), "prefetch", busy=10),
         Case("healthy_notebook", (), "get_batch", arguments=quiet, busy=10, notebook=True),
+        Case("healthy_teacher", (), "teacher", arguments=quiet, busy=10),
+        Case("healthy_adversarial", (), "adversarial", arguments=quiet, busy=10),
+        Case("healthy_labels", (), "labels", arguments=quiet, busy=10),
+        Case("healthy_agent", (), "agent", busy=10),
         Case("healthy_ranks", (), "ranks", arguments=quiet, batch=64),
     ]  # fmt: skip
 
@@ -1081,6 +1217,15 @@ def _on_a_gpu() -> list[Case]:
         Case("gpu_launches", ("launch-bound",), "launches", needs_gpu=True),
         Case("gpu_pageable", ("pageable-copies",), "pageable", needs_gpu=True),
         Case("gpu_double", ("double-precision",), "plain", "double_large", _PINNED, needs_gpu=True),
+        Case("gpu_single", ("full-precision",), "plain", "single_large", _PINNED, needs_gpu=True),
+        Case(
+            "gpu_single_class",
+            ("full-precision",),
+            "class",
+            "single_large",
+            _PINNED,
+            needs_gpu=True,
+        ),
         Case("gpu_nan_filter", (SYNC,), "hf", arguments=_PINNED, slow=True, needs_gpu=True),
         Case("gpu_values", (SYNC,), "plain", after="values", arguments=_PINNED, needs_gpu=True),
         Case(

@@ -96,18 +96,24 @@ def _outermost(
 
 
 def _kinds(operators: Sequence[_Outermost], derived: set[int]) -> list[str]:
-    """Return "ungraded", "underived" or "" for each operator of a thread."""
+    """Return "ungraded", "underived" or "" for each operator of a thread.
+
+    An operator that needs no gradient, such as one on the input, belongs to those that follow it.
+    """
     kinds = []
-    following = -1  # number of the next operator for which autograd makes nodes
+    following, nearest = (
+        -1,
+        "",
+    )  # number and kind of the next operator for which autograd makes nodes
     for operator in reversed(operators):
-        kind = ""
-        if not operator.is_other and operator.number < 0:
-            kind = "ungraded"
-        elif not operator.is_other:
+        if operator.is_other or operator.number < 0:
+            kind = "" if operator.is_other else "ungraded"
+            nearest = ""
+        else:
             # Numbers begin again where a compiled function ran, and the range is empty: nothing is known.
             made = range(operator.number, following)
-            if made and derived.isdisjoint(made):
-                kind = "underived"
-            following = operator.number
+            if made:
+                nearest = "underived" if derived.isdisjoint(made) else ""
+            kind, following = nearest, operator.number
         kinds.append(kind)
     return kinds[::-1]
