@@ -365,4 +365,6 @@ def test_a_source_that_cannot_be_read_is_unknown():
     place = Calls((Place("a.py", 1, "<module>"),), True)
     assert find_use(place, [], lambda _: None).reaches == "unknown"
     assert find_use(place, [], lambda _: "def (").reaches == "unknown"
+    deep = "y = model(x)" + ".a" * 3000 + "\n"
+    assert find_use(place, [], lambda _: deep).reaches in ("unknown", "nothing")
     assert find_use(place, [], lambda _: "\n\nx = 1").reaches == "unknown"

@@ -12,6 +12,7 @@ it gets such a name, the result reaches an update.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +80,13 @@ class Use:
 
 def find_use(calls: Calls, updates: Iterable[Place], read: Callable[[str], str | None]) -> Use:
     """Return what becomes of the result of a call; `read` returns the source of a file, or None."""
+    try:
+        return _follow(calls, updates, read)
+    except RecursionError:  # expressions that a program wrote
+        return Use("unknown", f"{calls.places[0].file}:{calls.places[0].line}")
+
+
+def _follow(calls: Calls, updates: Iterable[Place], read: Callable[[str], str | None]) -> Use:
     trees: dict[str, ast.Module | None] = {}
     lines: dict[str, set[int]] = {}
     for place in updates:
@@ -109,10 +117,11 @@ def find_use(calls: Calls, updates: Iterable[Place], read: Callable[[str], str |
     return use if calls.is_whole else replace(use, reaches="update")
 
 
+@functools.lru_cache(maxsize=32)
 def _parsed(source: str | None) -> ast.Module | None:
     try:
         return None if source is None else ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 

@@ -487,7 +487,7 @@ def _operators(profile: Mapping[str, Any]) -> OperatorFacts | None:
         num_rows=profile.get("rows") or None,
         double_product_seconds=None if products is None else products / steps,
         double_times=profile.get("double_times"),
-        single_product_seconds=sum(one[0] for one in profile.get("single_products", ())) / steps,
+        single_product_seconds=profile.get("single_product_seconds", 0.0) / steps,
         single_times=profile.get("single_times"),
     )
 

@@ -310,7 +310,10 @@ def summarise(
         quietest[f"{kind}_share"] = taken / max(1, marks[-1] - marks[0])
     if single_seconds:
         costliest = sorted(single_seconds.items(), key=lambda one: -one[1][0])
-        quietest["single_products"] = [[*found, *shapes] for shapes, found in costliest]
+        quietest["single_product_seconds"] = sum(found[0] for found in single_seconds.values())
+        quietest["single_products"] = [
+            [*found, *shapes] for shapes, found in costliest[: trials.MOST_SHAPES]
+        ]
     return {**quietest, **_device_totals(kernels), **(between if known else {})}
 
 

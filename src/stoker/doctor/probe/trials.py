@@ -16,7 +16,7 @@ _COPIED_BYTES = 1 << 25
 _NOTABLE = 0.05
 """Share of the kernels' time from which another number format is tried."""
 _PRODUCT_SIZE, _NUM_PRODUCTS = 1024, 8
-_MOST_SHAPES, _MOST_VALUES, _TRIAL_SECONDS, _MOST_REPEATS = 4, 1 << 24, 1e-3, 20
+MOST_SHAPES, _MOST_VALUES, _TRIAL_SECONDS, _MOST_REPEATS = 4, 1 << 24, 1e-3, 20
 _MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,9 +42,8 @@ def run(torch: Any, profile: Mapping[str, Any], copies: bool) -> dict[str, Any]:
         found["pinned_bytes_per_second"] = _pinned_bytes_per_second(torch)
     if kernels and profile["double_kernel_seconds"] > _NOTABLE * kernels:
         found["double_times"] = _double_times(torch)
-    products = profile.get("single_products") or []
-    if kernels and sum(seconds for seconds, *_ in products) > _NOTABLE * kernels:
-        found["single_times"] = _single_times(torch, products)
+    if kernels and profile.get("single_product_seconds", 0.0) > _NOTABLE * kernels:
+        found["single_times"] = _single_times(torch, profile["single_products"])
     return found
 
 
@@ -83,7 +82,7 @@ def _single_times(torch: Any, products: Sequence[Any]) -> float:
     TF32 has half the rate of bfloat16 and twice its bytes, so it takes about twice its time. 1 where TF32 is on.
     """
     now = after = 0.0
-    for seconds, count, *shapes in products[:_MOST_SHAPES]:
+    for seconds, count, *shapes in products:
         repeats = min(_MOST_REPEATS, max(1, round(_TRIAL_SECONDS * count / seconds)))
         pair = _small_enough(shapes)
         single, half = (
