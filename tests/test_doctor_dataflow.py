@@ -9,8 +9,11 @@ import pytest
 from stoker.doctor.dataflow import Calls, Place, find_use
 
 
-def use(source, *, library=False, updates=True):
-    """Return the use of the call at the lines marked CALL, CALL2, ... outwards; UPDATE marks calls of backward."""
+def use(source, *, library=False):
+    """Return the use of the call at the lines marked CALL, CALL2, ... outwards; UPDATE marks calls of backward.
+
+    UPDATE2, ... mark the lines outwards of the one backward pass of which UPDATE1 is the innermost.
+    """
     source = textwrap.dedent(source)
     lines = source.splitlines()
     marked = {}
@@ -18,8 +21,9 @@ def use(source, *, library=False, updates=True):
         for word in line.partition("# ")[2].split():
             marked.setdefault(word, []).append(Place("a.py", number, function_of(lines, number)))
     chain = [marked[name][0] for name in ("CALL", "CALL2", "CALL3", "CALL4") if name in marked]
-    known = marked.get("UPDATE", []) if updates else []
-    return find_use(Calls(tuple(chain), not library), known, lambda _: source)
+    updates = [(place,) for place in marked.get("UPDATE", [])]
+    updates.append(tuple(marked[f"UPDATE{at}"][0] for at in range(1, 5) if f"UPDATE{at}" in marked))
+    return find_use(Calls(tuple(chain), not library), updates, lambda _: source)
 
 
 def function_of(lines, number):
@@ -204,6 +208,168 @@ UPDATES = {
         """,
 }
 
+UPDATES |= {
+    "a memory that is a parameter": """
+        def collect(world, policy, memory):
+            state = world.state
+            with torch.no_grad():
+                action = policy(state).argmax(1)  # CALL
+            after, reward = world.step(action)
+            memory.append((state, action, reward, after))
+
+        def learn(policy, optimizer, memory):
+            state, action, reward, after = random.choice(memory)
+            loss = criterion(policy(state), action)
+            loss.backward()  # UPDATE
+
+        def main():
+            for step in range(9):
+                collect(world, policy, memory)  # CALL2
+                learn(policy, optimizer, memory)  # UPDATE
+        """,
+    "a memory that functions share": """
+        memory = deque(maxlen=9)
+
+        def act():
+            state = world.state
+            action = policy(state).sample()  # CALL
+            memory.append((state, action))
+
+        def train():
+            state, action = random.choice(memory)
+            loss = -policy(state).log_prob(action).mean()
+            loss.backward()  # UPDATE
+
+        for step in range(9):
+            act()  # CALL2
+            train()  # UPDATE
+        """,
+    "a memory that the script itself reads": """
+        rows = []
+
+        def act():
+            rows.append(policy(world.state))  # CALL
+
+        for step in range(9):
+            act()  # CALL2
+            batch = torch.stack(rows)
+            criterion(model(batch), 0).backward()  # UPDATE
+        """,
+    "a world that is read afterwards": """
+        def main():
+            for step in range(9):
+                seen = []
+                for _ in range(4):
+                    state = world.state
+                    with torch.no_grad():
+                        action = agent(state).argmax(1)  # CALL
+                    world.step(action)
+                    seen.append(state)
+                loss = agent(torch.cat(seen)).mean()
+                loss.backward()  # UPDATE
+        """,
+    "recorded by an object of a closure": """
+        def main():
+            def play():
+                state = world.state
+                action = agent(state).argmax(1)  # CALL
+                memory.record(state, action)
+
+            def learn():
+                state, action = memory.sample()
+                loss = criterion(agent(state), action)
+                loss.backward()  # UPDATE
+
+            for step in range(9):
+                play()  # CALL2
+                learn()  # UPDATE
+        """,
+    "an item of a parameter": """
+        def refresh(model, data, soft, which):
+            with torch.no_grad():
+                soft[which] = 0.6 * soft[which] + 0.4 * model(data[which])  # CALL
+
+        def main():
+            soft = torch.zeros(9)
+            for step in range(9):
+                refresh(model, data, soft, which=step)  # CALL2
+                loss = distance(model(data), soft)
+                loss.backward()  # UPDATE
+        """,
+    "a variable of the function around": """
+        def main():
+            chosen = None
+
+            def choose():
+                nonlocal chosen
+                with torch.no_grad():
+                    entropy = entropy_of(model(pool))  # CALL
+                chosen = entropy.topk(9).indices
+
+            def update():
+                loss = criterion(model(pool[chosen]), 0)
+                loss.backward()  # UPDATE
+
+            for step in range(9):
+                choose()  # CALL2
+                update()  # UPDATE
+        """,
+    "the condition of an update": """
+        for real in loader:
+            with torch.no_grad():
+                right = (critic(real) > 0).float().mean()  # CALL
+            if right < 0.8:
+                loss = criterion(critic(real), 1)
+                loss.backward()  # UPDATE
+        """,
+    "the loss of two results": """
+        def compute(model, x, y):
+            out = model(x)  # CALL
+            return criterion(out, y), (out.argmax(1) == y).sum()
+
+        for x, y in loader:
+            loss, right = compute(model, x, y)  # CALL2
+            loss.backward()  # UPDATE
+        """,
+    "the loss of a dict that a function returns": """
+        def compute(batch):
+            out = model(batch)  # CALL
+            return dict(loss=out.mean(), right=0)
+
+        for batch in loader:
+            compute(batch)["loss"].backward()  # CALL2 UPDATE
+        """,
+    "a tuple whose parts are named later": """
+        def compute(batch):
+            return model(batch), 0  # CALL
+
+        for batch in loader:
+            both = compute(batch)  # CALL2
+            criterion(both[0]).backward()  # UPDATE
+        """,
+    "the whole of a dict": """
+        parts = {}
+        for x in loader:
+            parts["a"] = model(x)  # CALL
+            total = sum(parts.values())
+            total.backward()  # UPDATE
+        """,
+    "an attribute of an object that a method fills": """
+        class Agent:
+            def collect(self):
+                self.memory.append(self.policy(self.state))  # CALL
+
+            def learn(self):
+                loss = torch.stack(self.memory).mean()
+                loss.backward()  # UPDATE
+
+        agent = Agent()
+        while True:
+            agent.collect()  # CALL2
+            agent.learn()  # UPDATE
+        """,
+}
+
 TOLD = {
     "a validation that reuses every name": """
         for x, y in loader:
@@ -257,6 +423,102 @@ TOLD = {
         criterion(model(x), y).backward()  # UPDATE
         logger.info("%s", model(x_val).mean())  # CALL
         """,
+    "a method beside the training's": """
+        class Fitter:
+            def train_step(self, x, y):
+                loss = criterion(self.model(x), y)
+                loss.backward()  # UPDATE
+                return loss.item()
+
+            def score(self, x, y):
+                guess = self.model(x)  # CALL
+                return float((guess - y).square().mean())
+
+            def fit(self):
+                for x, y in self.loader:
+                    value = self.train_step(x, y)  # UPDATE
+                    held = self.score(x_val, y_val)  # CALL2
+                    print(value, held)
+        """,
+    "a history that all functions share": """
+        history = []
+
+        def validate():
+            with torch.no_grad():
+                history.append(criterion(model(x_val), y_val).item())  # CALL
+
+        for x, y in loader:
+            criterion(model(x), y).backward()  # UPDATE
+            validate()  # CALL2
+        print(min(history))
+        """,
+    "one of two results": """
+        def compute(model, x, y):
+            loss = criterion(model(x), y)
+            with torch.no_grad():
+                right = (model(x_val).argmax(1) == y_val).float().mean()  # CALL
+            return loss, right
+
+        for x, y in loader:
+            loss, right = compute(model, x, y)  # CALL2
+            loss.backward()  # UPDATE
+            print(right)
+        """,
+    "one of the results in a dict": """
+        def compute(batch):
+            loss = criterion(model(batch.x), batch.y)
+            guess = model(batch.x)  # CALL
+            return {"loss": loss, "right": (guess == batch.y).sum()}
+
+        for batch in loader:
+            told = compute(batch)  # CALL2
+            told["loss"].backward()  # UPDATE
+            print(told["right"])
+        """,
+    "another item of a dict": """
+        logs = {}
+        for x, y in loader:
+            logs["loss"] = criterion(model(x), y)
+            with torch.no_grad():
+                logs["held"] = criterion(model(x_val), y_val)  # CALL
+            logs["loss"].backward()  # UPDATE
+            print({key: value.item() for key, value in logs.items()})
+        """,
+    "a function that trains where another line calls it": """
+        def run(x, y, train):
+            with torch.set_grad_enabled(train):
+                loss = criterion(model(x), y)  # CALL
+            if train:
+                loss.backward()  # UPDATE1
+                optimizer.step()
+            return loss.item()
+
+        for x, y in loader:
+            loss = run(x, y, train=True)  # UPDATE2
+            held = run(x_val, y_val, train=False)  # CALL2
+            print(loss, held)
+        """,
+    "a branch of the model itself": """
+        class Task(nn.Module):
+            def forward(self, x, y):
+                loss = criterion(self.net(x), y)
+                with torch.no_grad():
+                    right = (self.net(self.x_val) > 0).float().mean()  # CALL
+                return loss, right
+
+        for x, y in loader:
+            loss, right = task(x, y)  # CALL2
+            loss.backward()  # UPDATE
+            print(right)
+        """,
+    "the best so far": """
+        for x, y in loader:
+            criterion(model(x), y).backward()  # UPDATE
+            value = criterion(model(x_val), y_val).item()  # CALL
+            if value < best:
+                best = value
+                torch.save(model.state_dict(), "best.pt")
+        """,
     "a loop over the samples of a test": """
         for epoch in range(9):
             for x, y in loader:
@@ -271,6 +533,34 @@ TOLD = {
 }
 
 KEPT = {
+    "the end of the training": """
+        for x, y in loader:
+            criterion(model(x), y).backward()  # UPDATE
+            value = criterion(model(x_val), y_val).item()  # CALL
+            if value < 0.1:
+                break
+        """,
+    "the length of a loop": """
+        while distance(model(x_val), y_val) > 0.1:  # CALL
+            criterion(model(x), y).backward()  # UPDATE
+        """,
+    "a list that another object got": """
+        rows = []
+        learner = Learner(model, rows)
+        for step in range(9):
+            rows.append(model(world.state))  # CALL
+            learner.learn()  # UPDATE
+        """,
+    "a method of an object that nobody read": """
+        class Watcher:
+            def look(self):
+                self.value = self.model(self.x)  # CALL
+
+        watcher = Watcher()
+        for x, y in loader:
+            criterion(model(x), y).backward()  # UPDATE
+            watcher.look()  # CALL2
+        """,
     "an attribute that nobody reads here": """
         for x, y in loader:
             criterion(model(x), y).backward()  # UPDATE
@@ -280,6 +570,13 @@ KEPT = {
         for x, y in loader:
             teacher(x)  # CALL
             criterion(model(x), features["last"]).backward()  # UPDATE
+        """,
+    "a call whose result is replaced unread": """
+        for x in loader:
+            made = model(x)  # CALL
+            out = teacher(made)
+            out = teacher(x)
+            distance(*features).backward()  # UPDATE
         """,
     "its result dropped by name": """
         _ = teacher(x)  # CALL
@@ -291,9 +588,11 @@ KEPT = {
                 action = self.policy(state)  # CALL
                 self.memory.push(state, action)
 
-            def run(self):
-                self.act(1)  # CALL2
-                self.learner.learn()  # UPDATE
+        def main():
+            agent, learner = Agent(), Learner()
+            for step in range(9):
+                agent.act(1)  # CALL2
+                learner.learn()  # UPDATE
         """,
     "a queue of another process": """
         with torch.no_grad():

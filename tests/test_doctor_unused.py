@@ -83,6 +83,23 @@ def test_work_without_gradients_is_found():
     assert not found["underived"]
 
 
+def test_work_in_the_closure_of_an_optimizer_is_found():
+    job = Job()
+
+    def closure():
+        loss = job.model(job.x).square().mean()
+        with torch.no_grad():
+            job.model(job.x).sigmoid()
+        job.optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    found = profiled(lambda: job.optimizer.step(closure))
+    assert {"aten::addmm", "aten::sigmoid"} <= found["ungraded"]
+    assert not found["ungraded"] & {"aten::square", "aten::add_", "aten::addcdiv_"}
+    assert not found["underived"]
+
+
 def test_work_that_no_backward_pass_goes_through_is_found():
     job = Job()
 
@@ -204,6 +221,33 @@ def test_a_model_is_trained_if_an_optimizer_has_one_of_its_weights():
     assert paths.plain()["calls"]["2"][2], "nothing is known any more"
 
 
+def test_a_model_in_the_closure_of_an_optimizer_is_found():
+    """As Lightning calls the training step, and as LBFGS needs it."""
+    paths = calls.Paths()
+    model = nn.Sequential(Looks(paths), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        return model(torch.ones(1)).sum()
+
+    optimizer.step(closure)
+    average = torch.optim.swa_utils.AveragedModel(nn.Sequential(Looks(paths)))
+    average.module[0].paths = paths
+    average(torch.ones(1))
+    lines = [path[0][0][1] for path in paths.plain()["calls"].values()]
+    here = sys._getframe().f_lineno
+    assert lines == [here - 7, here - 2]
+
+    class Own(torch.optim.SGD):
+        @torch._disable_dynamo
+        def step(self):
+            self.seen = places.find_model(sys._getframe())
+
+    own = Own(model.parameters())
+    own.step()
+    assert own.seen == (None, None), "a compiled function, but no model"
+
+
 def test_a_call_from_a_library_has_no_path():
     paths = calls.Paths()
     model = Looks(paths)
@@ -229,8 +273,8 @@ def test_the_lines_of_a_backward_pass_are_noted_once():
     paths = calls.Paths()
     for _ in range(2):
         paths.note_update(sys._getframe())
-    known = [name for _, _, name in paths.plain()["updates"]]
-    assert known.count(sys._getframe().f_code.co_name) == 1
+    (stack,) = paths.plain()["updates"]
+    assert stack[0][2] == sys._getframe().f_code.co_name
 
 
 # -- what the doctor makes of it -----------------------------------------------------------------------
@@ -255,7 +299,7 @@ PATHS = {
         "held": [[["a.py", 4, "held"], ["a.py", 11, "<module>"]], True, True],
         "kept": [[["a.py", 12, "<module>"]], True, True],
     },
-    "updates": [["a.py", 10, "<module>"]],
+    "updates": [[["a.py", 10, "<module>"]]],
     "sources": {"a.py": SOURCE},
 }
 
@@ -299,7 +343,7 @@ def test_a_teacher_is_no_evaluation():
 
 def test_a_profile_that_knows_nothing_of_it_overrules_the_source():
     assert not seen_by({"train": 60, "held": 40}, {"ungraded_share": 0.05}).unused_calls
-    kept = seen_by({"train": 60, "kept": 40}, {"underived_share": 0.05})
+    kept = seen_by({"train": 60, "kept": 40}, {"ungraded_share": 0.05, "underived_share": 0.05})
     assert not kept.doubtful_calls
 
 
@@ -319,6 +363,30 @@ def test_a_teacher_whose_output_comes_through_a_hook_is_no_evaluation():
     paths = {**PATHS, "calls": {**PATHS["calls"], "kept": [place, is_whole, False]}}
     found = seen_by({"train": 60, "kept": 40}, {"underived_share": 0.4}, paths)
     assert consult(found).verdict == "nothing to fix"
+
+
+def test_averaged_weights_may_be_evaluated_where_names_say_so():
+    """An average of the weights is in no optimizer; `x_val` tells what it is called for."""
+    place, is_whole, _ = PATHS["calls"]["held"]
+    paths = {**PATHS, "calls": {**PATHS["calls"], "held": [place, is_whole, False]}}
+    assert seen_by({"train": 60, "held": 40}, paths=paths).unused_calls
+
+
+def test_steps_without_a_backward_pass_are_not_examined():
+    """Weights that are updated by trial: every call of the model is for the update."""
+    paths = {**PATHS, "updates": []}
+    found = seen_by({"held": 50, "kept": 50}, {"underived_share": 0.5}, paths)
+    assert not found.unused_calls
+    assert not found.doubtful_calls
+
+
+def test_gradients_that_a_statement_turned_off_are_found_by_the_profile():
+    """`torch.set_grad_enabled(False)` on a line of its own: the source of the call says nothing of it."""
+    profile = {"ungraded_share": 0.3, "underived_share": 0.0}
+    found = seen_by({"train": 60, "kept": 40}, profile)
+    assert [call.where for call in found.doubtful_calls] == ["a.py:12"]
+    needed = seen_by({"train": 40, "kept": 30, "teacher": 30}, profile)
+    assert not needed.doubtful_calls, "the work without gradients is the teacher's"
 
 
 def test_without_a_profile_only_calls_without_gradients_are_doubted():

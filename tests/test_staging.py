@@ -39,10 +39,13 @@ def columns(tmp_path, data):
 
 def make_targets(columns, device):
     values = [column.values[0] for column in columns]
-    return [
+    targets = [
         torch.zeros((ROWS, *value.shape), dtype=torch_dtype(value.dtype), device=device)
         for value in values
     ]
+    if device == "cuda":
+        torch.cuda.synchronize()  # the uploader's streams do not wait for the zeros
+    return targets
 
 
 def copies_of(columns, targets, low, high):

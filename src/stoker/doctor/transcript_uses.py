@@ -57,7 +57,8 @@ class _Call:
 def find_uses(state: Mapping[str, Any], step: Spread | None, known: float) -> Uses:
     """Return the calls of a usual step; `known` are its seconds spent waiting for data and in timed calls."""
     paths = state.get("paths") or {}
-    if step is None or not step.median or not paths.get("calls"):
+    # Without a backward pass, as where weights are updated by trial, all of the model's work may be for the update.
+    if step is None or not step.median or not paths.get("calls") or not paths["updates"]:
         return Uses()
     uses = {number: _use_of(path, paths) for number, path in paths["calls"].items()}
     calls = [_Call(uses[number], looks) for number, looks in state["model_calls"].items()]
@@ -69,7 +70,12 @@ def find_uses(state: Mapping[str, Any], step: Spread | None, known: float) -> Us
         taken = seconds * sum(call.looks for call in others)
         if profiled.share is None and kind == "underived":
             continue  # the source alone does not show all ways to a backward pass
-        if profiled.share is not None and profiled.share * step.median < _AGREEING * taken:
+        agreeing = _AGREEING * taken / step.median
+        if kind == "underived" and profiled.share is not None and profiled.share < agreeing:
+            # Gradients may be off where the source does not say so.
+            known_looks = sum(call.looks for call in calls if call.kind == "ungraded")
+            profiled = _Profiled.of(state, "ungraded").without(known_looks * seconds / step.median)
+        if profiled.share is not None and profiled.share < agreeing:
             continue  # a backward pass belongs to these calls, or other work is meant
         # Work without gradients may be needed, such as a teacher's; work without a backward pass is not.
         sharing = [call for call in calls if call.kind == kind] if kind == "ungraded" else others
@@ -103,9 +109,7 @@ def find_uses(state: Mapping[str, Any], step: Spread | None, known: float) -> Us
 class _Profiled:
     """Work of the profiled steps that belongs to no backward pass."""
 
-    share: (
-        float | None
-    )  # share of these steps in which the host is in it; None if nothing was profiled
+    share: float | None  # of these steps, with the host in it; None if nothing was profiled
     busy_seconds: float  # seconds of a step for which the device computes it
 
     @classmethod
@@ -114,6 +118,11 @@ class _Profiled:
         profile = state["profile"]
         busy = profile.get(f"{kind}_busy_seconds", 0.0) / max(1, profile.get("steps", 1))
         return cls(profile.get(f"{kind}_share"), busy)
+
+    def without(self, share: float) -> _Profiled:
+        """Return what is left without a share of the steps."""
+        left = max(0.0, (self.share or 0.0) - share)
+        return _Profiled(left, self.busy_seconds * left / self.share if self.share else 0.0)
 
 
 class _Sum:
@@ -141,11 +150,11 @@ def _use_of(path: Any, paths: Mapping[str, Any]) -> Use:
     sources = paths.get("sources", {})
     use = find_use(
         Calls(tuple(Place(*place) for place in places), is_whole),
-        [Place(*place) for place in paths.get("updates", ())],
+        [tuple(Place(*place) for place in stack) for stack in paths["updates"]],
         lambda file: sources.get(file) or _text_of(file),
     )
-    # Nobody evaluates a model that is not trained: it is a teacher, whose output may come through a hook.
-    is_teacher = not is_trained and use.reaches in ("object", "unknown")
+    # A model that is not trained is rarely evaluated: it is a teacher, whose output may come through a hook.
+    is_teacher = not is_trained and not use.evaluates
     return replace(use, reaches="update") if is_teacher else use
 
 

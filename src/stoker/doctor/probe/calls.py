@@ -15,7 +15,7 @@ from typing import Any
 
 from . import places
 
-_MOST_PATHS, _MOST_LINES, _MOST_CALLERS = 50, 200, 12
+_MOST_PATHS, _MOST_CALLERS = 50, 12
 _MOST_CHARACTERS = 1 << 20
 _DECORATOR = os.path.join("torch", "utils", "_contextlib.py")  # noqa: PTH118  an end of a path
 _NESTED = ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>", "<lambda>")
@@ -28,7 +28,7 @@ class Paths:
     def __init__(self) -> None:
         self._numbers: dict[tuple[Any, ...], str] = {}
         self._calls: dict[str, Any] = {}
-        self._updates: dict[tuple[Any, int], tuple[str, int, str]] = {}
+        self._updates: dict[tuple[Any, ...], list[tuple[str, int, str]]] = {}
         self._sources: dict[str, str] = {}
         self._optimizers: dict[int, Any] = {}
 
@@ -78,15 +78,15 @@ class Paths:
         return any(id(weight) in trained for weight in model.parameters())
 
     def note_update(self, frame: Any) -> None:
-        """Note the user's lines on the stack of a backward pass."""
-        while frame is not None:
-            code = frame.f_code
-            if (code, frame.f_lineno) not in self._updates:
-                if len(self._updates) >= _MOST_LINES:
-                    return
-                if not places.is_foreign(code.co_filename):
-                    self._updates[(code, frame.f_lineno)] = _plain(code, frame.f_lineno)
+        """Note the user's lines on the stack of a backward pass, innermost first."""
+        key: list[tuple[Any, int]] = []
+        while frame is not None and len(key) < _MOST_CALLERS:
+            if not places.is_foreign(frame.f_code.co_filename):
+                key.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
+        stack = tuple(key)
+        if stack and stack not in self._updates and len(self._updates) < _MOST_PATHS:
+            self._updates[stack] = [_plain(code, line) for code, line in stack]
 
     def _keep_source(self, file: str) -> None:
         if file not in self._sources and not os.path.exists(file):  # noqa: PTH110  it may be no path

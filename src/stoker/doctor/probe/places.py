@@ -85,13 +85,15 @@ def find_model(frame: Any) -> tuple[Any, Any]:
     """Return (the frame outside of torch that calls the outermost model on the stack, the frame of its module).
 
     A model is a module or a compiled function, of which the second frame is None. Both are None if none is called: the
-    methods of an optimizer are compiled functions too, but no model.
+    methods of an optimizer are compiled functions too, but no model. The model may be called in an optimizer's closure.
     """
     caller = module = None
     while frame is not None:
         part = _part_of_torch(frame.f_code.co_filename)
         if part == "optim":
-            return None, None
+            if module is None:
+                return None, None
+            break
         if part == "module":
             module = frame
         frame = frame.f_back

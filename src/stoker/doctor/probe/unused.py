@@ -16,9 +16,13 @@ from typing import Any
 
 KINDS = ("ungraded", "underived")
 _BACKWARD = ("autograd::engine", "torch::autograd")
-_OTHERS = ("Optimizer.", "enumerate(DataLoader)")
+_OPTIMIZER = "Optimizer."
+_OTHERS = (_OPTIMIZER, "enumerate(DataLoader)")
 """torch's annotations around work that is not the model's."""
 _COMPILED = "## Call CompiledFxGraph"
+
+_Row = tuple[int, int, int, str, int]
+"""Thread, start in ns, negative duration, name and number of an event."""
 
 
 @dataclass
@@ -67,7 +71,7 @@ def _outermost(
 ) -> tuple[dict[int, list[_Outermost]], set[int]]:
     """Return the outermost operators by thread, and the numbers of all nodes that a backward pass went through."""
     derived = set()
-    rows = []
+    rows: list[_Row] = []
     for event in events:
         if str(event.device_type()).endswith("CPU"):
             name, number = event.name(), event.sequence_nr()
@@ -78,7 +82,7 @@ def _outermost(
                 start = event.start_ns()
                 thread = event.start_thread_id()
                 rows.append((thread, start, -event.duration_ns(), name, number))
-    rows.sort(key=lambda row: row[:3])
+    rows = _without_closures(sorted(rows, key=lambda row: row[:3]))
     threads: dict[int, list[_Outermost]] = {}
     until, open_thread, last = 0, None, None
     for thread, start, negative, name, number in rows:
@@ -93,6 +97,26 @@ def _outermost(
             last = _Outermost(start, until, number, is_other, is_product)
             threads.setdefault(thread, []).append(last)
     return threads, derived
+
+
+def _without_closures(rows: list[_Row]) -> list[_Row]:
+    """Return the rows with optimizers that begin after the forward and backward passes of their closures.
+
+    Lightning calls the whole training step in one.
+    """
+    kept = []
+    for at, (thread, start, negative, name, number) in enumerate(rows):
+        first = start
+        if name.startswith(_OPTIMIZER):
+            for other, begun, its_negative, inner, its_number in itertools.islice(
+                rows, at + 1, None
+            ):
+                if other != thread or begun >= start - negative:
+                    break
+                if its_number >= 0 or inner.startswith(_BACKWARD):
+                    first = max(first, begun - its_negative)
+        kept.append((thread, first, negative + first - start, name, number))
+    return sorted(kept, key=lambda row: row[:3])
 
 
 def _kinds(operators: Sequence[_Outermost], derived: set[int]) -> list[str]:
