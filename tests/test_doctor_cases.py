@@ -101,6 +101,7 @@ def test_the_top_finding_is_the_planted_one(cases, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ON_GPU)
 def test_the_top_finding_is_the_planted_one_on_a_gpu(name):
