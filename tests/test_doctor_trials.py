@@ -17,9 +17,7 @@ from stoker.doctor.attach import run_script
 from stoker.doctor.measurements import KernelFacts, MachineFacts, OperatorFacts
 from stoker.doctor.probe import operators, trials
 from stoker.doctor.rules import diagnose
-from stoker.doctor.transcript import Process
-from stoker.doctor.transcript_measures import measure
-from test_doctor_attach import event, row, state
+from test_doctor_attach import event
 from test_doctor_rules import job
 
 SIZE = st.integers(1, 1 << 20)
@@ -83,10 +81,10 @@ def test_kernels_are_added_up_by_the_shapes_of_their_products():
 
 
 def test_what_is_tried_depends_on_the_profile(monkeypatch):
-    known = {torch.float64: 8.0, torch.float32: 4.0, torch.bfloat16: 0.5}
-    monkeypatch.setattr(
-        trials, "_seconds_of_turns", lambda _torch, _shapes, kinds, _: [[known[k] for k in kinds]]
-    )
+    def seconds(_torch, shapes, kind, _repeats):
+        return {torch.float64: 8.0, torch.float32: 4.0, torch.bfloat16: 0.5}[kind] * shapes[0][0]
+
+    monkeypatch.setattr(trials, "_product_seconds", seconds)
     profile = {"kernel_seconds": 1.0, "double_kernel_seconds": 0.0}
     assert trials.run(torch, profile, copies=False) == {}
     assert trials.run(torch, profile | {"double_kernel_seconds": 0.2}, copies=False) == {
@@ -101,21 +99,8 @@ def test_what_is_tried_depends_on_the_profile(monkeypatch):
 
 
 def test_a_product_that_is_no_slower_in_full_has_a_ratio_of_one(monkeypatch):
-    monkeypatch.setattr(trials, "_seconds_of_turns", lambda *_: [[1.0, 1.0]])
+    monkeypatch.setattr(trials, "_product_seconds", lambda *_: 1.0)
     assert trials._single_times(torch, [[0.6, 3, [4, 4], [4, 4]]]) == 1.0
-
-
-def test_nothing_is_said_while_other_programs_have_the_gpu(monkeypatch):
-    turns = [[4.0, 0.5], [4.1, 0.9], [4.0, 1.7], [4.2, 0.8], [4.1, 0.5]]
-    monkeypatch.setattr(trials, "_seconds_of_turns", lambda *_: turns)
-    profile = {"kernel_seconds": 1.0, "double_kernel_seconds": 0.5}
-    profile["single_products"] = [[0.6, 3, [4, 4], [4, 4]]]
-    found = trials.run(torch, profile | {"single_product_seconds": 0.4}, copies=False)
-    assert list(found) == ["untried"]
-    told = measure([Process([row()], [], state(profile=found))], "a.py", MachineFacts())
-    assert found["untried"] in told.notes
-    monkeypatch.setattr(trials, "_seconds_of_turns", lambda *_: [*turns, [4, 0.5], [4, 0.5]])
-    assert trials._single_times(torch, profile["single_products"]) == pytest.approx(4.0)
 
 
 def on_gpu(**values):
@@ -146,8 +131,7 @@ def test_nothing_of_a_script_is_set_or_drawn_by_a_trial(monkeypatch):
         torch, "set_float32_matmul_precision", lambda _: setattr(used, "calls", used.calls + 1)
     )
     before = torch.get_rng_state()
-    shapes, kinds = ((4, 4), (4, 4)), (torch.float32, torch.bfloat16)
-    assert all(len(turn) == 2 for turn in trials._seconds_of_turns(torch, shapes, kinds, 2))
+    assert trials._product_seconds(torch, ((4, 4), (4, 4)), torch.float32, 2) > 0
     assert torch.equal(torch.get_rng_state(), before)
     assert used.calls == 0
 

@@ -608,8 +608,6 @@ def _notes(seen: Training) -> list[str]:
         )
     if "skipped" in state["profile"]:
         notes.append(f"operators and kernels were not measured: {state['profile']['skipped']}")
-    if state["profile"].get("untried"):
-        notes.append(state["profile"]["untried"])
     if state["stands"]:
         notes.append(f"at the end the script had been standing at {state['stands']} for a while")
     others = [
