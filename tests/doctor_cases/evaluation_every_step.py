@@ -16,7 +16,7 @@ if __name__ == "__main__":
     model = nn.Sequential(
         nn.Linear(8, 4096), *(nn.Linear(4096, 4096) for _ in range(8)), nn.Linear(4096, 1)
     )
-    held_out = torch.ones(2048, 8, device=DEVICE)
+    held_out = torch.ones(8192, 8, device=DEVICE)
     steps = itertools.count()
 
     def evaluate(_loss, _output):
