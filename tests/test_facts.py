@@ -26,7 +26,7 @@ ALLOWED = {
     # name: nothing else tells them from others.
     ("train/oom.py", "text in str(seen)"),
     ("errors.py", "str(error).startswith('embedded null')"),
-    # The name of an enumeration's member, whose class moved between versions of torch.
+    # The name of an enumeration's member: these modules do not import torch.
     ("doctor/probe/operators.py", "str(event.device_type()).endswith('CPU')"),
     ("doctor/probe/trials.py", "str(event.device_type()).endswith('CPU')"),
     ("doctor/probe/unused.py", "str(event.device_type()).endswith('CPU')"),
