@@ -327,9 +327,8 @@ class _Flow:
         lines: _Lines,
     ) -> None:
         self._tree, self._scope, self._source, self._lines = tree, scope, source, lines
-        self._parts: set[Path] = {
-            ()
-        }  # parts of the statement's value that are followed; () is all of it
+        # Parts of the statement's value that are followed; () is all of it.
+        self._parts: set[Path] = {()}
         self._kept_there: set[Path] = set()  # what holds the value once the statement has run
         self._forgets = True  # whether a name that is assigned anew holds the value no more
         self._names: set[Path] = set()  # what holds the value now
@@ -572,7 +571,7 @@ class _Flow:
         return {(index, *part) for index, one in pairs for part in self._parts_of(one, False)}
 
     def _names_it(self, node: ast.AST) -> bool:
-        """Return whether an expression reads what holds the value."""
+        """Return whether an expression reads what holds the value; what it reads is unread no more."""
         if not self._names:
             return False
         if isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):

@@ -125,10 +125,8 @@ def _kinds(operators: Sequence[_Outermost], derived: set[int]) -> list[str]:
     An operator that needs no gradient, such as one on the input, belongs to those that follow it.
     """
     kinds = []
-    following, nearest = (
-        -1,
-        "",
-    )  # number and kind of the next operator for which autograd makes nodes
+    # Number and kind of the next operator for which autograd makes nodes.
+    following, nearest = -1, ""
     for operator in reversed(operators):
         if operator.is_other or operator.number < 0:
             kind = "" if operator.is_other else "ungraded"
